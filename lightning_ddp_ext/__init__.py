@@ -1,0 +1,56 @@
+"""Data-parallel training with PyTorch Lightning that starts, fails and stops as it should.
+
+Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
+``ddp_ext_notebook`` and ``ddp_ext_forkserver``.
+"""
+
+__version__ = "0.1.0"
+
+from lightning_ddp_ext.errors import (
+    ConfigurationError,
+    DDPExtError,
+    DisagreementError,
+    DuplicateRankError,
+    DurationError,
+    GroupInUseError,
+    InitMethodError,
+    MissingRanksError,
+    OptionError,
+    RankDiedError,
+    RankFailedError,
+    RankLeftError,
+    RendezvousError,
+    StoreError,
+    WorldError,
+)
+from lightning_ddp_ext.integration.launchers import watch_own_launcher as _watch_own_launcher
+from lightning_ddp_ext.integration.strategy import DDPExtStrategy
+from lightning_ddp_ext.integration.strategy import register as _register
+from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
+from lightning_ddp_ext.world import World
+
+__all__ = [
+    "ConfigurationError",
+    "DDPExtError",
+    "DDPExtStrategy",
+    "DisagreementError",
+    "DuplicateRankError",
+    "DurationError",
+    "Env",
+    "File",
+    "GroupInUseError",
+    "InitMethodError",
+    "MissingRanksError",
+    "OptionError",
+    "RankDiedError",
+    "RankFailedError",
+    "RankLeftError",
+    "RendezvousError",
+    "StoreError",
+    "Tcp",
+    "World",
+    "WorldError",
+]
+
+_register()
+_watch_own_launcher()

@@ -1,0 +1,60 @@
+"""Which length of time did the user mean?"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from numbers import Real
+from typing import overload
+
+from lightning_ddp_ext.errors import DurationError
+
+# torch counts timeouts in milliseconds and adds them to a clock of 64-bit nanoseconds, which ends after 292 years.
+SHORTEST = timedelta(milliseconds=1)
+LONGEST = timedelta(days=36500)
+
+
+@overload
+def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
+@overload
+def to_timedelta(value: None, *, field: str) -> None: ...
+def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
+    """The duration that ``value`` stands for; ``None`` stays ``None``.
+
+    Args:
+        value: seconds (a number), a ``timedelta``, or ``None``.
+        field: the argument's name, as the message shall show it.
+
+    Raises:
+        DurationError: ``value`` is not a number or ``timedelta``, or not between a millisecond and a hundred years.
+
+    >>> to_timedelta(90, field="init_timeout")
+    datetime.timedelta(seconds=90)
+    """
+    if value is None:
+        return None
+    seconds = _seconds(value, field)
+    if math.isnan(seconds) or seconds < SHORTEST.total_seconds():
+        raise DurationError(
+            f"{field} must be a positive number of seconds, at least 0.001 (got {value!r});"
+            f" write {field}=60 for a minute"
+        )
+    if seconds > LONGEST.total_seconds():
+        raise DurationError(
+            f"{field} must be at most {LONGEST.days} days (got {value!r}); write {field}=timedelta(days=365) for a year"
+        )
+    return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
+
+
+def _seconds(value: object, field: str) -> float:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return -math.inf if value < 0 else math.inf
+    raise DurationError(
+        f"{field} must be seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
+        f" write {field}=60 or {field}=timedelta(minutes=1)"
+    )

@@ -1,0 +1,116 @@
+"""Every error that this package raises on purpose.
+
+::
+
+    DDPExtError
+    ├── ConfigurationError (ValueError)      a value that the user chose cannot work
+    │   ├── InitMethodError                  init_method, DDPX_INIT_METHOD, run_id
+    │   ├── WorldError                       rank, world_size, local_rank, devices, num_nodes
+    │   ├── DurationError                    timeout, init_timeout
+    │   └── OptionError                      an argument that does not exist, or that this torch lacks
+    ├── RendezvousError (RuntimeError)       the ranks could not find each other
+    │   ├── StoreError                       the store cannot be opened, reached or believed
+    │   ├── MissingRanksError                ranks that did not come within init_timeout
+    │   ├── DuplicateRankError               two processes that claim one rank
+    │   └── DisagreementError                ranks that want different things
+    ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
+    └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
+        ├── RankDiedError                    another rank's process, host or network is gone
+        └── RankLeftError                    another rank has ended while this one still needed it
+
+A message says field, rule, value and remedy, in this order where all four exist.
+"""
+
+from __future__ import annotations
+
+
+class DDPExtError(Exception):
+    """Base of all errors of this package: ``except DDPExtError`` catches each of them."""
+
+
+class ConfigurationError(DDPExtError, ValueError):
+    """A value that the user chose cannot work; nothing has been started yet."""
+
+
+class InitMethodError(ConfigurationError):
+    """``init_method``, ``run_id`` or their environment variables are wrong."""
+
+
+class WorldError(ConfigurationError):
+    """Rank, world size, local rank, devices or nodes do not fit together."""
+
+
+class DurationError(ConfigurationError):
+    """A timeout is not a positive number of seconds."""
+
+
+class OptionError(ConfigurationError, TypeError):
+    """An argument of that name does not exist; also a ``TypeError``, as for any Python call."""
+
+
+class RendezvousError(DDPExtError, RuntimeError):
+    """The ranks could not find each other."""
+
+
+class StoreError(RendezvousError):
+    """The store of an init method cannot be opened, cannot be reached, or is somebody else's."""
+
+
+class MissingRanksError(RendezvousError):
+    """Some ranks did not come within ``init_timeout``.
+
+    Attributes:
+        missing: the ranks that did not come, ascending.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class DuplicateRankError(RendezvousError):
+    """Two processes claim one rank; raised on every rank."""
+
+
+class DisagreementError(RendezvousError):
+    """Ranks have different world sizes, init methods or versions; raised on every rank."""
+
+
+class GroupInUseError(DDPExtError, RuntimeError):
+    """This process already belongs to a process group, and what is asked for now does not fit it."""
+
+
+class RankFailedError(DDPExtError, RuntimeError):
+    """Another rank raised an exception, and this rank was stopped because of it.
+
+    Attributes:
+        rank: the first rank that failed.
+        host: the name of its host.
+        pid: its process id there.
+        traceback_text: its traceback as that rank would print it; empty if it left none.
+    """
+
+    def __init__(self, message: str, *, rank: int, host: str, pid: int, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.traceback_text = traceback_text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # BaseException's own __reduce__ knows nothing of keyword-only arguments.
+        return _rebuild_rank_failed, (type(self), str(self), self.rank, self.host, self.pid, self.traceback_text)
+
+
+class RankDiedError(RankFailedError):
+    """Another rank's process was killed, or its host or network is gone."""
+
+
+class RankLeftError(RankFailedError):
+    """Another rank had finished and gone while this one still needed it for a collective."""
+
+
+def _rebuild_rank_failed(
+    cls: type[RankFailedError], message: str, rank: int, host: str, pid: int, traceback_text: str
+) -> RankFailedError:
+    return cls(message, rank=rank, host=host, pid=pid, traceback_text=traceback_text)

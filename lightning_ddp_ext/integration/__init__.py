@@ -1,0 +1,1 @@
+"""The only rooms that import Lightning: thin adapters between its hooks and ours."""

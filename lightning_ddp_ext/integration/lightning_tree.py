@@ -1,0 +1,134 @@
+"""Which of the two Lightning distributions is in use, and everything that we take from it.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees, often installed together: a strategy made
+from one is refused by a Trainer of the other. The variable ``DDPX_LIGHTNING`` names the tree; else it is the one that
+has been imported already; else ``lightning``, if it is installed.
+
+Private names of Lightning are imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_ddp_ext.errors import ConfigurationError
+
+__all__ = [
+    "GlobalStateSnapshot",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DDPStrategy",
+    "LightningEnvironment",
+    "MultiProcessingLauncher",
+    "Precision",
+    "SLURMEnvironment",
+    "Accelerator",
+    "StrategyRegistry",
+    "SubprocessScriptLauncher",
+    "TorchElasticEnvironment",
+    "Trainer",
+    "TrainerStatus",
+    "TunerExitException",
+    "check_missing_main_guard",
+    "disable_module_memory_sharing",
+    "lightning_name",
+    "lightning_version",
+    "rank_zero_info",
+    "set_num_threads_if_needed",
+]
+
+_FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_CHOICES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+
+
+def _pick() -> str:
+    chosen = os.environ.get("DDPX_LIGHTNING")
+    if chosen is not None:
+        if chosen not in _CHOICES:
+            raise ConfigurationError(
+                f"DDPX_LIGHTNING must be one of {', '.join(_CHOICES)} (got {chosen!r}); "
+                "name the package that your code imports, or unset it"
+            )
+        return _CHOICES[chosen]
+    imported = [tree for tree in _FABRIC_OF if tree in sys.modules]
+    installed = [tree for name, tree in _CHOICES.items() if importlib.util.find_spec(name) is not None]
+    return (imported or installed or ["lightning.pytorch"])[0]
+
+
+def _private(module: str, name: str) -> Any:
+    """A private name of Lightning, or an error that says what is to be done when it is gone."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        raise ImportError(
+            f"lightning_ddp_ext needs {module}.{name}, which {lightning_name} {lightning_version} does not have; "
+            "install a version of Lightning that this release supports (see README.md)"
+        ) from None
+
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import (
+        ClusterEnvironment,
+        LightningEnvironment,
+        SLURMEnvironment,
+        TorchElasticEnvironment,
+    )
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import CheckpointIO, Precision
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers.multiprocessing import (
+        _GlobalStateSnapshot as GlobalStateSnapshot,
+    )
+    from lightning.pytorch.strategies.launchers.multiprocessing import (
+        _MultiProcessingLauncher as MultiProcessingLauncher,
+    )
+    from lightning.pytorch.strategies.launchers.subprocess_script import (
+        _SubprocessScriptLauncher as SubprocessScriptLauncher,
+    )
+    from lightning.pytorch.trainer.states import TrainerStatus
+    from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+    lightning_name: str
+    lightning_version: str
+
+    from lightning.fabric.strategies.launchers.multiprocessing import (
+        _check_missing_main_guard as check_missing_main_guard,
+    )
+    from lightning.fabric.strategies.launchers.multiprocessing import (
+        _disable_module_memory_sharing as disable_module_memory_sharing,
+    )
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+
+else:
+    lightning_name = _pick()
+    _fabric = _FABRIC_OF[lightning_name]
+    _root = import_module(lightning_name)
+    lightning_version = _root.__version__
+    Trainer = _root.Trainer
+    _environments = import_module(f"{_fabric}.plugins.environments")
+    ClusterEnvironment = _environments.ClusterEnvironment
+    LightningEnvironment = _environments.LightningEnvironment
+    SLURMEnvironment = _environments.SLURMEnvironment
+    TorchElasticEnvironment = _environments.TorchElasticEnvironment
+    Accelerator = import_module(f"{lightning_name}.accelerators").Accelerator
+    _plugins = import_module(f"{lightning_name}.plugins")
+    CheckpointIO, Precision = _plugins.CheckpointIO, _plugins.Precision
+    _strategies = import_module(f"{lightning_name}.strategies")
+    DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
+    TrainerStatus = import_module(f"{lightning_name}.trainer.states").TrainerStatus
+    rank_zero_info = import_module(f"{lightning_name}.utilities.rank_zero").rank_zero_info
+    _launchers = f"{lightning_name}.strategies.launchers"
+    MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
+    GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
+    SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
+    TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
+    _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"
+    check_missing_main_guard = _private(_multiprocessing, "_check_missing_main_guard")
+    disable_module_memory_sharing = _private(_multiprocessing, "_disable_module_memory_sharing")
+    set_num_threads_if_needed = _private(f"{_fabric}.utilities.distributed", "_set_num_threads_if_needed")

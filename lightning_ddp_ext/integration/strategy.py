@@ -1,0 +1,418 @@
+"""The strategy: a switchboard that hands each of Lightning's hooks to the room that answers it."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+import torchmetrics
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.errors import OptionError, WorldError
+from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
+from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
+from lightning_ddp_ext.integration.lightning_tree import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    DDPStrategy,
+    LightningEnvironment,
+    Precision,
+    SLURMEnvironment,
+    StrategyRegistry,
+    TorchElasticEnvironment,
+    TrainerStatus,
+    lightning_name,
+    lightning_version,
+    rank_zero_info,
+)
+from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
+from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
+from lightning_ddp_ext.rendezvous.process_group import current, join
+from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.run_id import run_id_from_launcher
+from lightning_ddp_ext.supervision.last_words import install_last_words
+from lightning_ddp_ext.supervision.orphans import watch_parent
+from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
+from lightning_ddp_ext.world import World, check_devices, read_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+INIT_TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(minutes=30)  # Lightning's, for every backend; NCCL's own would be 10 minutes
+
+_START_METHOD_OF = {
+    "ddp_ext": "popen",
+    "ddp_ext_spawn": "spawn",
+    "ddp_ext_fork": "fork",
+    "ddp_ext_notebook": "fork",
+    "ddp_ext_forkserver": "forkserver",
+}
+
+
+def _refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
+    """Have ``init`` refuse an unknown argument by name, with the nearest one that exists; its signature stays."""
+    known = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise _unknown_option(name, known)
+        init(*args, **kwargs)
+
+    return checked
+
+
+class DDPExtStrategy(DDPStrategy):
+    """Lightning's ``ddp``, with an explicit choice of how the ranks find each other, and bounded ends.
+
+    Args:
+        init_method: where the ranks meet: ``"env://"`` (``MASTER_ADDR`` and ``MASTER_PORT``), ``"tcp://host:29500"``
+            (rank 0 listens there), ``"file:///shared/run42"`` (a file, or a directory, on a file system that all
+            hosts share), or :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp`,
+            :class:`~lightning_ddp_ext.File`. ``None``: the variable ``DDPX_INIT_METHOD``, else what Lightning's
+            cluster environment says; on one node the launching process has the kernel choose a port.
+        rank: this process among all, where you start one process per rank by hand; needs ``world_size``.
+        world_size: how many processes there are; needs ``rank``, and must equal ``devices * num_nodes``.
+        local_rank: this process among those of its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
+        run_id: names the file where ``init_method`` is a directory; the same on every rank, another one each run.
+        init_timeout: seconds or ``timedelta`` that the ranks have to find each other.
+        timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
+        start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
+            ``"forkserver"`` start functions.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
+        accelerator: see ``DDPStrategy``.
+        parallel_devices: see ``DDPStrategy``.
+        cluster_environment: see ``DDPStrategy``.
+        checkpoint_io: see ``DDPStrategy``.
+        precision_plugin: see ``DDPStrategy``.
+        ddp_comm_state: see ``DDPStrategy``.
+        ddp_comm_hook: see ``DDPStrategy``.
+        ddp_comm_wrapper: see ``DDPStrategy``.
+        model_averaging_period: see ``DDPStrategy``.
+        dim: this and all that follow: see :class:`torch.nn.parallel.DistributedDataParallel`.
+        broadcast_buffers: see there.
+        init_sync: see there.
+        process_group: see there.
+        bucket_cap_mb: see there.
+        find_unused_parameters: see there.
+        check_reduction: see there.
+        gradient_as_bucket_view: see there.
+        static_graph: see there.
+        delay_all_reduce_named_params: see there.
+        param_to_hook_all_reduce: see there.
+        mixed_precision: see there.
+        device_mesh: see there.
+        skip_all_reduce_unused_params: see there.
+        bucket_cap_mb_list: see there; needs a torch that has it.
+        batched_grad_copy: see there; needs a torch that has it.
+        forward_sync_buffers: see there; needs a torch that has it.
+
+    Raises:
+        InitMethodError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
+        DurationError: a timeout is not positive.
+        WorldError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit together.
+        OptionError: an argument of that name does not exist, here or in the installed torch.
+
+    Example::
+
+        trainer = L.Trainer(strategy=DDPExtStrategy(init_method="file:///shared/run42"), devices=2)
+    """
+
+    strategy_name = "ddp_ext"
+
+    @_refuse_unknown
+    def __init__(
+        self,
+        init_method: str | InitMethod | None = None,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        local_rank: int | None = None,
+        run_id: str | None = None,
+        init_timeout: float | timedelta = INIT_TIMEOUT,
+        timeout: float | timedelta | None = TIMEOUT,
+        start_method: StartMethod = "popen",
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name in _ddp_options()}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period,
+            process_group_backend=process_group_backend,
+            timeout=to_timedelta(timeout, field="timeout"),
+            start_method=start_method,
+            **_chosen_options(options),
+        )
+        self.chosen_init_method = choose(init_method, os.environ)
+        self._rank_argument = rank
+        self._world_size_argument = world_size
+        self._local_rank_argument = local_rank
+        self.run_id = run_id
+        self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
+        # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
+        read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
+
+    @property
+    def world(self) -> World:
+        """This process's place among all; right from the Trainer's construction on."""
+        environment = self.cluster_environment
+        if isinstance(environment, WorldEnvironment):
+            return environment.world
+        assert environment is not None
+        return World(
+            rank=self.global_rank,
+            world_size=self.num_nodes * self.num_processes,
+            local_rank=self.local_rank,
+            local_world_size=self.num_processes,
+            node_rank=self.node_rank,
+            source=source_of(environment),
+        )
+
+    # Who this process is.
+
+    @override
+    def set_world_ranks(self) -> None:
+        self._believe_the_launcher()
+        super().set_world_ranks()
+
+    def _believe_the_launcher(self) -> None:
+        """Put in an environment of our own where Lightning's does not know how this process was started."""
+        environment = self.cluster_environment
+        if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+            return
+        world = self._read_world()
+        if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
+            return
+        check_devices(world, devices=self.num_processes, num_nodes=self.num_nodes)
+        self.cluster_environment = WorldEnvironment(world)
+
+    def _read_world(self) -> World | None:
+        def read(devices: int | None) -> World | None:
+            return read_world(
+                os.environ,
+                rank=self._rank_argument,
+                world_size=self._world_size_argument,
+                local_rank=self._local_rank_argument,
+                devices=devices,
+            )
+
+        try:
+            return read(self.num_processes)
+        except WorldError:
+            # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
+            world = read(None)
+            if world is not None:
+                check_devices(world, devices=self.num_processes, num_nodes=self.num_nodes)
+            raise
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self._start_method == "popen":
+            self._launcher = ScriptLauncher(self)
+        else:
+            self._launcher = ProcessesLauncher(self, self._start_method)
+
+    # Finding the others.
+
+    @override
+    def setup_distributed(self) -> None:
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
+        self.set_world_ranks()
+        is_first = current() is None
+        request = self._request()
+        membership = join(request)
+        if is_first and membership is not None:
+            rank_zero_info(
+                f"process group: {request.backend}, {request.world.world_size} "
+                f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
+            )
+        install_last_words()
+        super().setup_distributed()  # finds the group that is open and leaves it alone
+
+    def _request(self) -> Request:
+        meeting = self._meeting()
+        environment = self.cluster_environment
+        started = started_ranks()
+        hosted_by: Literal["rank 0", "launcher", "agent"] = "rank 0"
+        if isinstance(self._launcher, ProcessesLauncher) and isinstance(meeting.where, Tcp):
+            hosted_by = "launcher"
+        elif self._uses_agent_store(environment):
+            hosted_by = "agent"
+        return Request(
+            world=self.world,
+            init_method=str(self.chosen_init_method or Env()),
+            is_explicit=self.chosen_init_method is not None,
+            where=meeting.where,
+            backend=self._get_process_group_backend(),
+            device=self.root_device,
+            timeout=self._timeout,
+            init_timeout=self._init_timeout,
+            hosted_by=hosted_by,
+            versions=_versions(),
+            listener=meeting.listener if current() is None else None,
+            bad_news=started.bad_news if started is not None else lambda: None,
+        )
+
+    def _meeting(self) -> Meeting:
+        """Where the ranks meet: arranged by the process that started them, or else known from outside."""
+        started = started_ranks()
+        if started is not None:
+            return started.meeting
+        if isinstance(self._launcher, ProcessesLauncher) and self._launcher.meeting is not None:
+            return self._launcher.meeting
+        if current() is not None or torch.distributed.is_initialized():
+            return Meeting("", {})  # these processes have met already, wherever that was
+        method = self.chosen_init_method
+        if isinstance(method, File):
+            check_file(method, num_nodes=self.num_nodes)
+            return Meeting(method.file_for(self.run_id or run_id_from_launcher(os.environ)), {})
+        if isinstance(method, Tcp):
+            return Meeting(method, {})
+        assert self.cluster_environment is not None
+        return Meeting(address_from_environment(self.cluster_environment), {})
+
+    def _uses_agent_store(self, environment: ClusterEnvironment | None) -> bool:
+        """Whether torchrun's agent hosts a store at the address of ``env://``, to which all ranks are clients."""
+        return (
+            isinstance(environment, TorchElasticEnvironment)
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            and not isinstance(self.chosen_init_method, (Tcp, File))
+        )
+
+    # Working together.
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
+        if not self._is_interrupted():
+            super().barrier(*args, **kwargs)
+
+    def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
+        """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
+
+        When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
+        """
+        if self._is_interrupted():
+            return work() if self.is_global_zero else None  # type: ignore[return-value]
+        return rank_zero_for_all(work, is_rank_zero=self.is_global_zero, broadcast=self.broadcast, what=what)
+
+    def _is_interrupted(self) -> bool:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register every name; a second call replaces the entries by the same."""
+        for name, start_method in _START_METHOD_OF.items():
+            for suffix, options in _SUFFIXES.items():
+                strategy_registry.register(
+                    name + suffix,
+                    cls,
+                    description=f"DDPExtStrategy with start_method={start_method!r}{_described(options)}",
+                    override=True,
+                    start_method=start_method,
+                    **options,
+                )
+
+
+_SUFFIXES: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+
+
+def register() -> None:
+    """Make the strategy names known to the Trainer."""
+    DDPExtStrategy.register_strategies(StrategyRegistry)
+
+
+def _described(options: dict[str, bool]) -> str:
+    return "".join(f" and {name}={value}" for name, value in options.items())
+
+
+def _ddp_options() -> dict[str, Any]:
+    """DDP's options as this class takes them, and their defaults here."""
+    names = list(inspect.signature(DDPExtStrategy.__init__).parameters.values())
+    first = next(index for index, parameter in enumerate(names) if parameter.name == "dim")
+    return {parameter.name: parameter.default for parameter in names[first:]}
+
+
+def _chosen_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that differ from their default: others may not exist in the installed torch."""
+    defaults = _ddp_options()
+    chosen = {name: value for name, value in options.items() if value is not defaults[name]}
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    for name, value in chosen.items():
+        if name not in known:
+            raise OptionError(
+                f"{name} is no option of DistributedDataParallel in torch {torch.__version__} (got {value!r}); "
+                "leave it out, or install a torch that has it"
+            )
+    return chosen
+
+
+def _unknown_option(name: str, known: list[str]) -> OptionError:
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"did you mean {near[0]}?" if near else "see help(DDPExtStrategy) for those that exist"
+    return OptionError(f"DDPExtStrategy has no argument {name!r}; {remedy}")
+
+
+def _versions() -> dict[str, str]:
+    from lightning_ddp_ext import __version__
+
+    return {
+        "torch": str(torch.__version__),
+        lightning_name: lightning_version,
+        "torchmetrics": torchmetrics.__version__,
+        "lightning_ddp_ext": __version__,
+    }

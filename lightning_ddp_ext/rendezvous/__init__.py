@@ -1,0 +1,1 @@
+"""How do the ranks find each other?"""

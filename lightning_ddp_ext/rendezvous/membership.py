@@ -1,0 +1,368 @@
+"""This process as one of the ranks: its group, its lifelines, and what it hears of the others."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from socket import socket
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
+from lightning_ddp_ext.rendezvous.claims import Table
+from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
+from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.lifelines import Lifelines
+from lightning_ddp_ext.rendezvous.news import News, reason_of
+from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.sockets import Sockets, interface_of, sockets_opened
+from lightning_ddp_ext.rendezvous.store import wait_for
+
+_logger = logging.getLogger(__name__)
+
+# Seconds that the main thread has to raise on its own after a death, before the process is ended from outside.
+_EXIT_GRACE = 3.0
+_POST_WITHIN = 2.0
+_DELETE_WITHIN = 2.0
+
+_jobs = 0
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """While the block runs this process works with the other ranks, and is ended if it cannot go on after a death.
+
+    Outside, in the user's own code after ``fit``, say, a death is remembered, but nobody is ended because of it.
+    """
+    global _jobs
+    _jobs += 1
+    try:
+        yield
+    finally:
+        _jobs -= 1
+
+
+class Membership:
+    """This process as one of the ranks: its store, its lifelines, its process group, and what it hears of the others.
+
+    Args:
+        request: what was asked for when the process joined.
+        opened: the store, as opened.
+        table: who the ranks are.
+    """
+
+    def __init__(self, request: Request, opened: OpenedStore, table: Table) -> None:
+        self.world = request.world
+        self.table = table
+        self.opened_store = opened
+        self.store: Store = PrefixStore(f"attempt/{table.attempt}", opened.store)
+        self._request = request
+        self._lifelines: Lifelines | None = None
+        self._groups = 0
+        self._group_sockets: Sockets | None = None
+        self._is_forming = False
+        self._news: News | None = None
+        self._departed: News | None = None
+        self._arrived = threading.Condition()
+        self._exit_timer: threading.Timer | None = None
+        self._has_observed = False
+        self.failure: BaseException | None = None
+        self.first_cause: News | None = None
+
+    # Forming the group.
+
+    def connect(self, deadline: Deadline, listener: socket | None) -> None:
+        """Open the lifelines, then the group."""
+        preferred = self._request.where.host if isinstance(self._request.where, Tcp) else None
+        self._lifelines = Lifelines(
+            self.table, self.world.rank, self._hear, deadline, listener=listener, preferred=preferred
+        )
+        self._lifelines.wait_until_connected(deadline)
+        self._form_group(self._request, deadline)
+
+    def accommodate(self, request: Request) -> None:
+        """Serve another Trainer with the ranks that are there, or say why that cannot be."""
+        self.check(request)
+        if request.backend != self._request.backend:
+            self._destroy_group()
+            self._form_group(request, Deadline(request.init_timeout.total_seconds()))
+        elif request.timeout != self._request.timeout:
+            _set_collective_timeout(request.timeout)
+        self._request = self.as_met(request)
+
+    def as_met(self, request: Request) -> Request:
+        """The request of a later Trainer, which may leave open how and where the ranks meet: they have met."""
+        return replace(request, init_method=self._request.init_method, where=self._request.where)
+
+    def check(self, request: Request) -> None:
+        """Refuse a Trainer that wants other ranks than the ones this process is among.
+
+        Raises:
+            GroupInUseError: world size, rank or init method differ.
+        """
+        mine = self._request
+        if (request.world.rank, request.world.world_size) != (self.world.rank, self.world.world_size):
+            raise GroupInUseError(
+                f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
+                f"to be rank {request.world.rank} of {request.world.world_size}; give every Trainer of a script the "
+                "same devices and num_nodes, or run the other one in a script of its own"
+            )
+        if request.is_explicit and request.init_method != mine.init_method:
+            raise GroupInUseError(
+                f"this process's group was formed with init_method {mine.init_method!r}, and this Trainer asks for "
+                f"{request.init_method!r}; use one init method in a script"
+            )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the group stands and every rank is still in it, as far as this rank knows."""
+        return self._news is None and self.failure is None and dist.is_initialized()
+
+    def _form_group(self, request: Request, deadline: Deadline) -> None:
+        self._groups += 1
+        store = PrefixStore(f"group/{self._groups}", self.store)
+        with self._forming(), sockets_opened() as self._group_sockets, self._interface_for_gloo(deadline):
+            dist.init_process_group(
+                request.backend,
+                store=store,
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+                timeout=deadline.as_timedelta(),
+                device_id=None if request.device.type == "cpu" else request.device,
+            )
+            _check_group(request)
+        _set_collective_timeout(request.timeout)
+
+    @contextmanager
+    def _forming(self) -> Iterator[None]:
+        """While the block runs, news of a rank that is gone ends the waiting for it in the store, too."""
+        self._is_forming = True
+        try:
+            if self._news is not None:
+                raise self._news.to_error()
+            yield
+        finally:
+            self._is_forming = False
+
+    @contextmanager
+    def _interface_for_gloo(self, deadline: Deadline) -> Iterator[None]:
+        """Make gloo use the network that joins the hosts, where it would take the one the host's name stands for."""
+        variable = "GLOO_SOCKET_IFNAME"
+        interface = None if self.table.on_one_host or variable in os.environ else self._interface_to_others(deadline)
+        if interface is None:
+            yield
+            return
+        os.environ[variable] = interface
+        try:
+            yield
+        finally:
+            del os.environ[variable]
+
+    def _interface_to_others(self, deadline: Deadline) -> str | None:
+        assert self._lifelines is not None
+        if self.table[self.world.rank].network != self.table[0].network:
+            self.store.set("route", self._lifelines.remote_address or "")
+            return interface_of(self._lifelines.local_address or "")
+        route = wait_for(self.store, "route", deadline)
+        return None if route is None else interface_of(route.decode())
+
+    # What becomes of the ranks.
+
+    @property
+    def news(self) -> News | None:
+        """The first death or failure that this rank has heard of."""
+        return self._news
+
+    def absence(self) -> str | None:
+        """A sentence if a rank has ended and so cannot answer another roll call."""
+        ended = [] if self._lifelines is None else self._lifelines.ended
+        if not ended:
+            return None
+        return (
+            f"{', '.join(map(str, ended))} ended after the ranks had met before, and cannot meet them again; "
+            "look at its output, or catch the failure on every rank if all are to go on"
+        )
+
+    def await_news(self, seconds: float) -> News | None:
+        """The first death or failure, or else a departure, waiting up to ``seconds`` for it to arrive."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self._news or self._departed, timeout=seconds)
+            return self._news or self._departed
+
+    def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
+        """Tell the other ranks why this one cannot go on, and release them. Never raises, waits 2 s at most.
+
+        The first cause that reaches the store is the one that all of them report.
+        """
+        mine = self.table[self.world.rank]
+        news = News("failed", mine.rank, mine.host, mine.pid, reason_of(exception), traceback_text)
+        self.failure = exception
+        self.first_cause = self._post_cause(news)
+        if self.first_cause == news and self._lifelines is not None:
+            self._lifelines.tell(news)
+        self.close_group()
+
+    def close_group(self) -> None:
+        """End this rank's part of the group: whoever waits for it in a collective is released."""
+        self.observe()
+        if self._group_sockets is not None:
+            # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
+            self._group_sockets.sever()
+        self._destroy_group()
+
+    def observe(self) -> None:
+        """The main thread has taken note of the news and raises; the process need not be ended from outside."""
+        self._has_observed = True
+        if self._exit_timer is not None:
+            self._exit_timer.cancel()
+
+    def _post_cause(self, news: News) -> News:
+        """Whose cause was first: asked in a thread, as the store's host may be the one that is gone."""
+        posted: list[News] = []
+
+        def post() -> None:
+            with suppress(Exception):
+                first = self.store.compare_set("cause", "", json.dumps(asdict(news)))
+                posted.append(News(**json.loads(bytes(first))))
+
+        thread = threading.Thread(target=post, name="ddpx-post", daemon=True)
+        thread.start()
+        thread.join(_POST_WITHIN)
+        return posted[0] if posted else news
+
+    def _hear(self, news: News) -> None:
+        """Called by the lifelines' thread."""
+        with self._arrived:
+            if news.kind == "left":
+                self._departed = self._departed or news
+            else:
+                self._news = self._news or news
+            self._arrived.notify_all()
+        if news.kind != "left":
+            self._release(news)
+
+    def _release(self, news: News) -> None:
+        """Wake the main thread where it waits for the rank that is gone."""
+        if news.kind == "died" and self._exit_timer is None and not self._has_observed:
+            self._exit_timer = threading.Timer(_EXIT_GRACE, self._end_process, [news])
+            self._exit_timer.name = "ddpx-exit"
+            self._exit_timer.daemon = True
+            self._exit_timer.start()
+        if self._group_sockets is not None:
+            self._group_sockets.sever()
+        if self._is_forming:
+            self.opened_store.sockets.sever()
+        if self._request.backend == "nccl" and dist.is_initialized():
+            _abort_group()
+
+    def _end_process(self, news: News) -> None:
+        if _jobs == 0 and not self._is_forming:
+            return
+        # The main thread is somewhere that nothing can wake it from. No cleaning up: it could block, too.
+        sys.stderr.write(f"[rank {self.world.rank}] {type(news.to_error()).__name__}: {news.to_error()}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    # The end.
+
+    def retire(self) -> None:
+        """Say goodbye and let go of the lifelines, once the group is closed; in the store the ranks may meet again."""
+        if self._lifelines is not None:
+            self._lifelines.close()
+        self.observe()
+
+    def close(self) -> None:
+        """Let go of everything, and say goodbye."""
+        self._destroy_group()
+        self.retire()
+        # A process that was killed may have left half a record in a file, at which a store would read for ever.
+        if self._news is None or self._news.kind != "died":
+            self.opened_store.close(self.store, self.table)
+        # With nothing that refers back to it, this object ends here, and its store with it. At the end of a FileStore
+        # torch writes to the file: later on that could be another run's.
+        self._lifelines = None
+
+    def _destroy_group(self) -> None:
+        if not dist.is_initialized():
+            return
+        # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
+        # their owner and abort the process at its end: 9 of 50 processes without these two lines.
+        gc.collect()
+        if self._news is not None and self._request.backend == "nccl":
+            _abort_group()
+        else:
+            dist.destroy_process_group()
+        gc.collect()
+
+
+@dataclass
+class OpenedStore:
+    """A store, and what is needed to end with it."""
+
+    store: Store
+    sockets: Sockets
+    path: str | None
+
+    @property
+    def suspicion(self) -> str:
+        """What is likely to be wrong if it stops working, and what to do."""
+        if self.path is None:
+            return "rank 0 or its host has gone away: look at its output"
+        return "a rank was killed while it wrote to the file, or the file system hangs: start all ranks again"
+
+    @property
+    def for_roll_call(self) -> Store:
+        """Where roll calls are held, one after another."""
+        return PrefixStore("roll_call", self.store)
+
+    def settle(self, table: Table) -> None:
+        """The ranks are complete; whoever opens the store from now on belongs to another run."""
+        if self.path is not None:
+            settle_in(self.store, table.attempt)
+
+    def close(self, shared: Store, table: Table) -> None:
+        """The last rank to leave deletes the file; a run that was killed leaves it, which does no harm."""
+        if self.path is not None:
+            with suppress(Exception):
+                if shared.add("left", 1) == len(table.claims):
+                    remove_file(self.path, table.attempt, Deadline(_DELETE_WITHIN))
+
+
+def _check_group(request: Request) -> None:
+    """One small collective: a group that cannot do that is better found out now than in the first step."""
+    ones = torch.ones(1, device=request.device)
+    dist.all_reduce(ones)
+    if int(ones.item()) != request.world.world_size:
+        raise RendezvousError(
+            f"the {request.backend} group adds {request.world.world_size} ones to {int(ones.item())}; "
+            "check the network between the hosts and the backend's settings"
+        )
+
+
+def _set_collective_timeout(timeout: timedelta | None) -> None:
+    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    default = getattr(dist.distributed_c10d, "_get_default_timeout", None)
+    if setter is None or default is None:
+        _logger.warning(
+            "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; tell us, please",
+            torch.__version__,
+        )
+        return
+    setter(timeout or default(dist.get_backend()))
+
+
+def _abort_group() -> None:
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    with suppress(Exception):
+        (abort or dist.destroy_process_group)()

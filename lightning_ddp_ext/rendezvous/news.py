@@ -1,0 +1,53 @@
+"""What became of a rank, as the others are told, and the error that they raise because of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ddp_ext.errors import RankDiedError, RankFailedError, RankLeftError
+from lightning_ddp_ext.rendezvous.claims import Claim
+
+_LONGEST_REASON = 2000
+
+
+@dataclass(frozen=True)
+class News:
+    """What became of a rank: it died, it failed with an exception, or it left in good order."""
+
+    kind: Literal["died", "failed", "left"]
+    rank: int
+    host: str
+    pid: int
+    reason: str = ""
+    traceback_text: str = ""
+
+    def to_error(self) -> RankFailedError:
+        """The exception that other ranks raise because of it."""
+        who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        sentence = {
+            "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
+            "or in its host's log (out of memory?)",
+            "failed": f"{who} failed, so this rank stops: {self.reason}",
+            "left": f"{who} has finished and gone, but this rank still needs it for a collective; "
+            "let every rank make the same calls in the same order",
+        }[self.kind]
+        kind = {"died": RankDiedError, "failed": RankFailedError, "left": RankLeftError}[self.kind]
+        return kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+
+
+def death_of(claim: Claim, reason: str) -> News:
+    """The news that a rank died, and how that is known."""
+    return News("died", claim.rank, claim.host, claim.pid, reason)
+
+
+def reason_of(exception: BaseException) -> str:
+    """Type and text of an exception as other ranks are told, however long the text, also where it cannot be made."""
+    name = type(exception).__name__
+    try:
+        text = str(exception)
+    except Exception:
+        text = "<its __str__ fails>"
+    reason = f"{name}: {text}" if text else name
+    left_out = len(reason) - _LONGEST_REASON
+    return reason if left_out <= 0 else f"{reason[:_LONGEST_REASON]}... ({left_out} more characters)"

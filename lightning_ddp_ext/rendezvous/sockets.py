@@ -1,0 +1,139 @@
+"""The sockets of this process: which a block of code has opened, cutting them, and addresses of this host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+_OPEN_FILES = "/proc/self/fd"
+
+
+class Sockets:
+    """Sockets that C++ code of this process has opened, so that Python has no other handle on them."""
+
+    def __init__(self) -> None:
+        self._before = _sockets_of_this_process()
+        self._opened: dict[int, str] | None = None
+
+    def complete(self) -> None:
+        """What is opened from now on does not belong to these any more."""
+        self._opened = self._opened_so_far()
+
+    def sever(self) -> None:
+        """End every connection among them, now: whoever waits on one gets an error instead.
+
+        This is what releases a thread that is blocked in a gloo collective or in a store: neither ``abort`` nor
+        ``destroy_process_group`` does, when another thread calls it. A descriptor that has been closed and given
+        to something else since is recognised by its inode and left alone; so is a listening socket. Does nothing
+        on systems without ``/proc``.
+        """
+        opened = self._opened_so_far() if self._opened is None else self._opened
+        for descriptor, identity in opened.items():
+            if _identity(descriptor) == identity:
+                _end_connection(descriptor)
+
+    def _opened_so_far(self) -> dict[int, str]:
+        now = _sockets_of_this_process()
+        return {
+            descriptor: identity for descriptor, identity in now.items() if self._before.get(descriptor) != identity
+        }
+
+
+@contextmanager
+def sockets_opened() -> Iterator[Sockets]:
+    """Note the sockets that this process opens while the block runs; they can be severed while it still runs."""
+    opened = Sockets()
+    try:
+        yield opened
+    finally:
+        opened.complete()
+
+
+def _sockets_of_this_process() -> dict[int, str]:
+    try:
+        descriptors = [int(name) for name in os.listdir(_OPEN_FILES)]
+    except OSError:
+        return {}
+    identities = {descriptor: _identity(descriptor) for descriptor in descriptors}
+    return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
+
+
+def _identity(descriptor: int) -> str:
+    try:
+        return os.readlink(f"{_OPEN_FILES}/{descriptor}")
+    except OSError:
+        return ""
+
+
+def _end_connection(descriptor: int) -> None:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
+        duplicate.getpeername()  # raises for a listening socket: gloo aborts the process if that one is shut down
+        duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind and listen on a plain TCP socket.
+
+    Args:
+        host: the name or address by which others will reach it. Where that is a loopback address or ``localhost``,
+            only this host can; for every other one the socket takes connections on all interfaces, since an address
+            may belong to a router in front of this host, and a host's own name often stands for 127.0.1.1 there.
+        port: 0 for one that the kernel finds free.
+
+    Raises:
+        OSError: the host does not resolve (``socket.gaierror``) or the port cannot be bound.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bind_to = str(address[0]) if is_loopback(host) or host == "localhost" else ""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and not bind_to:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((bind_to, port))
+        listener.listen(1024)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a numeric address never leaves this host."""
+    return address == "::1" or address.startswith(("127.", "::ffff:127."))
+
+
+def own_addresses() -> list[str]:
+    """Numeric addresses of this host's interfaces, those that other hosts can reach first, IPv4 before IPv6."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [
+        entry.address
+        for family in families
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == family and "%" not in entry.address  # a scope such as %eth0 means nothing elsewhere
+    ]
+    return sorted(found, key=is_loopback)
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's interface that has the numeric ``address``; ``None`` where there is none."""
+    plain = address.removeprefix("::ffff:")
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == plain for entry in entries):
+            return str(name)
+    return None
+
+
+def network_identity() -> str:
+    """A text that two processes share if, and only if, a loopback connection joins them."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
+    try:
+        return f"{boot.read_text().strip()} {namespace.readlink()}"
+    except OSError:
+        return socket.gethostname()

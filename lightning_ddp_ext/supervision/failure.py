@@ -1,0 +1,107 @@
+"""What an exception means for the other ranks: this rank's own failure, or the echo of another one's."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
+from lightning_ddp_ext.rendezvous.membership import Membership, at_work
+from lightning_ddp_ext.rendezvous.news import reason_of
+from lightning_ddp_ext.rendezvous.process_group import current
+
+T = TypeVar("T")
+
+# Seconds to wait for the news that explains a broken connection: it comes by another way than the break itself.
+_NEWS_WITHIN = 2.0
+# gloo and NCCL raise plain RuntimeErrors; "process group": a collective called after the group was closed.
+_BROKEN_CONNECTION = re.compile(
+    r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b|\b(tcp|file|prefix)?store\b",
+    re.IGNORECASE,
+)
+_LONGEST_TRACEBACK = 1 << 15
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another rank, as the cause of a :class:`~lightning_ddp_ext.errors.RankFailedError`."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
+def supervised(
+    function: Callable[..., T], *args: Any, harmless: tuple[type[BaseException], ...] = (), **kwargs: Any
+) -> T:
+    """Call ``function``; if it raises, tell the other ranks, or find out which of them is to blame.
+
+    Every rank runs its part of a job through this. An exception of this rank's own is announced and raised as it is,
+    at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
+
+    Args:
+        function: this rank's part of the job, called with the remaining arguments.
+        harmless: exceptions that all ranks raise alike, as a signal to their caller; they pass untouched.
+
+    Raises:
+        RankFailedError: another rank failed, died or left.
+    """
+    try:
+        with at_work():
+            return function(*args, **kwargs)
+    except harmless:
+        raise
+    except BaseException as exception:
+        explanation = explain(exception)
+        if explanation is exception:
+            raise
+        remote = RemoteTraceback(explanation.traceback_text) if explanation.traceback_text else None
+        raise explanation from remote
+
+
+def explain(exception: BaseException) -> Any:
+    """The exception itself, then announced to the other ranks; or the error of the rank that caused it."""
+    membership = current()
+    if membership is None or isinstance(exception, (RankFailedError, RendezvousError)):
+        return exception
+    if echoes_another_rank(exception):
+        news = membership.await_news(_NEWS_WITHIN)
+        if news is not None:
+            membership.close_group()
+            return news.to_error()
+    _announce(membership, exception)
+    return exception
+
+
+def echoes_another_rank(exception: BaseException) -> bool:
+    """Whether ``exception`` is what a broken collective or store raises, directly or as the reason of another one."""
+    return any(_is_broken_connection(link) for link in chain_of(exception))
+
+
+def _is_broken_connection(exception: BaseException) -> bool:
+    if isinstance(exception, DDPExtError):
+        return False
+    if isinstance(exception, dist.DistError):
+        return True
+    return isinstance(exception, (RuntimeError, ValueError)) and bool(_BROKEN_CONNECTION.search(reason_of(exception)))
+
+
+def chain_of(exception: BaseException) -> Iterator[BaseException]:
+    """The exception, what it was raised from or while handling, and so on."""
+    seen: set[int] = set()
+    link: BaseException | None = exception
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _announce(membership: Membership, exception: BaseException) -> None:
+    text = "".join(traceback.format_exception(exception))
+    left_out = len(text) - _LONGEST_TRACEBACK
+    if left_out > 0:
+        half = _LONGEST_TRACEBACK // 2
+        text = f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
+    membership.announce_failure(exception, text)

@@ -1,0 +1,85 @@
+"""No rank survives the process that launched it, however that one ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+
+from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.process_group import current
+
+# Seconds that a rank has to end on its own once its launcher is gone.
+_GRACE = 3.0
+_NEWS_WITHIN = 0.5
+
+# A process whose parent ends gets another one, so the first look counts.
+_parent = os.getppid()
+_watched: set[int] = set()
+
+
+def watch_launcher(pid: int) -> None:
+    """End this process soon after process ``pid`` has ended, at once if it has ended already.
+
+    A thread waits for it on a pidfd, which is not fooled by a process id that is given out again; on systems without
+    one it looks now and then. A second call for the same process does nothing.
+    """
+    _watch(pid, has_ended=False)
+
+
+def watch_parent() -> None:
+    """End this process soon after the one that started it, for launchers that leave no word of who they are."""
+    _watch(_parent, has_ended=_parent == 1 and not _is_python(1))
+
+
+def _watch(pid: int, *, has_ended: bool) -> None:
+    if pid not in _watched:
+        _watched.add(pid)
+        threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
+
+
+def _is_python(pid: int) -> bool:
+    """Whether it may be a launcher: in a container that is often process 1, to which others are left as orphans."""
+    try:
+        return any("python" in word for word in psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return True
+
+
+def _end_after(pid: int, has_ended: bool) -> None:
+    if not has_ended:
+        _wait_for_the_end_of(pid)
+    membership = current()
+    if membership is not None and _is_rank(pid, membership) and membership.await_news(_NEWS_WITHIN) is not None:
+        time.sleep(_GRACE)  # the main thread has been told, and ends by itself
+        os._exit(1)
+    who = "" if membership is None else f"[rank {membership.world.rank}] "
+    which = "" if has_ended else f" (pid {pid})"
+    sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _is_rank(pid: int, membership: Membership) -> bool:
+    here = membership.table[membership.world.rank].host
+    return any((claim.host, claim.pid) == (here, pid) for claim in membership.table.claims)
+
+
+def _wait_for_the_end_of(pid: int) -> None:
+    if not hasattr(os, "pidfd_open"):
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(pid).wait()
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+    ended.poll()
+    os.close(descriptor)

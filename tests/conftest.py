@@ -1,0 +1,76 @@
+"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.leaks import Snapshot
+from tests.network import Network, network, why_unavailable
+from tests.ranks import start_server
+from tests.scripts import MARK
+
+_ROOT = Path(__file__).resolve().parent.parent
+_SHARED = ".pytest_shared"
+_RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark all processes to come, and send their coverage to one place, whatever directory they work in."""
+    os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    coverage = sys.modules.get("coverage")
+    measuring = coverage.Coverage.current() if coverage else None
+    if measuring is not None:
+        os.environ["COVERAGE_FILE"] = str(Path(measuring.config.data_file).absolute())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of rank processes while nobody waits for it yet."""
+    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
+    if not session.config.option.collectonly and any(vars(module).keys() & _RANK_FUNCTIONS for module in modules):
+        start_server()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves variables, threads, processes, files, namespaces or a process group behind."""
+    before = Snapshot.take()
+    yield
+    leaks = before.leaks()
+    if leaks:
+        pytest.fail("the test leaks:\n" + "\n".join(leaks), pytrace=False)
+
+
+@pytest.fixture
+def shared_dir() -> Iterator[Path]:
+    """A fresh directory that several hosts could share: not below the system's temporary ones."""
+    parent = next((path for path in (_ROOT, Path.home()) if not _is_temporary(path)), None)
+    if parent is None:
+        pytest.fail(f"shared_dir needs a place outside of {tempfile.gettempdir()}; clone to another directory")
+    directory = parent / _SHARED / uuid.uuid4().hex[:12]
+    directory.mkdir(parents=True)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Network]:
+    """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none, but never in CI."""
+    reason = why_unavailable()
+    if reason is not None and os.environ.get("CI"):
+        pytest.fail(f"CI must run this test: {reason}")
+    if reason is not None:
+        pytest.skip(reason)
+    with network("host-a", "host-b") as hosts:
+        yield hosts
+
+
+def _is_temporary(path: Path) -> bool:
+    return any(path.is_relative_to(place) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))

@@ -1,0 +1,144 @@
+"""Small models, data and Trainers for the tests of the strategy, and what a rank has to tell of its training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.ranks import by_hand_env, run_ranks
+
+Batch = list[Tensor]
+Kind = Literal["ours", "stock"]
+
+
+def data(samples: int = 24) -> TensorDataset:
+    """Rows of four numbers and something to learn from them; always the same."""
+    x = torch.linspace(-1, 1, samples * 4).reshape(samples, 4).sin()
+    return TensorDataset(x, x.square().sum(1, keepdim=True))
+
+
+class Net(L.LightningModule):
+    """A little of all that DDP treats differently: parameters, buffers, metrics from every rank and every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+    def loss(self, batch: Batch) -> Tensor:
+        x, y = batch
+        return mse_loss(self(x), y)
+
+    def training_step(self, batch: Batch, index: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Batch, index: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Batch, index: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(), batch_size=3, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(8), batch_size=2)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Recorder(L.Callback):
+    """Every metric of every step and evaluation, as this rank has seen it."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._record(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._record(trainer)
+
+    on_train_epoch_end = on_test_end = on_validation_end
+
+    def _record(self, trainer: L.Trainer) -> None:
+        self.metrics.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
+
+
+def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
+    """A Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` say otherwise."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    chosen: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet, **options}
+    return L.Trainer(strategy=strategy, **chosen)
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
+    """Ours, for ranks that were started by hand and meet in ``directory``; or stock ``ddp``, in a ``stock_group``."""
+    if kind == "stock":
+        return DDPStrategy(**options)
+    from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
+
+    return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
+
+
+@contextmanager
+def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
+    """The default process group, opened and closed as anybody may do it; stock takes it, and so needs no free port."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def on_both(
+    function: Callable[..., Any], directory: Path, *args: Any, time_limit: float = 30.0
+) -> tuple[list[Any], list[Any]]:
+    """What ``function(kind, directory, *args)`` returns by rank, on two ranks for ours, and on two others for stock."""
+    for kind in ("ours", "stock"):
+        (directory / kind).mkdir()
+    options: dict[str, Any] = {"env": by_hand_env(2), "time_limit": time_limit}
+    ours = run_ranks(_with_ours, 2, function, directory / "ours", *args, **options)
+    stock = run_ranks(_with_stock, 2, function, directory / "stock", *args, **options)
+    return ours, stock
+
+
+def _with_ours(rank: int, world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> Any:
+    return function("ours", directory, *args)
+
+
+def _with_stock(rank: int, world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> Any:
+    with stock_group(rank, world_size, directory):
+        return function("stock", directory, *args)
+
+
+def assert_same(ours: Any, stock: Any) -> None:
+    """Equal to the last bit, types and shapes included."""
+    torch.testing.assert_close(ours, stock, rtol=0, atol=0, equal_nan=True)

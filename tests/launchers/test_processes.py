@@ -1,0 +1,39 @@
+"""Spawn, fork and forkserver: the script stays as it is, and its ranks are processes that run a function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_tests, run_by_hand
+from tests.scripts import run_script
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_fit_then_test_by_env(start_method: str, tmp_path: Path, reference: Reference) -> None:
+    """The strategy's name is enough; what the ranks have learned comes home, and a second call starts ranks with it."""
+    run = Run(tmp_path, "env")
+    arguments = (str(run.records), "--strategy", f"ddp_ext_{start_method}", "--calls", "fit", "test")
+    done = run_script(SCRIPT, *arguments, time_limit=90.0)
+    run.expect_trained(reference(2), output_of(done), returns=1, launches=2)
+    assert results_of_tests(done.stdout) == [reference(2).test_results]
+
+
+@pytest.mark.parametrize("method", ["tcp", "file"])
+@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+def test_ranks_meet_where_they_are_told_to(
+    start_method: str, method: str, tmp_path: Path, reference: Reference
+) -> None:
+    """Ranks can be started from any process, also from one that runs no script, and the init method is theirs."""
+    run = Run(tmp_path, method)
+    output = run_by_hand([*run.argv, "--start-method", start_method], {}, world_size=1, time_limit=90.0)
+    run.expect_trained(reference(2), output, returns=1)
+
+
+def test_ranks_meet_in_a_directory(tmp_path: Path, reference: Reference) -> None:
+    """The process that starts the ranks names the file, anew for each start."""
+    run = Run(tmp_path, "directory")
+    output = run_by_hand([*run.argv, "--start-method", "fork", "--calls", "fit", "test"], {}, world_size=1)
+    run.expect_trained(reference(2), output, returns=1, launches=2)
+    assert results_of_tests(output) == [reference(2).test_results]

@@ -1,0 +1,252 @@
+"""What ranks print at the end, on one terminal: the first failure's traceback once and last, and a line per rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision.last_words import install_last_words
+from tests.outcomes import Outcome
+from tests.ranks import RankProcesses, hold, launch_ranks, run_ranks
+from tests.supervision.model import BoomError, Fault, Model, boom, by_hand, die, make_trainer, stay
+
+HERE = socket.gethostname()
+
+
+# --- on real Trainers, by hand --------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Path:
+    """A file for what all ranks write to stderr, as on one terminal."""
+    return tmp_path / "terminal"
+
+
+def fit(rank: int, world_size: int, terminal: Path, *faults: Fault, catches: bool = False) -> None:
+    logging.disable(logging.WARNING)  # Lightning's greetings
+    os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    trainer = make_trainer(world_size, strategy=by_hand(rank, world_size, f"file://{terminal}.store"))
+    try:
+        trainer.fit(Model(faults))
+    except BoomError:
+        if not catches:
+            raise
+        hold("caught")
+    for fault in faults:
+        fault.strike("after fit", rank)
+
+
+def read(terminal: Path) -> list[str]:
+    """The lines, without warnings and without what torch puts in front of those of a traceback."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", terminal.read_text(), flags=re.MULTILINE)
+    return [line for line in text.splitlines() if line.strip() and "LeafSpec" not in line]
+
+
+def told(rank: int, culprit: Outcome, reason: str) -> str:
+    return (
+        f"[rank {rank}] RankFailedError: rank {culprit.rank} (host {HERE}, pid {culprit.pid}) failed, "
+        f"so this rank stops: {reason}"
+    )
+
+
+def expect_one_traceback_after(lines: list[str], announced: set[str], last: str) -> None:
+    """First the lines of the other ranks in any order, then a traceback that ends with ``last``."""
+    assert set(lines[: len(announced)]) == announced, "\n".join(lines)
+    assert lines[len(announced)] == "Traceback (most recent call last):", "\n".join(lines)
+    assert sum(line.startswith("Traceback") for line in lines) == 1, "\n".join(lines)
+    assert lines[-1] == last, "\n".join(lines)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_traceback_of_the_rank_that_failed_comes_last(culprit: int, terminal: Path) -> None:
+    """The others print a line each, before it."""
+    outcomes = launch_ranks(fit, 3, terminal, Fault("training_step").on(culprit))
+    reason = "BoomError: no such layer"
+    announced = {told(rank, outcomes[culprit], reason) for rank in {0, 1, 2} - {culprit}}
+    expect_one_traceback_after(read(terminal), announced, f"tests.supervision.model.{reason}")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_ends_a_rank_after_fit_is_printed_alike(culprit: int, terminal: Path) -> None:
+    """Also where the exception is raised outside of any Trainer call, and the other ranks are well."""
+    launch_ranks(fit, 2, terminal, Fault("after fit").on(culprit))
+    expect_one_traceback_after(read(terminal), set(), "tests.supervision.model.BoomError: no such layer")
+
+
+@pytest.mark.parametrize("place", ["setup", "after fit"])
+def test_the_same_exception_everywhere_is_printed_once(place: str, terminal: Path) -> None:
+    """Ranks that fail alike print one traceback between them."""
+    launch_ranks(fit, 3, terminal, Fault(place))
+    lines = read(terminal)
+    assert {re.sub(r"\d", "N", line) for line in lines[:2]} == {"[rank N] BoomError: no such layer"}
+    expect_one_traceback_after(lines[2:], set(), "tests.supervision.model.BoomError: no such layer")
+
+
+def fail_otherwise_once_told() -> None:
+    """Raise something else as soon as there is news of another rank's failure."""
+    membership = current()
+    assert membership is not None
+    assert membership.await_news(20.0) is not None
+    raise LookupError("no such file")
+
+
+def test_of_different_exceptions_the_first_comes_last(terminal: Path) -> None:
+    """A rank with a failure of its own prints that, too, but before the one that came first."""
+    launch_ranks(fit, 2, terminal, Fault("training_step").on(0), Fault("training_step", fail_otherwise_once_told).on(1))
+    lines = read(terminal)
+    second = lines.index("LookupError: no such file")
+    assert lines[0] == lines[second + 1] == "Traceback (most recent call last):"
+    expect_one_traceback_after(lines[second + 1 :], set(), "tests.supervision.model.BoomError: no such layer")
+
+
+def test_another_rank_prints_what_a_rank_has_caught(terminal: Path) -> None:
+    """If the rank that failed lives on, it prints nothing: one of the others prints its traceback with its own."""
+    with RankProcesses(fit, 3, terminal, Fault("training_step").on(1), catches=True) as ranks:
+        ranks.wait_for("caught", 1)
+        ranks.wait(0, 2)
+        ranks.release(1)
+        (culprit,) = ranks.wait(1)
+    lines = read(terminal)
+    assert lines[0] in [told(rank, culprit, "BoomError: no such layer") for rank in (0, 2)], "\n".join(lines)
+    assert sum(line.startswith("[rank ") for line in lines) == 1
+    assert lines.count('    raise BoomError("no such layer")') == 1
+    assert lines[-1].startswith("lightning_ddp_ext.errors.RankFailedError: rank 1 ")
+
+
+def test_a_slow_end_of_the_rank_that_failed_is_not_waited_for(terminal: Path) -> None:
+    """If its traceback has been printed by another rank in the meantime, it prints a line."""
+    faults = Fault("training_step").on(1), Fault("on_exception", stay).on(1)
+    with RankProcesses(fit, 2, terminal, *faults) as ranks:
+        ranks.wait_for("in step", 1)
+        ranks.wait(0)
+        ranks.release(1)
+        (culprit,) = ranks.wait(1)
+    lines = read(terminal)
+    assert lines.count('    raise BoomError("no such layer")') == 1, "\n".join(lines)
+    assert lines[-1] == "[rank 1] BoomError: no such layer (another rank has printed the traceback)"
+    assert culprit.exit_code == 1
+
+
+def fail_in_callback() -> None:
+    raise LookupError("no such file")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_what_a_callback_makes_of_the_failure_is_printed_with_it(culprit: int, terminal: Path) -> None:
+    """An exception in ``on_exception`` on the rank that failed comes last, with the first one before it."""
+    faults = Fault("training_step").on(culprit), Fault("on_exception", fail_in_callback).on(culprit)
+    outcomes = launch_ranks(fit, 2, terminal, *faults)
+    lines = read(terminal)
+    assert lines[0] == told(1 - culprit, outcomes[culprit], "BoomError: no such layer")
+    assert lines.count("tests.supervision.model.BoomError: no such layer") == 1
+    assert lines[-1] == "LookupError: no such file"
+
+
+def test_what_a_callback_raises_on_another_rank_comes_before(terminal: Path) -> None:
+    """A rank that is told, and fails at that, prints its traceback before the first rank prints the one that counts."""
+    launch_ranks(fit, 2, terminal, Fault("training_step").on(1), Fault("on_exception", fail_in_callback).on(0))
+    lines = read(terminal)
+    assert "LookupError: no such file" in lines
+    assert lines[-1] == "tests.supervision.model.BoomError: no such layer"
+
+
+def test_of_a_death_every_rank_prints_a_line(terminal: Path) -> None:
+    """Nobody has the traceback of a process that was killed, and how far the others were explains nothing."""
+    outcomes = launch_ranks(fit, 3, terminal, Fault("training_step", die).on(1))
+    who = f"rank 1 (host {HERE}, pid {outcomes[1].pid}) died: its process ended without a goodbye; every rank stops."
+    assert sorted(line.partition(" Look")[0] for line in read(terminal)) == [
+        f"[rank {rank}] RankDiedError: {who}" for rank in (0, 2)
+    ]
+
+
+# --- other people's hooks -------------------------------------------------------------------------
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def raise_and_catch() -> BoomError:
+    try:
+        boom()
+    except BoomError as error:
+        return error
+    raise AssertionError
+
+
+def form_group(directory: Path, number: int) -> None:
+    """As a Trainer does: a group, in front of whose hook ours is put."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.FileStore(f"{directory}/store-{number}", 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    install_last_words()
+
+
+class Recorder:
+    """A user's hook: notes what it is called with, and calls the one that it was put in front of, if there is one."""
+
+    def __init__(self, before: Hook | None = None) -> None:
+        self.before = before
+        self.seen: list[BaseException] = []
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.seen.append(error)
+        if self.before is not None:
+            self.before(kind, error, trace)
+
+
+def count_calls(rank: int, world_size: int, directory: Path, *, new_group: bool, chains: bool) -> list[int]:
+    first = Recorder(sys.__excepthook__)
+    sys.excepthook = first
+    form_group(directory, 1)
+    ours = sys.excepthook
+    second = Recorder(ours if chains else None)
+    sys.excepthook = second
+    if new_group:
+        form_group(directory, 2)
+    else:
+        install_last_words()
+    assert sys.excepthook is ours
+    error = raise_and_catch()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return [hook.seen.count(error) for hook in (first, second)]
+
+
+@pytest.mark.parametrize("new_group", [False, True], ids=["same group", "new group"])
+def test_a_hook_that_comes_between_is_called(new_group: bool, tmp_path: Path) -> None:
+    """A hook that a user installs between two Trainers is called, and calls the ones before it as it always would."""
+    outcomes = launch_ranks(count_calls, 1, tmp_path, new_group=new_group, chains=True)
+    assert outcomes[0].result == [1, 1], outcomes[0].story()
+    assert outcomes[0].output.count("BoomError: no such layer") == 1
+    assert run_ranks(count_calls, 1, tmp_path, new_group=new_group, chains=False) == [[0, 1]]
+
+
+def print_through_hooks(rank: int, world_size: int, directory: Path, groups: int) -> list[object]:
+    user = Recorder(sys.__excepthook__)
+    sys.excepthook = user
+    for number in range(groups):
+        form_group(directory, number)
+        install_last_words()
+    error = raise_and_catch()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return user.seen
+
+
+@pytest.mark.parametrize("groups", [0, 1, 3])
+def test_a_users_hook_is_called_once(groups: int, tmp_path: Path) -> None:
+    """However many groups a process has formed, a user's hook prints once, and torch says once which rank it is."""
+    (outcome,) = launch_ranks(print_through_hooks, 1, tmp_path, groups)
+    assert [type(error).__name__ for error in outcome.result] == ["BoomError"], outcome.story()
+    prefix = "[rank0]: " if groups else ""
+    lines = outcome.output.splitlines()
+    assert lines[0] == f"{prefix}Traceback (most recent call last):"
+    assert lines[-1] == f"{prefix}tests.supervision.model.BoomError: no such layer"

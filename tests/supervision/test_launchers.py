@@ -1,0 +1,218 @@
+"""How runs end that a launcher has started: after a failure, after the kill of any process, and well.
+
+Scripts here are run as a user runs them, and every test fails if a process of its script is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import Completed, Script, start_script
+from tests.supervision import script as training
+
+SCRIPT = Path(training.__file__)
+HERE = socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """``words`` go before the script; ``is_rank_zero``: the process that launches the others is a rank itself."""
+
+    strategy: str
+    words: tuple[str, ...] = ("python",)
+    is_rank_zero: bool = False
+
+    def __str__(self) -> str:
+        return self.words[0] if self.words != ("python",) else self.strategy
+
+
+POPEN = Launcher("ddp_ext", is_rank_zero=True)
+SPAWN = Launcher("ddp_ext_spawn")
+FORK = Launcher("ddp_ext_fork")
+FORKSERVER = Launcher("ddp_ext_forkserver")
+TORCHRUN = Launcher("ddp_ext", ("torchrun", "--standalone", "--nproc-per-node=2"))
+
+
+@contextlib.contextmanager
+def train(launcher: Launcher, *argv: str, ends_within: float = 15.0) -> Iterator[Script]:
+    """The training script under way; fails unless all of its processes end so many seconds after the first."""
+    arguments = ("--strategy", launcher.strategy, *argv)
+    with start_script(SCRIPT, *arguments, launcher=launcher.words, time_limit=100.0) as script:
+        yield script
+        script.wait()
+        script.expect_no_survivors(ends_within)
+
+
+def wait_for_ranks(script: Script, what: str) -> dict[int, int]:
+    """Wait until both ranks have said that they are there; their process ids by rank."""
+    for rank in range(2):
+        script.wait_for_line(rf"^rank {rank} {what}$", timeout=80.0)
+    return script.rank_pids()
+
+
+def lines_of(done: Completed) -> list[str]:
+    """What is on stderr, without what torch puts before each line of a traceback, and without warnings."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", done.stderr, flags=re.MULTILINE)
+    return [line for line in text.splitlines() if line.strip() and "LeafSpec" not in line]
+
+
+def who(rank: int, pids: dict[int, int]) -> str:
+    return f"rank {rank} (host {HERE}, pid {pids[rank]})"
+
+
+# --- a failure ------------------------------------------------------------------------------------
+
+
+def told(script: Script, culprit: int) -> str:
+    """The line of the rank that did not fail."""
+    reason = "BoomError: no such layer"
+    failed = f"{who(culprit, script.rank_pids())} failed, so this rank stops: {reason}"
+    return f"[rank {1 - culprit}] RankFailedError: {failed}"
+
+
+@pytest.mark.parametrize(("launcher", "culprit"), [(POPEN, 1), (SPAWN, 1), (FORK, 0), (FORKSERVER, 1)], ids=str)
+def test_the_first_traceback_is_printed_last_and_once(launcher: Launcher, culprit: int) -> None:
+    """The run fails, the other rank prints one line, and the traceback of the rank that failed comes after it."""
+    with train(launcher, "--fault", f"training_step:boom:{culprit}") as script:
+        done = script.wait()
+    lines = lines_of(done)
+    assert done.returncode == 1
+    assert [line for line in lines if line.startswith("[rank")] == [told(script, culprit)], done.output
+    assert lines.count('    raise BoomError("no such layer")') == 1, done.output
+    assert lines[-1] == "tests.supervision.model.BoomError: no such layer", done.output
+
+
+def test_only_the_summary_of_torchrun_follows_the_traceback() -> None:
+    """The agent sends SIGTERM to the rank that is left and prints a summary; by then the ranks have printed all."""
+    with train(TORCHRUN, "--fault", "training_step:boom:1") as script:
+        done = script.wait()
+    assert done.returncode == 1
+    ours, last, summary = done.stderr.partition("tests.supervision.model.BoomError: no such layer\n")
+    assert ours.count('raise BoomError("no such layer")') == 1, done.output
+    assert last, done.output
+    assert told(script, 1) in ours.splitlines(), done.output
+    assert "torch.distributed.elastic.multiprocessing.errors.ChildFailedError" in summary, done.output
+    assert "BoomError" not in summary, done.output
+    assert "[rank" not in summary, done.output
+
+
+# --- a kill ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("launcher", "num_workers"), [(POPEN, 2), (SPAWN, 0), (FORK, 0), (FORKSERVER, 0), (TORCHRUN, 2)], ids=str
+)
+def test_a_kill_of_any_process_ends_all_and_is_named(launcher: Launcher, num_workers: int) -> None:
+    """Each rank and the launching process, in a run of its own: the others end, with their workers, and name it."""
+    victims = ["rank 0", "rank 1"] if launcher.is_rank_zero else ["rank 0", "rank 1", "launcher"]
+    arguments = ("--endless", "--num-workers", str(num_workers))
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(train(launcher, *arguments)) for _ in victims]
+        for victim, script in zip(victims, runs, strict=True):
+            pids = wait_for_ranks(script, "in step 3")
+            os.kill(script.pid if victim == "launcher" else pids[int(victim[-1])], signal.SIGKILL)
+            if victim == "launcher":
+                expect_orphans_to_end(script)
+            else:
+                expect_others_to_end(script, launcher, int(victim[-1]), pids)
+
+
+def expect_orphans_to_end(script: Script) -> None:
+    line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
+    script.wait_for_line(line, timeout=60.0)
+
+
+def expect_others_to_end(script: Script, launcher: Launcher, culprit: int, pids: dict[int, int]) -> None:
+    death = f"{who(culprit, pids)} died: its process ended without a goodbye; every rank stops."
+    script.wait_for_line(re.escape(f"[rank {1 - culprit}] RankDiedError: {death}"), timeout=30.0)
+    done = script.wait()
+    assert done.returncode == (-signal.SIGKILL if pids[culprit] == script.pid else 1), done.output
+    if launcher.strategy != "ddp_ext":
+        verdict = f"local {who(culprit, pids)} died: it was ended by SIGKILL; the other ranks were stopped"
+        assert lines_of(done)[-1] == f"lightning_ddp_ext.errors.RankDiedError: {verdict}", done.output
+
+
+def test_the_launcher_names_the_dead_rank_and_not_the_stuck_one() -> None:
+    """A rank that only fell because nothing could wake it is not what the launching process reports."""
+    with train(FORK, "--fault", "training_step:say_and_wait_for_ever:0", "--fault", "training_step:die:1") as script:
+        done = script.wait()
+    pids = script.rank_pids()
+    assert f"[rank 0] RankDiedError: {who(1, pids)} died" in done.output, done.output
+    assert f"RankDiedError: local {who(1, pids)} died: it was ended by SIGKILL" in lines_of(done)[-1], done.output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "verdict"),
+    [(POPEN, "ended by SIGKILL before it answered the roll call"), (SPAWN, "died: it was ended by SIGKILL")],
+    ids=str,
+)
+def test_a_kill_during_start_up_is_known_to_the_launcher(launcher: Launcher, verdict: str) -> None:
+    """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
+    with train(launcher, "--stay=1") as script:
+        script.wait_for_line("^rank 1 begins$", timeout=60.0)
+        pids = script.rank_pids()
+        script.kill(1)
+        done = script.wait()
+    assert done.returncode == 1
+    assert f"local {who(1, pids)} {verdict}" in lines_of(done)[-1], done.output
+
+
+# --- orphans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("launcher", [POPEN, SPAWN], ids=str)
+def test_ranks_that_are_orphaned_while_they_start_end(launcher: Launcher) -> None:
+    """A rank whose launcher is killed while it imports ends when it has imported this package."""
+    with train(launcher, ends_within=60.0) as script:
+        script.wait_for_line("^rank 1 begins$", timeout=60.0)
+        os.kill(script.pid, signal.SIGKILL)
+
+
+def test_ranks_of_torchrun_that_are_orphaned_before_they_meet_end() -> None:
+    """Also where the launcher leaves no word of who it is, and is gone before the ranks' first Trainer is."""
+    with train(TORCHRUN, "--when-orphaned") as script:
+        wait_for_ranks(script, "waits for the end of its launcher")
+        os.kill(script.pid, signal.SIGKILL)
+        expect_orphans_to_end(script)
+
+
+def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
+    """Ctrl-C reaches all processes of a run at once; they end, and nobody takes that for a death."""
+    with train(POPEN, "--endless") as script:
+        wait_for_ranks(script, "in step 3")
+        os.killpg(script.pid, signal.SIGINT)
+        done = script.wait()
+    assert done.returncode == 1
+    assert "Detected KeyboardInterrupt" in done.output
+    assert "RankDiedError" not in done.output
+
+
+def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks() -> None:
+    """As in a notebook, whose kernel gets the signal and not what it has started."""
+    with train(FORK, "--endless") as script:
+        wait_for_ranks(script, "in step 3")
+        os.kill(script.pid, signal.SIGINT)
+        done = script.wait()
+    assert done.returncode == 1
+    assert "Detected KeyboardInterrupt" in done.output
+
+
+# --- a good end -----------------------------------------------------------------------------------
+
+
+def test_the_launching_rank_waits_for_those_that_still_work() -> None:
+    """Rank 0 has started the others and ends after them; whoever works on after ``fit`` is not taken for an orphan."""
+    with train(POPEN, "--fault", "after fit:outlast_the_others:1") as script:
+        done = script.wait()
+        assert script.survivors() == []
+    assert done.returncode == 0, done.output
+    assert "rank 1 is at the end" in done.output.splitlines(), done.output
