@@ -94,7 +94,7 @@ class Lifelines:
         self._on_news = on_news
         self._lines: dict[int, Line] = {}
         self._strangers: dict[Line, None] = {}
-        self._gone: set[int] = set()
+        self._gone: dict[int, News] = {}
         self._ended: set[int] = set()
         self._lock = threading.Lock()
         to_rank_zero = None if rank == 0 else _reach_rank_zero(table, rank, preferred, deadline)
@@ -144,11 +144,11 @@ class Lifelines:
 
     def tell(self, news: News) -> None:
         """Send news to every rank that is connected; never blocks for long, never raises."""
-        short = replace(news, reason=news.reason[:_LONGEST_TEXT], traceback_text=news.traceback_text[-_LONGEST_TEXT:])
+        message = _message_of(news)
         with self._lock:
             for rank, line in self._lines.items():
                 if rank != news.rank:
-                    line.send({"news": asdict(short)})
+                    line.send(message)
 
     def close(self) -> None:
         """Say goodbye and stop the thread."""
@@ -211,19 +211,23 @@ class Lifelines:
         if not messages and line.is_open:
             return
         hello = messages[0] if messages and line.is_open else {}
-        if hello.get("attempt") == self._table.attempt:
+        if hello.get("attempt") != self._table.attempt:
+            self._turn_away(line)
+        elif hello.get("rank") in set(range(1, len(self._table.claims))) - self._lines.keys():
+            self._welcome(hello["rank"], line)
+        else:
             line.send({"welcome": self._table.attempt})
-            if hello.get("rank") in set(range(1, len(self._table.claims))) - self._lines.keys():
-                self._welcome(hello["rank"], line)
-                return
-        self._turn_away(line)
+            self._turn_away(line)
 
     def _welcome(self, rank: int, line: Line) -> None:
         del self._strangers[line]
         self._selector.unregister(line.socket)
         line.longest = LONGEST_LINE
-        with self._lock:
+        with self._lock:  # what is told from now on must not come before the welcome, nor be missed after it
+            line.send({"welcome": self._table.attempt})
             self._add(rank, line)
+            for news in self._gone.values():
+                line.send(_message_of(news))
         self._note_whether_settled()
 
     def _turn_away(self, line: Line) -> None:
@@ -259,11 +263,16 @@ class Lifelines:
             self._ended.add(news.rank)
         if news.rank in self._gone:
             return
-        self._gone.add(news.rank)
+        self._gone[news.rank] = news
         if self._rank == 0:
             self.tell(news)
         self._on_news(news)
         self._note_whether_settled()
+
+
+def _message_of(news: News) -> Message:
+    short = replace(news, reason=news.reason[:_LONGEST_TEXT], traceback_text=news.traceback_text[-_LONGEST_TEXT:])
+    return {"news": asdict(short)}
 
 
 def _reach_rank_zero(table: Table, rank: int, preferred: str | None, deadline: Deadline) -> Line:

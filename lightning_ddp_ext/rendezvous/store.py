@@ -162,10 +162,8 @@ def _client(where: Tcp, deadline: Deadline) -> Store:
 
     try:
         store = deadline.bound(construct, extra=_EXCEEDS_BY)
-    except TimeoutError:
-        raise _not_ours(where, "it accepts the connection and stays silent") from None
     except Exception:
-        raise _not_ours(where, "it does not speak as a torch.distributed store does") from None
+        raise _not_ours(where, "it does not answer as a torch.distributed store does") from None
     store.set_timeout(_patience())
     return store
 

@@ -142,7 +142,7 @@ BY_PROCESSES = (
     + """
     if __name__ == "__main__":
         torch.use_deterministic_algorithms(True)
-        for method in ("spawn", "forkserver"):
+        for method in ("fork", "forkserver"):
             train(method, f"ddp_ext_{method}", callbacks=[Seed()])
 """
 )
@@ -150,7 +150,7 @@ BY_PROCESSES = (
 
 @pytest.fixture(scope="module")
 def by_processes() -> Completed:
-    """A script that starts its ranks by spawn, then by forkserver."""
+    """A script that starts its ranks by fork, then by forkserver."""
     done = run_script(BY_PROCESSES, time_limit=100)
     assert done.returncode == 0, done.output
     return done
@@ -159,22 +159,22 @@ def by_processes() -> Completed:
 def test_started_processes_have_the_environment_and_seed_of_that_moment(by_processes: Completed) -> None:
     """Also from a fork server that was started before the variables were set; torch's flags are handed on, too."""
     seen = {(report["SET_BEFORE_FIT"], report["rank"]) for report in reports(by_processes, "variables")}
-    assert seen == {("spawn", 0), ("spawn", 1), ("forkserver", 0), ("forkserver", 1)}
+    assert seen == {("fork", 0), ("fork", 1), ("forkserver", 0), ("forkserver", 1)}
     assert {report["PL_GLOBAL_SEED"] for report in reports(by_processes, "variables")} == {"5"}
     assert all(report["flag"] for report in reports(by_processes, "variables"))
 
 
 def test_the_launching_processs_environment_stays_what_it_was(by_processes: Completed) -> None:
     """Whatever the ranks have in theirs."""
-    for method in ("spawn", "forkserver"):
+    for method in ("fork", "forkserver"):
         assert [report["changed"] for report in reports(by_processes, method)] == [[]]
 
 
 def test_ranks_of_a_fork_server_train_on_memory_of_their_own(by_processes: Completed, by_script: Completed) -> None:
-    """The weights are those that spawn, and a plain script, give: nobody writes into another rank's parameters."""
-    trained = {method: reports(by_processes, method)[0] for method in ("spawn", "forkserver")}
-    assert trained["spawn"]["weights"] == trained["forkserver"]["weights"] == reports(by_script, "first")[0]["weights"]
-    assert trained["spawn"]["found"] == trained["forkserver"]["found"] == reports(by_script, "first")[0]["found"]
+    """The weights are those that fork, and a plain script, give: nobody writes into another rank's parameters."""
+    trained = {method: reports(by_processes, method)[0] for method in ("fork", "forkserver")}
+    assert trained["fork"]["weights"] == trained["forkserver"]["weights"] == reports(by_script, "first")[0]["weights"]
+    assert trained["fork"]["found"] == trained["forkserver"]["found"] == reports(by_script, "first")[0]["found"]
 
 
 class Talkative(Net):

@@ -10,7 +10,7 @@ from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_t
 from tests.scripts import run_script
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_fit_then_test_by_env(start_method: str, tmp_path: Path, reference: Reference) -> None:
     """The strategy's name is enough; what the ranks have learned comes home, and a second call starts ranks with it."""
     run = Run(tmp_path, "env")
@@ -20,8 +20,10 @@ def test_fit_then_test_by_env(start_method: str, tmp_path: Path, reference: Refe
     assert results_of_tests(done.stdout) == [reference(2).test_results]
 
 
-@pytest.mark.parametrize("method", ["tcp", "file"])
-@pytest.mark.parametrize("start_method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("start_method", "method"),
+    [("spawn", "env"), *((start, method) for start in ("spawn", "fork", "forkserver") for method in ("tcp", "file"))],
+)
 def test_ranks_meet_where_they_are_told_to(
     start_method: str, method: str, tmp_path: Path, reference: Reference
 ) -> None:
@@ -29,6 +31,12 @@ def test_ranks_meet_where_they_are_told_to(
     run = Run(tmp_path, method)
     output = run_by_hand([*run.argv, "--start-method", start_method], {}, world_size=1, time_limit=90.0)
     run.expect_trained(reference(2), output, returns=1)
+
+
+def test_ranks_meet_over_ipv6(ipv6: None, tmp_path: Path, reference: Reference) -> None:
+    """The process that starts the ranks listens there."""
+    run = Run(tmp_path, "ipv6")
+    run.expect_trained(reference(2), run_by_hand([*run.argv, "--start-method", "fork"], {}, world_size=1), returns=1)
 
 
 def test_ranks_meet_in_a_directory(tmp_path: Path, reference: Reference) -> None:

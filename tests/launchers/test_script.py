@@ -17,12 +17,6 @@ def test_a_plain_script(method: str, tmp_path: Path, reference: Reference) -> No
     run.expect_trained(reference(2), output_of(run_script(SCRIPT, *run.argv)))
 
 
-def test_a_plain_script_over_ipv6(ipv6: None, tmp_path: Path, reference: Reference) -> None:
-    """An address of IPv6 stands in brackets."""
-    run = Run(tmp_path, "ipv6")
-    run.expect_trained(reference(2), output_of(run_script(SCRIPT, *run.argv)))
-
-
 def test_an_untouched_script_in_a_directory(tmp_path: Path, reference: Reference) -> None:
     """``DDPX_INIT_METHOD`` chooses for ``strategy="ddp_ext"``; ranks that the script starts hear the run's name."""
     run = Run(tmp_path, "directory")

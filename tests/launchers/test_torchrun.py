@@ -10,17 +10,8 @@ from tests.launchers.runs import METHODS, SCRIPT, Reference, Run, output_of
 from tests.ranks import free_port
 from tests.scripts import run_script
 
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
-
 
 @pytest.mark.parametrize("method", [*METHODS, "directory"])
-def test_torchrun(method: str, tmp_path: Path, reference: Reference) -> None:
-    """Under torchrun the init method says where the ranks meet, and not the agent."""
-    run = Run(tmp_path, method)
-    run.expect_trained(reference(2), output_of(run_script(SCRIPT, *run.argv, launcher=TORCHRUN)))
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_torch_distributed_launch(method: str, tmp_path: Path, reference: Reference) -> None:
     """The older launcher starts ranks as torchrun does, if it leaves the script's arguments alone."""
     run = Run(tmp_path, method)
@@ -30,9 +21,9 @@ def test_torch_distributed_launch(method: str, tmp_path: Path, reference: Refere
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_elastic_restart(method: str, tmp_path: Path, reference: Reference) -> None:
-    """After a rank was killed, those that torchrun starts in their place find each other, and learn the same."""
+def test_torchrun(method: str, tmp_path: Path, reference: Reference) -> None:
+    """The init method says where ranks meet, also those that torchrun starts in their place after one was killed."""
     run = Run(tmp_path, method)
-    launcher = (*TORCHRUN, "--max-restarts=1")
+    launcher = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     done = run_script(SCRIPT, *run.argv, "--die-once", "1", launcher=launcher, time_limit=90.0)
     run.expect_trained(reference(2), output_of(done), launches=2)

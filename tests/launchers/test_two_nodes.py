@@ -79,8 +79,8 @@ EXPORTED: dict[str, Environment] = {
 
 @pytest.mark.parametrize(
     ("method", "meeting"),
-    [("tcp", STATIC), ("directory", STATIC), ("env", ELASTIC)],
-    ids=["tcp-static", "directory-static", "env-elastic"],
+    [("tcp", STATIC), ("directory", ELASTIC)],
+    ids=["tcp-static", "directory-elastic"],
 )
 def test_torchrun_on_two_nodes(
     method: str, meeting: tuple[str, ...], nodes: Network, shared_dir: Path, reference: Reference

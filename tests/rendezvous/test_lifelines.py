@@ -205,6 +205,15 @@ def test_the_first_news_of_a_rank_counts() -> None:
         assert ranks[1].hears() == news("left", 0)
 
 
+def test_a_rank_that_connects_late_hears_what_it_has_missed() -> None:
+    """Who is gone before a rank has its lifeline is news to it all the same."""
+    with run(4, connected=[1, 2]) as ranks:
+        ranks.close(1)
+        assert ranks[2].hears() == news("left", 1)
+        ranks.ranks[3] = Rank(ranks.table, 3)
+        assert ranks[3].hears() == news("left", 1)
+
+
 def test_of_a_long_text_what_matters_arrives() -> None:
     """Of an endless traceback the end is told, of an endless message the beginning."""
     with run(3) as ranks:

@@ -79,7 +79,7 @@ def told(script: Script, culprit: int) -> str:
     return f"[rank {1 - culprit}] RankFailedError: {failed}"
 
 
-@pytest.mark.parametrize(("launcher", "culprit"), [(POPEN, 1), (SPAWN, 1), (FORK, 0), (FORKSERVER, 1)], ids=str)
+@pytest.mark.parametrize(("launcher", "culprit"), [(POPEN, 1), (SPAWN, 1), (FORK, 0)], ids=str)
 def test_the_first_traceback_is_printed_last_and_once(launcher: Launcher, culprit: int) -> None:
     """The run fails, the other rank prints one line, and the traceback of the rank that failed comes after it."""
     with train(launcher, "--fault", f"training_step:boom:{culprit}") as script:
@@ -109,36 +109,39 @@ def test_only_the_summary_of_torchrun_follows_the_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "num_workers"), [(POPEN, 2), (SPAWN, 0), (FORK, 0), (FORKSERVER, 0), (TORCHRUN, 2)], ids=str
+    ("launcher", "victim"),
+    [
+        *((launcher, rank) for launcher in (POPEN, SPAWN, FORK, TORCHRUN) for rank in range(2)),
+        (FORKSERVER, 1),
+    ],
+    ids=str,
 )
-def test_a_kill_of_any_process_ends_all_and_is_named(launcher: Launcher, num_workers: int) -> None:
-    """Each rank and the launching process, in a run of its own: the others end, with their workers, and name it."""
-    victims = ["rank 0", "rank 1"] if launcher.is_rank_zero else ["rank 0", "rank 1", "launcher"]
-    arguments = ("--endless", "--num-workers", str(num_workers))
-    with contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(train(launcher, *arguments)) for _ in victims]
-        for victim, script in zip(victims, runs, strict=True):
-            pids = wait_for_ranks(script, "in step 3")
-            os.kill(script.pid if victim == "launcher" else pids[int(victim[-1])], signal.SIGKILL)
-            if victim == "launcher":
-                expect_orphans_to_end(script)
-            else:
-                expect_others_to_end(script, launcher, int(victim[-1]), pids)
+def test_a_kill_of_a_rank_ends_all_and_is_named(launcher: Launcher, victim: int) -> None:
+    """The other rank ends, with its workers, and so does the launching process; both name the one that died."""
+    with train(launcher, "--endless", "--num-workers", "2" if launcher is POPEN else "0") as script:
+        pids = wait_for_ranks(script, "in step 3")
+        os.kill(pids[victim], signal.SIGKILL)
+        death = f"{who(victim, pids)} died: its process ended without a goodbye; every rank stops."
+        script.wait_for_line(re.escape(f"[rank {1 - victim}] RankDiedError: {death}"))
+        done = script.wait()
+    assert done.returncode == (-signal.SIGKILL if pids[victim] == script.pid else 1), done.output
+    if launcher.strategy != "ddp_ext":
+        verdict = f"local {who(victim, pids)} died: it was ended by SIGKILL; the other ranks were stopped"
+        assert lines_of(done)[-1] == f"lightning_ddp_ext.errors.RankDiedError: {verdict}", done.output
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, FORK, FORKSERVER, TORCHRUN], ids=str)
+def test_a_kill_of_the_launching_process_ends_all(launcher: Launcher) -> None:
+    """Ranks that are left alone say why they end."""
+    with train(launcher, "--endless") as script:
+        wait_for_ranks(script, "in step 3")
+        os.kill(script.pid, signal.SIGKILL)
+        expect_orphans_to_end(script)
 
 
 def expect_orphans_to_end(script: Script) -> None:
     line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
     script.wait_for_line(line, timeout=60.0)
-
-
-def expect_others_to_end(script: Script, launcher: Launcher, culprit: int, pids: dict[int, int]) -> None:
-    death = f"{who(culprit, pids)} died: its process ended without a goodbye; every rank stops."
-    script.wait_for_line(re.escape(f"[rank {1 - culprit}] RankDiedError: {death}"), timeout=30.0)
-    done = script.wait()
-    assert done.returncode == (-signal.SIGKILL if pids[culprit] == script.pid else 1), done.output
-    if launcher.strategy != "ddp_ext":
-        verdict = f"local {who(culprit, pids)} died: it was ended by SIGKILL; the other ranks were stopped"
-        assert lines_of(done)[-1] == f"lightning_ddp_ext.errors.RankDiedError: {verdict}", done.output
 
 
 def test_the_launcher_names_the_dead_rank_and_not_the_stuck_one() -> None:
