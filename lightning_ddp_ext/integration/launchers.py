@@ -5,25 +5,19 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import pickle
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
-from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import torch.multiprocessing
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import GroupInUseError, RankDiedError, RankFailedError, WorldError
+from lightning_ddp_ext.errors import GroupInUseError, RankFailedError, WorldError
 from lightning_ddp_ext.integration.environment import source_of
 from lightning_ddp_ext.integration.lightning_tree import (
     GlobalStateSnapshot,
@@ -36,64 +30,25 @@ from lightning_ddp_ext.integration.lightning_tree import (
     set_num_threads_if_needed,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, arrange_meeting, environment_of_started_ranks
+from lightning_ddp_ext.integration.ticket import ResultsQueue, Ticket
 from lightning_ddp_ext.rendezvous.process_group import current, leave
 from lightning_ddp_ext.rendezvous.store import serve
 from lightning_ddp_ext.supervision.failure import supervised
 from lightning_ddp_ext.supervision.last_words import print_line
-from lightning_ddp_ext.supervision.orphans import watch_launcher
+from lightning_ddp_ext.supervision.orphans import LAUNCHER_PID
+from lightning_ddp_ext.supervision.rank_processes import ChildScripts, RankProcesses
 
 if TYPE_CHECKING:
     from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 
-LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 
-# Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
-_END_WITHIN = 5.0
-_NOTICE_AFTER = 10.0
-
-
-@dataclass
+@dataclass(frozen=True)
 class StartedRanks:
-    """The ranks that this process, local rank 0 itself, has started by running its script again."""
+    """What this process remembers of having started ranks by running its script again."""
 
     meeting: Meeting
     world_size: int
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    def bad_news(self) -> str | None:
-        """A sentence on a child that has ended; asked during the roll call, which such a child will never answer."""
-        for local_rank, child in enumerate(self.children, start=1):
-            status = child.poll()
-            if status is not None:
-                return (
-                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) ended {_in_words(status)} "
-                    "before it answered the roll call; look at its output"
-                )
-        return None
-
-    def wait(self) -> None:
-        """Wait for the children, as anybody who starts processes does; not for long after a failure."""
-        failed = getattr(sys, "last_value", None) is not None
-        alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
-        if alive and not failed:
-            sys.stderr.write(f"waiting for {', '.join(alive)} to end as this process has; Ctrl-C ends them\n")
-            with suppress(KeyboardInterrupt):
-                self._alive_after(float("inf"))
-        for child in self.children:
-            if child.poll() is None:
-                child.kill()
-
-    def _alive_after(self, seconds: float) -> list[str]:
-        moment = time.monotonic() + seconds
-        for child in self.children:
-            remaining = moment - time.monotonic()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(None if remaining == float("inf") else max(0.0, remaining))
-        return [
-            f"local rank {local_rank} (pid {child.pid})"
-            for local_rank, child in enumerate(self.children, start=1)
-            if child.poll() is None
-        ]
+    scripts: ChildScripts
 
 
 _started: StartedRanks | None = None
@@ -124,7 +79,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _refuse_other_size(self.num_processes * self.num_nodes)
         if _started is not None:
-            self.procs = list(_started.children)
+            self.procs = list(_started.scripts.children)
         elif not self.cluster_environment.creates_processes_externally:
             self._start()
         set_num_threads_if_needed(num_processes=self.num_processes)
@@ -141,8 +96,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         )
         with environment_of_started_ranks({**meeting.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
-        _started = StartedRanks(meeting, self.num_processes * self.num_nodes, list(self.procs))
-        atexit.register(_started.wait)
+        _started = StartedRanks(meeting, self.num_processes * self.num_nodes, ChildScripts(list(self.procs)))
+        atexit.register(_started.scripts.wait)
         _keep_others_from_starting_ranks()
 
 
@@ -291,176 +246,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         return {**super().__getstate__(), "_listener": None}
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """What a started process needs to know of the one that started it."""
-
-    meeting: Meeting
-    launcher_pid: int
-    environment: dict[str, str]
-    global_state: GlobalStateSnapshot | None
-    results_file: str
-
-    def enter(self) -> None:
-        """Called first thing in the started process."""
-        # A fork server hands on the environment of its own start, which may be long past.
-        os.environ.clear()
-        os.environ.update(self.environment)
-        if self.global_state is not None:
-            self.global_state.restore()
-        watch_launcher(self.launcher_pid)
-
-
-@dataclass(frozen=True)
-class ResultsQueue:
-    """The sending end of Lightning's queue for what rank 0 brings back, of any length.
-
-    Lightning reads the queue when all processes have ended, and a pipe holds 64 KiB: with some 300 logged metrics
-    rank 0 would wait for a reader for ever. So the message goes into a file, and only its name through the pipe.
-    """
-
-    queue: Any
-    path: str
-
-    def put(self, results: Any) -> None:
-        """Send ``results``; the other end gets them as they are."""
-        with open(self.path, "wb") as file:
-            pickle.dump(results, file)
-        self.queue.put(_InFile(self.path))
-
-
-@dataclass(frozen=True)
-class _InFile:
-    """Stands for what is pickled in a file, which is what comes out at the other end."""
-
-    path: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.path,)
-
-
-def _load(path: str) -> Any:
-    with open(path, "rb") as file:  # written by a process of our own
-        return pickle.load(file)
-
-
-class RankProcesses:
-    """The started processes; joining them names the first that failed, and gives the others time to say why.
-
-    Args:
-        context: what torch returned when it started them.
-        store: the server of their store, open as long as they run.
-    """
-
-    def __init__(self, context: Any, store: object) -> None:
-        self._context = context
-        self._store = store
-        self.processes = context.processes
-
-    def join(self) -> bool:
-        """Wait for all processes. Raises what the first one that failed raised; always returns ``True``."""
-        try:
-            self._wait_for_an_end()
-        except BaseException:
-            self._interrupt()
-            raise
-        self._end_the_rest()
-        self._store = None
-        culprit = self._culprit()
-        if culprit is not None:
-            self._raise(culprit)
-        return True
-
-    def _wait_for_an_end(self) -> None:
-        """Wait until one has failed, or all have ended."""
-        running = {process.sentinel: process for process in self.processes}
-        while running and not self._failed():
-            for sentinel in wait(list(running)):
-                running.pop(sentinel).join()
-
-    def _interrupt(self) -> None:
-        """Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone, which then ends them."""
-        try:
-            for request in (None, signal.SIGINT):
-                self._end_within(_END_WITHIN / 2, request)
-        finally:
-            for process in self.processes:
-                if process.exitcode is None:
-                    process.kill()
-
-    def _end_within(self, seconds: float, request: signal.Signals | None) -> None:
-        moment = time.monotonic() + seconds
-        for process in self.processes:
-            if request is not None and process.exitcode is None:
-                os.kill(process.pid, request)
-        for process in self.processes:
-            process.join(max(0.0, moment - time.monotonic()))
-
-    def _failed(self) -> list[int]:
-        return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
-
-    def _end_the_rest(self) -> None:
-        moment = time.monotonic() + _END_WITHIN
-        self._killed = []
-        for index, process in enumerate(self.processes):
-            process.join(max(0.0, moment - time.monotonic()) if self._failed() else None)
-            if process.exitcode is None:
-                self._killed.append(index)
-                process.kill()
-                process.join()
-
-    def _culprit(self) -> int | None:
-        """The process whose end explains that of the others."""
-        failed = [index for index in self._failed() if index not in self._killed]
-        return min(failed, key=self._order_of_blame, default=None)
-
-    def _order_of_blame(self, index: int) -> tuple[int, float]:
-        """Sorts a kill first, then own exceptions as they came, then ends without a word, then those of bystanders."""
-        if self.processes[index].exitcode < 0:
-            return 0, 0.0
-        path = self._context.error_files[index]  # torch's own file, made by its wrapper for a traceback
-        try:
-            with open(path, "rb") as file:
-                text = str(pickle.load(file))
-        except OSError:
-            return 2, 0.0  # the process was ended, by sys.exit or because nothing could wake it
-        is_bystander = text.rstrip().rpartition("\n")[2].startswith("lightning_ddp_ext.errors.Rank")
-        return (3 if is_bystander else 1), os.stat(path).st_mtime
-
-    def _raise(self, index: int) -> None:
-        process = self.processes[index]
-        if process.exitcode < 0:
-            raise RankDiedError(
-                f"local rank {index} (host {socket.gethostname()}, pid {process.pid}) died: it was ended "
-                f"{_in_words(process.exitcode)}; the other ranks were stopped",
-                rank=index,
-                host=socket.gethostname(),
-                pid=process.pid,
-            )
-        self._context.sentinels.clear()
-        self._context.sentinels[process.sentinel] = index
-        self._context.join()
-
-
 def _warm_up_forkserver() -> None:
     """Start the server now, so that it imports while the user's code still builds model and data."""
     check_missing_main_guard()
     multiprocessing.set_forkserver_preload(["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"])
     with suppress(ValueError):
         forkserver.ensure_running()
-
-
-def _in_words(status: int) -> str:
-    if status >= 0:
-        return f"with status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"by signal {-status}"
-
-
-def watch_own_launcher() -> None:
-    """In a process that a :class:`ScriptLauncher` started: end when that one is gone, or if it is already."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # it means this process, and none that this one starts
-    if launcher is not None:
-        watch_launcher(int(launcher))

@@ -297,7 +297,7 @@ class DDPExtStrategy(DDPStrategy):
             hosted_by=hosted_by,
             versions=_versions(),
             listener=meeting.listener if current() is None else None,
-            bad_news=started.bad_news if started is not None else lambda: None,
+            bad_news=started.scripts.bad_news if started is not None else lambda: None,
         )
 
     def _meeting(self) -> Meeting:

@@ -184,6 +184,15 @@ class Membership:
         """The first death or failure that this rank has heard of."""
         return self._news
 
+    @property
+    def unheard_news(self) -> News | None:
+        """The same, if the main thread has not come to know of it."""
+        return None if self._has_observed else self._news
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank is known to have ended."""
+        return self._lifelines is not None and self.table[rank] in self._lifelines.ended
+
     def absence(self) -> str | None:
         """A sentence if a rank has ended and so cannot answer another roll call."""
         ended = [] if self._lifelines is None else self._lifelines.ended

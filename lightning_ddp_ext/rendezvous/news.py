@@ -11,6 +11,13 @@ from lightning_ddp_ext.rendezvous.claims import Claim
 _LONGEST_REASON = 2000
 
 
+class RemoteTraceback(Exception):
+    """The traceback of another rank, as the cause of a :class:`~lightning_ddp_ext.errors.RankFailedError`."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0]}"
+
+
 @dataclass(frozen=True)
 class News:
     """What became of a rank: it died, it failed with an exception, or it left in good order."""
@@ -23,7 +30,7 @@ class News:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """The exception that other ranks raise because of it."""
+        """The exception that other ranks raise because of it, with the traceback, if there is one, as its cause."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         sentence = {
             "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
@@ -33,7 +40,9 @@ class News:
             "let every rank make the same calls in the same order",
         }[self.kind]
         kind = {"died": RankDiedError, "failed": RankFailedError, "left": RankLeftError}[self.kind]
-        return kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
+        return error
 
 
 def death_of(claim: Claim, reason: str) -> News:

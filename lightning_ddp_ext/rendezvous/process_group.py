@@ -63,12 +63,24 @@ def join(request: Request) -> Membership | None:
     elif _membership.is_usable:
         _membership.accommodate(request)
     else:
-        before = _membership
-        before.check(request)
-        before.close_group()
-        _membership = _found(before.as_met(request), before.opened_store, deadline, before)
-        before.retire()
+        _membership.check(request)
+        _membership = _meet_again(_membership, request, deadline)
     return _membership
+
+
+def _meet_again(before: Membership, request: Request, deadline: Deadline) -> Membership:
+    """Form a group anew among processes that have lived through a failure."""
+    unheard = before.unheard_news
+    before.close_group()
+    try:
+        membership = _found(before.as_met(request), before.opened_store, deadline, before)
+    except RendezvousError:
+        if unheard is not None and before.has_ended(unheard.rank):
+            cause = unheard.to_error()  # it is why the rank does not come, and nobody has been told so far
+            raise cause from cause.__cause__
+        raise
+    before.retire()
+    return membership
 
 
 def _forget() -> None:

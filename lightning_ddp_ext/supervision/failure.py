@@ -26,13 +26,6 @@ _BROKEN_CONNECTION = re.compile(
 _LONGEST_TRACEBACK = 1 << 15
 
 
-class RemoteTraceback(Exception):
-    """The traceback of another rank, as the cause of a :class:`~lightning_ddp_ext.errors.RankFailedError`."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
-
-
 def supervised(
     function: Callable[..., T], *args: Any, harmless: tuple[type[BaseException], ...] = (), **kwargs: Any
 ) -> T:
@@ -57,8 +50,7 @@ def supervised(
         explanation = explain(exception)
         if explanation is exception:
             raise
-        remote = RemoteTraceback(explanation.traceback_text) if explanation.traceback_text else None
-        raise explanation from remote
+        raise explanation from explanation.__cause__
 
 
 def explain(exception: BaseException) -> Any:

@@ -14,6 +14,9 @@ import psutil
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.process_group import current
 
+# In the environment of a rank that a process of this package has started: that process.
+LAUNCHER_PID = "DDPX_LAUNCHER_PID"
+
 # Seconds that a rank has to end on its own once its launcher is gone.
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
@@ -30,6 +33,13 @@ def watch_launcher(pid: int) -> None:
     one it looks now and then. A second call for the same process does nothing.
     """
     _watch(pid, has_ended=False)
+
+
+def watch_own_launcher() -> None:
+    """End this process soon after the one whose script started it has ended; nothing where nobody left word of that."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # it means this process, and none that this one starts
+    if launcher is not None:
+        watch_launcher(int(launcher))
 
 
 def watch_parent() -> None:

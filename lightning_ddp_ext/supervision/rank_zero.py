@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_ddp_ext.rendezvous.news import reason_of
-from lightning_ddp_ext.supervision.failure import RemoteTraceback
+from lightning_ddp_ext.rendezvous.news import RemoteTraceback, reason_of
 
 T = TypeVar("T")
 

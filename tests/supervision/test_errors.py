@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.rendezvous.news import RemoteTraceback
 from lightning_ddp_ext.rendezvous.process_group import current
-from lightning_ddp_ext.supervision.failure import RemoteTraceback
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.supervision.model import (

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankDiedError
-from lightning_ddp_ext.rendezvous.news import reason_of
+from lightning_ddp_ext.rendezvous.news import RemoteTraceback, reason_of
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
-from lightning_ddp_ext.supervision.failure import RemoteTraceback, echoes_another_rank, supervised
+from lightning_ddp_ext.supervision.failure import echoes_another_rank, supervised
 from tests.ranks import RankProcesses, free_port, hold
 
 Finding = tuple[str, bool]  # an error's type and text, and whether it is taken for an echo

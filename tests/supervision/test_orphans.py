@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.integration.launchers import LAUNCHER_PID, watch_own_launcher
 from lightning_ddp_ext.supervision import orphans
+from lightning_ddp_ext.supervision.orphans import LAUNCHER_PID, watch_own_launcher
 from tests.ranks import RankProcesses, hold, launch_ranks, run_ranks
 
 

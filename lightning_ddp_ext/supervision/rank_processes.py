@@ -1,0 +1,176 @@
+"""The processes of ranks that this one has started: who failed first, and how the others come to their end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from lightning_ddp_ext.errors import RankDiedError
+
+# Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
+_END_WITHIN = 5.0
+_NOTICE_AFTER = 10.0
+
+
+@dataclass(frozen=True)
+class ChildScripts:
+    """The other ranks of this node, which local rank 0 has started by running its script again.
+
+    Args:
+        children: their processes, by local rank from 1 on.
+    """
+
+    children: list[subprocess.Popen[bytes]]
+
+    def bad_news(self) -> str | None:
+        """A sentence on a child that has ended; asked during the roll call, which such a child will never answer."""
+        for local_rank, child in enumerate(self.children, start=1):
+            status = child.poll()
+            if status is not None:
+                return (
+                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) ended {_in_words(status)} "
+                    "before it answered the roll call; look at its output"
+                )
+        return None
+
+    def wait(self) -> None:
+        """Wait for the children, as anybody who starts processes does; not for long after a failure."""
+        failed = getattr(sys, "last_value", None) is not None
+        alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
+        if alive and not failed:
+            sys.stderr.write(f"waiting for {', '.join(alive)} to end as this process has; Ctrl-C ends them\n")
+            with suppress(KeyboardInterrupt):
+                self._alive_after(float("inf"))
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+
+    def _alive_after(self, seconds: float) -> list[str]:
+        moment = time.monotonic() + seconds
+        for child in self.children:
+            remaining = moment - time.monotonic()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(None if remaining == float("inf") else max(0.0, remaining))
+        return [
+            f"local rank {local_rank} (pid {child.pid})"
+            for local_rank, child in enumerate(self.children, start=1)
+            if child.poll() is None
+        ]
+
+
+class RankProcesses:
+    """The ranks of this node, each a process that runs a function; joining them names the first that failed.
+
+    The others get some time to say why they end.
+
+    Args:
+        context: what torch returned when it started them.
+        store: the server of their store, open as long as they run.
+    """
+
+    def __init__(self, context: Any, store: object) -> None:
+        self._context = context
+        self._store = store
+        self.processes = context.processes
+
+    def join(self) -> bool:
+        """Wait for all processes. Raises what the first one that failed raised; always returns ``True``."""
+        try:
+            self._wait_for_an_end()
+        except BaseException:
+            self._interrupt()
+            raise
+        self._end_the_rest()
+        self._store = None
+        culprit = self._culprit()
+        if culprit is not None:
+            self._raise(culprit)
+        return True
+
+    def _wait_for_an_end(self) -> None:
+        """Wait until one has failed, or all have ended."""
+        running = {process.sentinel: process for process in self.processes}
+        while running and not self._failed():
+            for sentinel in wait(list(running)):
+                running.pop(sentinel).join()
+
+    def _interrupt(self) -> None:
+        """Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone, which then ends them."""
+        try:
+            for request in (None, signal.SIGINT):
+                self._end_within(_END_WITHIN / 2, request)
+        finally:
+            for process in self.processes:
+                if process.exitcode is None:
+                    process.kill()
+
+    def _end_within(self, seconds: float, request: signal.Signals | None) -> None:
+        moment = time.monotonic() + seconds
+        for process in self.processes:
+            if request is not None and process.exitcode is None:
+                os.kill(process.pid, request)
+        for process in self.processes:
+            process.join(max(0.0, moment - time.monotonic()))
+
+    def _failed(self) -> list[int]:
+        return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
+
+    def _end_the_rest(self) -> None:
+        moment = time.monotonic() + _END_WITHIN
+        self._killed = []
+        for index, process in enumerate(self.processes):
+            process.join(max(0.0, moment - time.monotonic()) if self._failed() else None)
+            if process.exitcode is None:
+                self._killed.append(index)
+                process.kill()
+                process.join()
+
+    def _culprit(self) -> int | None:
+        """The process whose end explains that of the others."""
+        failed = [index for index in self._failed() if index not in self._killed]
+        return min(failed, key=self._order_of_blame, default=None)
+
+    def _order_of_blame(self, index: int) -> tuple[int, float]:
+        """Sorts a kill first, then own exceptions as they came, then ends without a word, then those of bystanders."""
+        if self.processes[index].exitcode < 0:
+            return 0, 0.0
+        path = self._context.error_files[index]  # torch's own file, made by its wrapper for a traceback
+        try:
+            with open(path, "rb") as file:
+                text = str(pickle.load(file))
+        except OSError:
+            return 2, 0.0  # the process was ended, by sys.exit or because nothing could wake it
+        is_bystander = text.rstrip().rpartition("\n")[2].startswith("lightning_ddp_ext.errors.Rank")
+        return (3 if is_bystander else 1), os.stat(path).st_mtime
+
+    def _raise(self, index: int) -> None:
+        process = self.processes[index]
+        if process.exitcode < 0:
+            raise RankDiedError(
+                f"local rank {index} (host {socket.gethostname()}, pid {process.pid}) died: it was ended "
+                f"{_in_words(process.exitcode)}; the other ranks were stopped",
+                rank=index,
+                host=socket.gethostname(),
+                pid=process.pid,
+            )
+        self._context.sentinels.clear()
+        self._context.sentinels[process.sentinel] = index
+        self._context.join()
+
+
+def _in_words(status: int) -> str:
+    if status >= 0:
+        return f"with status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"by signal {-status}"
