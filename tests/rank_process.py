@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import itertools
 import os
 import pickle
@@ -144,6 +145,7 @@ def _our_link() -> _Link:
 
 
 def _settle_in(seat: Seat) -> None:
+    gc.freeze()  # what it was born with need not be looked through each time that it collects its garbage
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
     _capture_output(seat.output_file)
     place: Place | None = pickle.loads(seat.place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.rendezvous import process_group
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.process_group import join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
 from tests.ranks import Outcome, RankProcesses, free_port, hold
@@ -68,12 +67,6 @@ def request(
         init_timeout=timedelta(seconds=init_timeout),
         **fields,
     )
-
-
-def join(wanted: Request) -> Membership | None:
-    """Join; what the process was born with needs no collecting when it leaves, which would take it a second."""
-    gc.freeze()
-    return process_group.join(wanted)
 
 
 def join_as(seat: int, where: Tcp | str, settings: Sequence[Settings]) -> Membership:

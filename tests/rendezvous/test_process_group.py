@@ -18,11 +18,10 @@ from lightning_ddp_ext.errors import GroupInUseError, RankLeftError, RendezvousE
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import open_file
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.process_group import current, leave
+from lightning_ddp_ext.rendezvous.process_group import current, join, leave
 from tests.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.rendezvous.rooms import (
     add_ones,
-    join,
     limit,
     place,
     process,
