@@ -47,6 +47,7 @@ from tests.ranks import Environment, environment_of
 MARK = "TEST_HARNESS_MARK"
 
 _ROOT = Path(__file__).resolve().parent.parent
+_MEASURED = Path(__file__).resolve().parent / "measured"
 _WORDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
@@ -362,11 +363,13 @@ def _spell_out(words: Sequence[str]) -> Iterator[str]:
 
 def _environment(env: Environment, rank: int, mark: str) -> dict[str, str]:
     """What a user's shell would have, plus what finds the processes and their stacks."""
-    import_path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    import_path = os.pathsep.join(filter(None, [str(_MEASURED), str(_ROOT), os.environ.get("PYTHONPATH")]))
     ours: Environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": import_path,
         "PYTHONFAULTHANDLER": "1",
+        "COVERAGE_PROCESS_CONFIG": None,
+        "TEST_COVERAGE_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart
     }
     return environment_of(rank, {**ours, **env, MARK: mark})
