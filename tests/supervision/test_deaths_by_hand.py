@@ -143,7 +143,7 @@ def test_a_death_after_fit_ends_nobody(url: str) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_fit_after_a_death_names_the_dead_rank(culprit: int, url: str) -> None:
-    """Who needs a dead rank again is told at once, instead of after ``init_timeout``."""
+    """Who needs a dead rank again is told so at once, instead of after ``init_timeout``."""
     with RankProcesses(work_on_after_fit, 3, url, again=True) as ranks:
         for rank in range(3):
             ranks.wait_for("after fit", rank)
@@ -155,9 +155,9 @@ def test_a_fit_after_a_death_names_the_dead_rank(culprit: int, url: str) -> None
     for rank in others:
         error = outcomes[rank].error
         assert error is not None, outcomes[rank].story()
-        assert error.type_name == "RendezvousError", outcomes[rank].story()
+        assert error.type_name == "RankDiedError", outcomes[rank].story()
         who = f"rank {culprit} (host {socket.gethostname()}, pid {outcomes[culprit].pid})"
-        assert error.message.startswith(f"{who} ended after the ranks had met before")
+        assert error.message.startswith(f"{who} died: {WITHOUT_GOODBYE}; every rank stops.")
 
 
 # --- two machines ---------------------------------------------------------------------------------
