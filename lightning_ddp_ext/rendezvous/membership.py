@@ -70,6 +70,7 @@ class Membership:
         self._request = request
         self._lifelines: Lifelines | None = None
         self._groups = 0
+        self._group: object = None
         self._group_sockets: Sockets | None = None
         self._is_forming = False
         self._news: News | None = None
@@ -141,6 +142,10 @@ class Membership:
                 timeout=deadline.as_timedelta(),
                 device_id=None if request.device.type == "cpu" else request.device,
             )
+            # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
+            # reference alone gives the GIL up meanwhile, and DDP's does not, so this one must outlive the model's:
+            # https://github.com/pytorch/pytorch/issues/56297. Without it 2 of 69 failing runs hung in teardown.
+            self._group = dist.group.WORLD
             _check_group(request)
         _set_collective_timeout(request.timeout)
 
@@ -287,6 +292,7 @@ class Membership:
 
     def retire(self) -> None:
         """Say goodbye and let go of the lifelines, once the group is closed; in the store the ranks may meet again."""
+        self._group = None
         if self._lifelines is not None:
             self._lifelines.close()
         self.observe()
