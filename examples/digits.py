@@ -84,6 +84,9 @@ class ConvNet(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
+STRATEGIES = ("ddp_ext", "ddp_ext_spawn", "ddp_ext_fork", "ddp_ext_forkserver", "ddp")
+
+
 def make_strategy(name: str, init_method: str) -> str | Strategy:
     """Make ours for a name that starts with `ddp_ext` (`ddp_ext_spawn` spawns its ranks); any other is Lightning's."""
     if not name.startswith("ddp_ext"):
@@ -114,11 +117,11 @@ def report(trainer: L.Trainer, metric: str, when: str) -> None:
 
 def main() -> None:
     """Fit, test, and then resume from the checkpoint with a new model and a new Trainer."""
-    meeting_place = os.environ.get("DDPX_INIT_METHOD", f"file://{tempfile.gettempdir()}/")
+    meeting_place = os.environ.get("DDPX_INIT_METHOD") or f"file://{tempfile.gettempdir()}/"
     parser = argparse.ArgumentParser(
         description="Train on the UCI digits, on several ranks.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--strategy", default="ddp_ext", help="ddp_ext, ddp_ext_spawn, ddp_ext_fork, or stock ddp")
+    parser.add_argument("--strategy", default="ddp_ext", choices=STRATEGIES, help="ours, or Lightning's ddp")
     parser.add_argument("--init-method", default=meeting_place, help="where the ranks meet (stock ddp ignores it)")
     parser.add_argument("--devices", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--epochs", type=int, default=4)

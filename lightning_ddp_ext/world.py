@@ -142,8 +142,13 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
         num_nodes: nodes as the Trainer says.
 
     Raises:
-        WorldError: ``devices * num_nodes`` is not ``world.world_size``.
+        WorldError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than devices.
     """
+    if devices * num_nodes == world.world_size and world.local_rank >= devices:
+        raise WorldError(
+            f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
+            f"devices={devices}); start {devices} processes on each node, or give the Trainer other devices"
+        )
     if devices * num_nodes == world.world_size:
         return
     raise WorldError(

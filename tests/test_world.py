@@ -355,9 +355,9 @@ def test_a_slurm_layout_that_cannot_be_read_is_refused(layout: str) -> None:
 # The Trainer's devices
 
 
-@pytest.mark.parametrize(("devices", "num_nodes"), [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("devices", "num_nodes"), [(2, 2), (4, 1)])
 def test_devices_that_make_the_world_pass(devices: int, num_nodes: int) -> None:
-    """Any product that equals the world size will do."""
+    """Any product that equals the world size will do, if there are devices for all ranks of a node."""
     check_devices(world(), devices=devices, num_nodes=num_nodes)
 
 
@@ -400,6 +400,17 @@ def test_devices_that_do_not_make_the_world_are_refused(
     with pytest.raises(WorldError) as refused:
         check_devices(found, devices=devices, num_nodes=num_nodes)
     assert str(refused.value) == f"devices * num_nodes must equal world_size {expected}"
+
+
+def test_more_ranks_on_a_node_than_devices_are_refused() -> None:
+    """Also where the product fits: the process would ask for a device that is not there."""
+    crowded = World(rank=3, world_size=4, local_rank=3, local_world_size=4, node_rank=0, source="torchrun")
+    with pytest.raises(WorldError) as refused:
+        check_devices(crowded, devices=2, num_nodes=2)
+    assert str(refused.value) == (
+        "local_rank must be below devices (got local_rank=3 from torchrun and devices=2); start 2 processes on each "
+        "node, or give the Trainer other devices"
+    )
 
 
 # Run ids

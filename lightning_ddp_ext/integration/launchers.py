@@ -63,7 +63,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script once more for each further rank of this node, or does nothing where others started them.
 
     A process starts ranks once: later Trainers in the script use the same ones. Unlike Lightning's own, it leaves
-    no variables behind in this process's environment, and kills nobody who can end by himself.
+    none of the ranks' variables behind in this process's environment, and watches nobody in order to kill him.
 
     Args:
         strategy: what the launcher works for.
@@ -97,7 +97,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         with environment_of_started_ranks({**meeting.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         _started = StartedRanks(meeting, self.num_processes * self.num_nodes, ChildScripts(list(self.procs)))
-        atexit.register(_started.scripts.wait)
+        atexit.register(meeting.remove_leftovers)
+        atexit.register(_started.scripts.wait)  # before that
         _keep_others_from_starting_ranks()
 
 
@@ -170,6 +171,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         finally:
             if self._listener is not None:
                 self._listener.close()
+            meeting.remove_leftovers()
             self._ticket = None
 
     def _write_ticket(self, meeting: Meeting, results_file: str) -> Ticket:
@@ -208,7 +210,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
         # The store's server has a thread, so it comes after the fork.
         store = serve(self._listener) if self._listener is not None else None
         self._listener = None
-        return RankProcesses(context, store)
+        assert self._ticket is not None
+        return RankProcesses(context, store, self._ticket.results_file)
 
     @override
     def _wrapping_function(

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.integration.environment import WorldEnvironment
@@ -25,11 +26,18 @@ class Meeting:
         where: address of the TCP store, or path of the store's file.
         variables: what the started processes need in their environment to find it.
         listener: the bound socket of a TCP store that this node hosts.
+        own_file: the store's file, if this process has made up its name, so that no other run will use it.
     """
 
     where: Tcp | str
     variables: dict[str, str]
     listener: socket.socket | None = None
+    own_file: str | None = None
+
+    def remove_leftovers(self) -> None:
+        """When all has ended: remove the file that ranks leave which were killed, or did not find each other."""
+        if self.own_file is not None:
+            Path(self.own_file).unlink(missing_ok=True)
 
 
 def arrange_meeting(
@@ -45,9 +53,12 @@ def arrange_meeting(
         StoreError: the port cannot be bound.
     """
     if isinstance(method, File):
-        run_id = run_id or os.environ.get(RUN_ID_VARIABLE) or (secrets.token_hex(8) if num_nodes == 1 else None)
+        known = method.run_id or run_id or os.environ.get(RUN_ID_VARIABLE)
+        run_id = known or (secrets.token_hex(8) if num_nodes == 1 else None)
         check_file(method, num_nodes=num_nodes)
-        return Meeting(method.file_for(run_id), {RUN_ID_VARIABLE: run_id} if run_id else {})
+        path = method.file_for(run_id)
+        own_file = path if method.is_directory and not known else None
+        return Meeting(path, {RUN_ID_VARIABLE: run_id} if run_id else {}, own_file=own_file)
     if isinstance(method, Tcp):
         where = method
     elif num_nodes > 1 or _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment):

@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from socket import socket
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
-from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
+from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
@@ -173,7 +174,8 @@ class DDPExtStrategy(DDPStrategy):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in _ddp_options()}
+        names = _ddp_options().keys()
+        options = {name: value for name, value in locals().items() if name in names}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -193,6 +195,7 @@ class DDPExtStrategy(DDPStrategy):
         self._rank_argument = rank
         self._world_size_argument = world_size
         self._local_rank_argument = local_rank
+        check_run_id(run_id)
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
@@ -225,12 +228,26 @@ class DDPExtStrategy(DDPStrategy):
         """Put in an environment of our own where Lightning's does not know how this process was started."""
         environment = self.cluster_environment
         if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+            self._refuse_other_rank()
             return
         world = self._read_world()
         if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
             return
         check_devices(world, devices=self.num_processes, num_nodes=self.num_nodes)
         self.cluster_environment = WorldEnvironment(world)
+
+    def _refuse_other_rank(self) -> None:
+        """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+        environment = self.cluster_environment
+        if self._rank_argument is None or environment is None or not environment.creates_processes_externally:
+            return
+        found = (environment.global_rank(), environment.world_size())
+        if found != (self._rank_argument, self._world_size_argument):
+            raise WorldError(
+                f"rank={self._rank_argument} and world_size={self._world_size_argument} contradict "
+                f"{source_of(environment)}, by which this process is rank {found[0]} of {found[1]}; leave the "
+                "arguments out, or start the processes by hand"
+            )
 
     def _read_world(self) -> World | None:
         def read(devices: int | None) -> World | None:
@@ -296,7 +313,7 @@ class DDPExtStrategy(DDPStrategy):
             init_timeout=self._init_timeout,
             hosted_by=hosted_by,
             versions=_versions(),
-            listener=meeting.listener if current() is None else None,
+            listener=_open_listener(meeting) if current() is None else None,
             bad_news=started.scripts.bad_news if started is not None else lambda: None,
         )
 
@@ -378,6 +395,12 @@ def register() -> None:
 
 def _described(options: dict[str, bool]) -> str:
     return "".join(f" and {name}={value}" for name, value in options.items())
+
+
+def _open_listener(meeting: Meeting) -> socket | None:
+    """The socket that was bound for the store, unless an earlier start has used it up, and failed."""
+    listener = meeting.listener
+    return listener if listener is not None and listener.fileno() >= 0 else None
 
 
 def _ddp_options() -> dict[str, Any]:

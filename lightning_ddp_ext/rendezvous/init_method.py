@@ -84,8 +84,7 @@ class File:
 
     def __post_init__(self) -> None:
         _check_path(self.path, f"File({self.path!r})")
-        if self.run_id is not None and (not isinstance(self.run_id, str) or not self.run_id):
-            raise InitMethodError(f"run_id must be text, and not empty (got {self.run_id!r}); write run_id='run42'")
+        check_run_id(self.run_id)
 
     def __str__(self) -> str:
         return f"file://{self.path}"
@@ -163,6 +162,16 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         )
     scheme, rest = _split(value, field)
     return _PARSERS[scheme](rest, f"{field} {value!r}")
+
+
+def check_run_id(run_id: object) -> None:
+    """Refuse what cannot name a file.
+
+    Raises:
+        InitMethodError: it is neither ``None`` nor text.
+    """
+    if run_id is not None and (not isinstance(run_id, str) or not run_id):
+        raise InitMethodError(f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'")
 
 
 def check_file(method: File, *, num_nodes: int) -> None:

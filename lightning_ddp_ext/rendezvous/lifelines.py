@@ -8,7 +8,6 @@ attempt's nonce are accepted.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import selectors
 import socket
@@ -24,8 +23,6 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.line import LONGEST_LINE, SEND_WITHIN, Line, Message, keep_alive
 from lightning_ddp_ext.rendezvous.news import News, death_of
 from lightning_ddp_ext.rendezvous.sockets import listen, own_addresses
-
-_logger = logging.getLogger(__name__)
 
 _LONGEST_HELLO = 1 << 10
 # Of a traceback its end is what counts; a message must fit into a line.

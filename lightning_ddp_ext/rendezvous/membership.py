@@ -31,8 +31,10 @@ from lightning_ddp_ext.rendezvous.store import wait_for
 
 _logger = logging.getLogger(__name__)
 
-# Seconds that the main thread has to raise on its own after a death, before the process is ended from outside.
-_EXIT_GRACE = 3.0
+# Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
+# may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has
+# made it could wait for ever.
+_EXIT_GRACE = {"died": 3.0, "failed": 30.0}
 _POST_WITHIN = 2.0
 _DELETE_WITHIN = 2.0
 
@@ -215,7 +217,7 @@ class Membership:
             return self._news or self._departed
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
-        """Tell the other ranks why this one cannot go on, and release them. Never raises, waits 2 s at most.
+        """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long.
 
         The first cause that reaches the store is the one that all of them report.
         """
@@ -268,8 +270,8 @@ class Membership:
 
     def _release(self, news: News) -> None:
         """Wake the main thread where it waits for the rank that is gone."""
-        if news.kind == "died" and self._exit_timer is None and not self._has_observed:
-            self._exit_timer = threading.Timer(_EXIT_GRACE, self._end_process, [news])
+        if self._exit_timer is None and not self._has_observed:
+            self._exit_timer = threading.Timer(_EXIT_GRACE[news.kind], self._end_process, [news])
             self._exit_timer.name = "ddpx-exit"
             self._exit_timer.daemon = True
             self._exit_timer.start()
@@ -277,7 +279,7 @@ class Membership:
             self._group_sockets.sever()
         if self._is_forming:
             self.opened_store.sockets.sever()
-        if self._request.backend == "nccl" and dist.is_initialized():
+        if "nccl" in self._request.backend and dist.is_initialized():
             _abort_group()
 
     def _end_process(self, news: News) -> None:
@@ -299,8 +301,10 @@ class Membership:
 
     def close(self) -> None:
         """Let go of everything, and say goodbye."""
-        self._destroy_group()
-        self.retire()
+        try:
+            self._destroy_group()
+        finally:
+            self.retire()
         # A process that was killed may have left half a record in a file, at which a store would read for ever.
         if self._news is None or self._news.kind != "died":
             self.opened_store.close(self.store, self.table)
@@ -314,7 +318,7 @@ class Membership:
         # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
         # their owner and abort the process at its end: 9 of 50 processes without these two lines.
         gc.collect()
-        if self._news is not None and self._request.backend == "nccl":
+        if self._news is not None and "nccl" in self._request.backend:
             _abort_group()
         else:
             dist.destroy_process_group()

@@ -25,12 +25,12 @@ from lightning_ddp_ext.rendezvous.store import connect_tcp, host_tcp
 
 _logger = logging.getLogger(__name__)
 
-# Seconds that the main thread has to raise on its own after a death, before the process is ended from outside.
-_EXIT_GRACE = 3.0
-_POST_WITHIN = 2.0
+# Seconds to wait for the news that explains why a start broke off: it comes by another way than the break itself.
+_NEWS_WITHIN = 2.0
 
 
 _membership: Membership | None = None
+_of_parent: Membership | None = None
 
 
 def current() -> Membership | None:
@@ -85,8 +85,9 @@ def _meet_again(before: Membership, request: Request, deadline: Deadline) -> Mem
 
 def _forget() -> None:
     """In a forked child, a loader's worker, say: the membership is its parent's."""
-    global _membership
-    _membership = None
+    global _membership, _of_parent
+    # Kept all the same: a store that ends joins threads, or writes to its file, and both are the parent's.
+    _of_parent, _membership = _membership, None
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -124,7 +125,8 @@ def _found(request: Request, opened: OpenedStore, deadline: Deadline, before: Me
         opened.settle(table)
         membership.connect(deadline, listener)
     except BaseException as cause:
-        raise _abandoned(membership, cause) from None
+        error = _abandoned(membership, cause)
+        raise error from error.__cause__
     return membership
 
 
@@ -156,7 +158,7 @@ def _call_roll(
 
 
 def _abandoned(membership: Membership, cause: BaseException) -> BaseException:
-    news = membership.await_news(0.0 if isinstance(cause, DDPExtError) else _POST_WITHIN)
+    news = membership.await_news(0.0 if isinstance(cause, DDPExtError) else _NEWS_WITHIN)
     if news is None:
         membership.announce_failure(cause, "")
         error: BaseException = cause
@@ -184,7 +186,12 @@ def _open_store(request: Request, deadline: Deadline) -> OpenedStore:
         if request.hosted_by == "rank 0" and request.world.rank == 0:
             store = host_tcp(request.where, deadline, listener=request.listener)
         else:
-            store = connect_tcp(request.where, deadline, foreign=request.hosted_by == "agent")
+            store = connect_tcp(
+                request.where,
+                deadline,
+                foreign=request.hosted_by == "agent",
+                host_is_busy=request.hosted_by == "launcher",
+            )
         return OpenedStore(PrefixStore("lightning_ddp_ext", store), sockets, None)
 
 

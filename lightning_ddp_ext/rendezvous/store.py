@@ -64,19 +64,20 @@ def host_tcp(where: Tcp, deadline: Deadline, *, listener: socket.socket | None =
         return _join_or_outlive_the_holder(where, deadline, cause)
 
 
-def connect_tcp(where: Tcp, deadline: Deadline, *, foreign: bool = False) -> Store:
+def connect_tcp(where: Tcp, deadline: Deadline, *, foreign: bool = False, host_is_busy: bool = False) -> Store:
     """Open the store of ``where`` as a rank that does not host it; waits for the host to come.
 
     Args:
         where: the host's address.
         deadline: when to give up.
         foreign: the store belongs to a launcher (torchrun's agent), so that our mark is not expected in it.
+        host_is_busy: the host listens, and may be silent for long: it serves the store once it has started all ranks.
 
     Raises:
         StoreError: nobody listens there, the name does not resolve, or what listens is no store of ours.
     """
     _wait_until_reachable(where, deadline)
-    store = _client(where, deadline.sooner(_ANSWER_WITHIN))
+    store = _client(where, deadline if host_is_busy else deadline.sooner(_ANSWER_WITHIN))
     if foreign:
         return store
     try:

@@ -62,7 +62,10 @@ def explain(exception: BaseException) -> Any:
         news = membership.await_news(_NEWS_WITHIN)
         if news is not None:
             membership.close_group()
-            return news.to_error()
+            error = news.to_error()
+            if news.kind == "left":
+                error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
+            return error
     _announce(membership, exception)
     return exception
 

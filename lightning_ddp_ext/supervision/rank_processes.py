@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 
 # Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
 _END_WITHIN = 5.0
@@ -75,11 +76,13 @@ class RankProcesses:
     Args:
         context: what torch returned when it started them.
         store: the server of their store, open as long as they run.
+        results_file: what local rank 0 leaves if it comes to a good end.
     """
 
-    def __init__(self, context: Any, store: object) -> None:
+    def __init__(self, context: Any, store: object, results_file: str) -> None:
         self._context = context
         self._store = store
+        self._results_file = results_file
         self.processes = context.processes
 
     def join(self) -> bool:
@@ -94,6 +97,9 @@ class RankProcesses:
         culprit = self._culprit()
         if culprit is not None:
             self._raise(culprit)
+        if not os.path.exists(self._results_file):
+            what = "ended with status 0 in the middle of its work; look for what ends it (sys.exit, an interrupt)"
+            raise self._error(RankFailedError, 0, what)  # Lightning would wait for its results for ever
         return True
 
     def _wait_for_an_end(self) -> None:
@@ -141,30 +147,31 @@ class RankProcesses:
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
         """Sorts a kill first, then own exceptions as they came, then ends without a word, then those of bystanders."""
-        if self.processes[index].exitcode < 0:
-            return 0, 0.0
-        path = self._context.error_files[index]  # torch's own file, made by its wrapper for a traceback
-        try:
-            with open(path, "rb") as file:
-                text = str(pickle.load(file))
-        except OSError:
-            return 2, 0.0  # the process was ended, by sys.exit or because nothing could wake it
-        is_bystander = text.rstrip().rpartition("\n")[2].startswith("lightning_ddp_ext.errors.Rank")
+        path = self._error_file(index)
+        if path is None:  # without a word, the process was killed, or ended by sys.exit or as nothing could wake it
+            return (0 if self.processes[index].exitcode < 0 else 2), 0.0
+        with open(path, "rb") as file:
+            text = str(pickle.load(file))
+        is_bystander = re.search(r"^lightning_ddp_ext\.errors\.Rank", text, re.MULTILINE)
         return (3 if is_bystander else 1), os.stat(path).st_mtime
+
+    def _error_file(self, index: int) -> str | None:
+        """Torch's own file with a process's traceback; ``None`` if it has left none."""
+        path = str(self._context.error_files[index])
+        return path if os.path.exists(path) else None
 
     def _raise(self, index: int) -> None:
         process = self.processes[index]
-        if process.exitcode < 0:
-            raise RankDiedError(
-                f"local rank {index} (host {socket.gethostname()}, pid {process.pid}) died: it was ended "
-                f"{_in_words(process.exitcode)}; the other ranks were stopped",
-                rank=index,
-                host=socket.gethostname(),
-                pid=process.pid,
-            )
+        if process.exitcode < 0 and self._error_file(index) is None:
+            what = f"died: it was ended {_in_words(process.exitcode)}; the other ranks were stopped"
+            raise self._error(RankDiedError, index, what)
         self._context.sentinels.clear()
         self._context.sentinels[process.sentinel] = index
         self._context.join()
+
+    def _error(self, kind: type[RankFailedError], index: int, what: str) -> RankFailedError:
+        host, pid = socket.gethostname(), self.processes[index].pid
+        return kind(f"local rank {index} (host {host}, pid {pid}) {what}", rank=index, host=host, pid=pid)
 
 
 def _in_words(status: int) -> str:

@@ -40,6 +40,13 @@ def test_a_rank_that_cannot_be(arguments: dict[str, int], message: str) -> None:
     assert refusal(WorldError, init_method=TCP, **arguments) == message
 
 
+@pytest.mark.parametrize("run_id", [42, ""])
+def test_a_run_id_that_names_no_file(run_id: object) -> None:
+    """It is refused where it is given, and not when the ranks are started."""
+    message = refusal(InitMethodError, run_id=run_id)
+    assert message == f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'"
+
+
 @pytest.mark.parametrize("field", ["init_timeout", "timeout"])
 @pytest.mark.parametrize("value", [0, -1, -0.5, timedelta(0), timedelta(seconds=-3), float("nan")])
 def test_a_timeout_that_is_not_positive(field: str, value: object) -> None:

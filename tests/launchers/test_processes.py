@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 
+import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.errors import RankDiedError
 from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_tests, run_by_hand
+from tests.launchers.train import Regression
+from tests.ranks import run_ranks
 from tests.scripts import run_script
 
 
@@ -45,3 +52,23 @@ def test_ranks_meet_in_a_directory(tmp_path: Path, reference: Reference) -> None
     output = run_by_hand([*run.argv, "--start-method", "fork", "--calls", "fit", "test"], {}, world_size=1)
     run.expect_trained(reference(2), output, returns=1, launches=2)
     assert results_of_tests(output) == [reference(2).test_results]
+
+
+class KillRank1(pl.Callback):
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.strategy.barrier()
+
+
+def start_in_vain(rank: int, world_size: int, directory: str) -> None:
+    strategy = ddpx.DDPExtStrategy(f"file://{directory}/", start_method="fork")
+    trainer = pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", callbacks=[KillRank1()], logger=False)
+    with pytest.raises(RankDiedError):
+        trainer.fit(Regression())
+
+
+def test_killed_ranks_leave_nothing_in_a_directory(tmp_path: Path) -> None:
+    """Their file has a name of its own, so that no later run would take it away."""
+    run_ranks(start_in_vain, 1, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

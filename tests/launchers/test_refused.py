@@ -68,6 +68,16 @@ def test_a_directory_needs_a_run_id(started_by: str, tmp_path: Path) -> None:
     )
 
 
+def test_arguments_that_contradict_the_launcher(tmp_path: Path) -> None:
+    """Torchrun says who is who; ``rank=`` beside it is a mistake, and the error names both."""
+    error = refusal([str(tmp_path), "--rank", "1", "--world-size", "2"], by_torchrun())
+    assert error.type_name == "WorldError"
+    assert error.message == (
+        "rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave the arguments out, "
+        "or start the processes by hand"
+    )
+
+
 def test_two_choices_that_differ(tmp_path: Path) -> None:
     """An argument that contradicts DDPX_INIT_METHOD is refused, and the error names both."""
     env = {**by_hand_env(2), "DDPX_INIT_METHOD": "tcp://10.0.0.1:29500"}

@@ -136,6 +136,24 @@ def test_a_server_that_is_no_store(answer: Callable[[socket.socket], None]) -> N
         )
 
 
+def test_a_host_that_is_still_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launching process that listens, but starts ranks before it serves the store, is waited for."""
+    monkeypatch.setattr(module, "_ANSWER_WITHIN", 0.1)
+    listener = listen("127.0.0.1", 0)
+    where = Tcp("127.0.0.1", listener.getsockname()[1])
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(connect_tcp(where, Deadline(20.0), host_is_busy=True)))
+    waiting.start()
+    with pytest.raises(StoreError, match="it does not answer"):
+        connect_tcp(where, Deadline(20.0))
+    assert not found
+    monkeypatch.undo()
+    store = serve(listener)
+    waiting.join()
+    assert found
+    del store
+
+
 def test_a_store_of_another_program() -> None:
     """A torch store without our mark is somebody else's, and is not used."""
     foreign = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

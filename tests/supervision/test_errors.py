@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.rendezvous import membership
 from lightning_ddp_ext.rendezvous.news import RemoteTraceback
 from lightning_ddp_ext.rendezvous.process_group import current
 from tests.outcomes import Outcome
@@ -28,6 +29,7 @@ from tests.supervision.model import (
     leave,
     make_trainer,
     stay,
+    wait_for_ever,
 )
 
 STEPS_BEFORE = {
@@ -127,6 +129,21 @@ def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
         ranks.release(1)
         (told,) = ranks.wait(1)
     expect_told(told, 0, failed.pid, "BoomError: no such layer")
+
+
+def fit_with_little_patience(rank: int, world_size: int, url: str, *faults: Fault) -> None:
+    membership._EXIT_GRACE["failed"] = 0.1
+    fit(rank, world_size, url, *faults)
+
+
+def test_a_rank_that_nothing_can_wake_is_ended_after_a_failure(url: str) -> None:
+    """As in a group that the user has made: nothing of it is ours to end, so the process is."""
+    faults = Fault("training_step").on(0), Fault("training_step", wait_for_ever).on(1)
+    with RankProcesses(fit_with_little_patience, 2, url, *faults) as ranks:
+        failed, ended = ranks.wait()
+    who = f"rank 0 (host {socket.gethostname()}, pid {failed.pid})"
+    assert f"[rank 1] RankFailedError: {who} failed, so this rank stops: BoomError: no such layer" in ended.output
+    assert ended.exit_code == 1
 
 
 def test_the_same_exception_everywhere_is_everyones_own(url: str) -> None:

@@ -219,3 +219,12 @@ def test_the_launching_rank_waits_for_those_that_still_work() -> None:
         assert script.survivors() == []
     assert done.returncode == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
+
+
+def test_ranks_that_end_in_the_middle_with_status_0() -> None:
+    """The launching process does not wait for results that never come, and names the rank that brings none."""
+    with train(FORK, "--fault", "on_train_batch_end:leave_at_once") as script:
+        done = script.wait()
+    error = f"local {who(0, script.rank_pids())} ended with status 0 in the middle of its work; look for what ends it"
+    assert done.returncode == 1
+    assert lines_of(done)[-1].startswith(f"lightning_ddp_ext.errors.RankFailedError: {error}"), done.output
