@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import uuid
@@ -25,6 +26,8 @@ _RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
 def pytest_configure(config: pytest.Config) -> None:
     """Mark all processes to come, and send their coverage to one place, whatever directory they work in."""
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     coverage = sys.modules.get("coverage")
     measuring = coverage.Coverage.current() if coverage else None
     if measuring is not None:
