@@ -98,13 +98,20 @@ def join_again_after_leaving(rank: int, world_size: int, where: Tcp | str) -> li
     for _ in range(3):
         sums.append(join_and_add(rank, world_size, where))
         leave()
+        hold("left")
     return sums
 
 
 @kinds
 def test_a_process_that_has_left_can_join_again(kind: str, tmp_path: Path) -> None:
-    """At the same address or file, as often as it likes."""
-    assert run_ranks(join_again_after_leaving, 2, place(kind, tmp_path)) == [[2.0] * 3] * 2
+    """At the same address or file, as often as it likes, once all have left."""
+    with RankProcesses(join_again_after_leaving, 2, place(kind, tmp_path)) as ranks:
+        for _ in range(3):
+            for rank in range(2):
+                ranks.wait_for("left", rank)
+            for rank in range(2):
+                ranks.release(rank)
+        assert [outcome.result for outcome in ranks.wait()] == [[2.0] * 3] * 2
 
 
 # Joining again.
