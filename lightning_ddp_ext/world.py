@@ -144,17 +144,16 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     Raises:
         WorldError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than devices.
     """
-    if devices * num_nodes == world.world_size and world.local_rank >= devices:
+    if devices * num_nodes != world.world_size:
+        raise WorldError(
+            f"devices * num_nodes must equal world_size (got devices={devices} * num_nodes={num_nodes}"
+            f" and world_size={world.world_size}, from {world.source}); {_trainer_remedy(world, devices)}"
+        )
+    if world.local_rank >= devices:
         raise WorldError(
             f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
             f"devices={devices}); start {devices} processes on each node, or give the Trainer other devices"
         )
-    if devices * num_nodes == world.world_size:
-        return
-    raise WorldError(
-        f"devices * num_nodes must equal world_size (got devices={devices} * num_nodes={num_nodes}"
-        f" and world_size={world.world_size}, from {world.source}); {_trainer_remedy(world, devices)}"
-    )
 
 
 def _from_arguments(

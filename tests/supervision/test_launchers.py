@@ -25,17 +25,16 @@ HERE = socket.gethostname()
 
 @dataclass(frozen=True)
 class Launcher:
-    """``words`` go before the script; ``is_rank_zero``: the process that launches the others is a rank itself."""
+    """How a script is started: ``words`` go before it."""
 
     strategy: str
     words: tuple[str, ...] = ("python",)
-    is_rank_zero: bool = False
 
     def __str__(self) -> str:
         return self.words[0] if self.words != ("python",) else self.strategy
 
 
-POPEN = Launcher("ddp_ext", is_rank_zero=True)
+POPEN = Launcher("ddp_ext")
 SPAWN = Launcher("ddp_ext_spawn")
 FORK = Launcher("ddp_ext_fork")
 FORKSERVER = Launcher("ddp_ext_forkserver")
