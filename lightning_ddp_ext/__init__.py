@@ -7,13 +7,19 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 __version__ = "0.1.0"
 
 from lightning_ddp_ext.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
     ConfigurationError,
+    DamagedCheckpointError,
     DDPExtError,
     DisagreementError,
     DuplicateRankError,
     DurationError,
     GroupInUseError,
     InitMethodError,
+    LoneCallError,
     MissingRanksError,
     OptionError,
     RankDiedError,
@@ -21,8 +27,11 @@ from lightning_ddp_ext.errors import (
     RankLeftError,
     RendezvousError,
     StoreError,
+    UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
+from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
@@ -30,9 +39,14 @@ from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_o
 from lightning_ddp_ext.world import World
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
     "ConfigurationError",
     "DDPExtError",
     "DDPExtStrategy",
+    "DamagedCheckpointError",
     "DisagreementError",
     "DuplicateRankError",
     "DurationError",
@@ -40,14 +54,18 @@ __all__ = [
     "File",
     "GroupInUseError",
     "InitMethodError",
+    "LoneCallError",
     "MissingRanksError",
     "OptionError",
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
+    "RankZeroCheckpoint",
+    "RankZeroCheckpointIO",
     "RendezvousError",
     "StoreError",
     "Tcp",
+    "UnsafeCheckpointError",
     "World",
     "WorldError",
 ]

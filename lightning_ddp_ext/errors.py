@@ -14,6 +14,13 @@
     │   ├── DuplicateRankError               two processes that claim one rank
     │   └── DisagreementError                ranks that want different things
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
+    ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
+    │   ├── CheckpointSaveError (OSError)    not written; what stood at the path before is still there
+    │   ├── CheckpointNotFoundError (FileNotFoundError)    no rank that should see the file does
+    │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint at all
+    │   ├── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
+    │   ├── CheckpointMismatchError          keys or shapes are not the model's
+    │   └── LoneCallError                    some ranks called what every rank must call
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         └── RankLeftError                    another rank has ended while this one still needed it
@@ -22,6 +29,9 @@ A message says field, rule, value and remedy, in this order where all four exist
 """
 
 from __future__ import annotations
+
+import pickle
+from os import PathLike
 
 
 class DDPExtError(Exception):
@@ -80,6 +90,61 @@ class GroupInUseError(DDPExtError, RuntimeError):
     """This process already belongs to a process group, and what is asked for now does not fit it."""
 
 
+class CheckpointError(DDPExtError, RuntimeError):
+    """A checkpoint could not be written or read; raised on every rank."""
+
+
+class CheckpointSaveError(CheckpointError, OSError):
+    """A checkpoint could not be written. What stood at the path before is untouched.
+
+    Attributes:
+        path: where it was to be.
+        errno: the system's number of the error, if it came from the system.
+    """
+
+    def __init__(self, message: str, *, path: str | PathLike[str] = "", errno: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # OSError would look for a file name and an error number
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_save_error, (str(self), self.path, self.errno)
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no such file, on rank 0 or on another rank that has to read it by itself."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A file is truncated or has been altered, or is no checkpoint.
+
+    Attributes:
+        damaged: names of the tensors or records whose content is not what was written, as far as they are known.
+    """
+
+    def __init__(self, message: str, damaged: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.damaged)
+
+
+class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
+    """A file holds something other than data, and ``weights_only=True``; nothing of it has been run."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """Keys are missing or unexpected, or shapes differ from the model's."""
+
+
+class LoneCallError(CheckpointError):
+    """Rank 0 alone called ``trainer.save_checkpoint``, which every rank must call."""
+
+
 class RankFailedError(DDPExtError, RuntimeError):
     """Another rank raised an exception, and this rank was stopped because of it.
 
@@ -114,3 +179,7 @@ def _rebuild_rank_failed(
     cls: type[RankFailedError], message: str, rank: int, host: str, pid: int, traceback_text: str
 ) -> RankFailedError:
     return cls(message, rank=rank, host=host, pid=pid, traceback_text=traceback_text)
+
+
+def _rebuild_save_error(message: str, path: str, errno: int | None) -> CheckpointSaveError:
+    return CheckpointSaveError(message, path=path, errno=errno)

@@ -19,16 +19,23 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 __all__ = [
     "GlobalStateSnapshot",
+    "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",
     "LightningEnvironment",
+    "LightningModule",
+    "ModelCheckpoint",
     "MultiProcessingLauncher",
     "Precision",
+    "ProgressBar",
+    "RichProgressBar",
     "SLURMEnvironment",
     "Accelerator",
+    "Strategy",
     "StrategyRegistry",
     "SubprocessScriptLauncher",
+    "TorchCheckpointIO",
     "TorchElasticEnvironment",
     "Trainer",
     "TrainerStatus",
@@ -38,6 +45,8 @@ __all__ = [
     "lightning_name",
     "lightning_version",
     "rank_zero_info",
+    "rank_zero_warn",
+    "refuse_missing",
     "set_num_threads_if_needed",
 ]
 
@@ -64,10 +73,25 @@ def _private(module: str, name: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError):
-        raise ImportError(
-            f"lightning_ddp_ext needs {module}.{name}, which {lightning_name} {lightning_version} does not have; "
-            "install a version of Lightning that this release supports (see README.md)"
-        ) from None
+        raise _missing(f"{module}.{name}") from None
+
+
+def refuse_missing(owner: type, *names: str) -> None:
+    """Fail clearly where methods of Lightning's that we put ours in the place of are gone.
+
+    Raises:
+        ImportError: says which, and what to do.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            raise _missing(f"{owner.__module__}.{owner.__qualname__}.{name}")
+
+
+def _missing(name: str) -> ImportError:
+    return ImportError(
+        f"lightning_ddp_ext needs {name}, which {lightning_name} {lightning_version} does not have; "
+        "install a version of Lightning that this release supports (see README.md)"
+    )
 
 
 if TYPE_CHECKING:
@@ -77,10 +101,11 @@ if TYPE_CHECKING:
         SLURMEnvironment,
         TorchElasticEnvironment,
     )
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.plugins import CheckpointIO, Precision
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+    from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
+    from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers.multiprocessing import (
         _GlobalStateSnapshot as GlobalStateSnapshot,
     )
@@ -92,7 +117,7 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.trainer.states import TrainerStatus
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
     lightning_name: str
     lightning_version: str
@@ -110,7 +135,7 @@ else:
     _fabric = _FABRIC_OF[lightning_name]
     _root = import_module(lightning_name)
     lightning_version = _root.__version__
-    Trainer = _root.Trainer
+    Callback, LightningModule, Trainer = _root.Callback, _root.LightningModule, _root.Trainer
     _environments = import_module(f"{_fabric}.plugins.environments")
     ClusterEnvironment = _environments.ClusterEnvironment
     LightningEnvironment = _environments.LightningEnvironment
@@ -119,10 +144,16 @@ else:
     Accelerator = import_module(f"{lightning_name}.accelerators").Accelerator
     _plugins = import_module(f"{lightning_name}.plugins")
     CheckpointIO, Precision = _plugins.CheckpointIO, _plugins.Precision
+    TorchCheckpointIO = _plugins.TorchCheckpointIO
     _strategies = import_module(f"{lightning_name}.strategies")
     DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
+    Strategy = _strategies.Strategy
+    _callbacks = import_module(f"{lightning_name}.callbacks")
+    ModelCheckpoint = _callbacks.ModelCheckpoint
+    ProgressBar, RichProgressBar = _callbacks.ProgressBar, _callbacks.RichProgressBar
     TrainerStatus = import_module(f"{lightning_name}.trainer.states").TrainerStatus
-    rank_zero_info = import_module(f"{lightning_name}.utilities.rank_zero").rank_zero_info
+    _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
+    rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
     _launchers = f"{lightning_name}.strategies.launchers"
     MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")

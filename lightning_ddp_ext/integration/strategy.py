@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from socket import socket
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -16,8 +16,11 @@ import torchmetrics
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_ddp_ext.checkpoint.writer import PathLike
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
+from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
+from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
 from lightning_ddp_ext.integration.lightning_tree import (
@@ -30,7 +33,6 @@ from lightning_ddp_ext.integration.lightning_tree import (
     SLURMEnvironment,
     StrategyRegistry,
     TorchElasticEnvironment,
-    TrainerStatus,
     lightning_name,
     lightning_version,
     rank_zero_info,
@@ -42,7 +44,6 @@ from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
-from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 from lightning_ddp_ext.world import World, check_devices, read_world
 
 P = ParamSpec("P")
@@ -97,7 +98,7 @@ class DDPExtStrategy(DDPStrategy):
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
         cluster_environment: see ``DDPStrategy``.
-        checkpoint_io: see ``DDPStrategy``.
+        checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: see ``DDPStrategy``.
         ddp_comm_state: see ``DDPStrategy``.
         ddp_comm_hook: see ``DDPStrategy``.
@@ -198,6 +199,7 @@ class DDPExtStrategy(DDPStrategy):
         check_run_id(run_id)
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
+        self.checkpoints = Checkpoints(self)
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -343,12 +345,76 @@ class DDPExtStrategy(DDPStrategy):
             and not isinstance(self.chosen_init_method, (Tcp, File))
         )
 
+    # Checkpoints.
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = RankZeroCheckpointIO()
+            self._checkpoint_io.is_default = True
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
+    ) -> None:
+        self.checkpoints.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        self.checkpoints.remove(filepath)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        agree_on_path(self.lightning_module.trainer)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoints.load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self.checkpoints.keep_optimizer_states()
+
+    @override
+    def on_train_start(self) -> None:
+        self.checkpoints.release()
+
+    @override
+    def on_validation_start(self) -> None:
+        self.checkpoints.release()
+
+    @override
+    def on_test_start(self) -> None:
+        self.checkpoints.release()
+
+    @override
+    def on_predict_start(self) -> None:
+        self.checkpoints.release()
+
+    @override
+    def teardown(self) -> None:
+        self.checkpoints.finish()
+        super().teardown()
+
     # Working together.
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
-        if not self._is_interrupted():
+        if not self.checkpoints.is_interrupted:
             super().barrier(*args, **kwargs)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
@@ -356,14 +422,7 @@ class DDPExtStrategy(DDPStrategy):
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
-        if self._is_interrupted():
-            return work() if self.is_global_zero else None  # type: ignore[return-value]
-        return rank_zero_for_all(work, is_rank_zero=self.is_global_zero, broadcast=self.broadcast, what=what)
-
-    def _is_interrupted(self) -> bool:
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+        return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
 
     @classmethod
     @override

@@ -71,8 +71,13 @@ def explain(exception: BaseException) -> Any:
 
 
 def echoes_another_rank(exception: BaseException) -> bool:
-    """Whether ``exception`` is what a broken collective or store raises, directly or as the reason of another one."""
-    return any(_is_broken_connection(link) for link in chain_of(exception))
+    """Whether ``exception`` is what a broken collective or store raises, directly or as the reason of another one.
+
+    Ctrl-C reaches all ranks, and may do so while this one handles the end of a faster one: it is this rank's own.
+    """
+    return not isinstance(exception, KeyboardInterrupt) and any(
+        _is_broken_connection(link) for link in chain_of(exception)
+    )
 
 
 def _is_broken_connection(exception: BaseException) -> bool:

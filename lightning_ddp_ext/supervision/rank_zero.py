@@ -1,4 +1,4 @@
-"""What rank 0 does for all ends alike on all: with its result, or with its error."""
+"""What rank 0 does for all, and what all do side by side, ends alike on all: with a result, or with one error."""
 
 from __future__ import annotations
 
@@ -48,6 +48,40 @@ def rank_zero_for_all(
     return result
 
 
+def side_by_side(work: Callable[[], T], *, rank: int, gather: Callable[[Any], list[Any]], what: str = "work") -> T:
+    """Run ``work`` on every rank; if it raises on any, raise the error of the first such rank on all.
+
+    Collective: every rank must call it, and ``work`` must have no collective in it.
+
+    Args:
+        work: this rank's part.
+        rank: this rank.
+        gather: gives every rank the objects of all, by rank, such as ``all_gather_object``.
+        what: names the work in the note that other ranks add to the error.
+
+    Returns:
+        What ``work`` returned on this rank.
+
+    Raises:
+        Exception: as for :func:`rank_zero_for_all`.
+
+    >>> side_by_side(lambda: 6 * 7, rank=0, gather=lambda obj: [obj])
+    42
+    """
+    own: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        own = error
+    failures = gather(None if own is None else _Failure(_portable(own), "".join(traceback.format_exception(own))))
+    first = next((index for index, failure in enumerate(failures) if failure is not None), None)
+    if first is None:
+        return result
+    if own is not None and first == rank:
+        raise own
+    raise _noted(failures[first], what, first)
+
+
 @dataclass(frozen=True)
 class _Failure:
     """What travels instead of a result."""
@@ -59,9 +93,14 @@ class _Failure:
 def _outcome_of(message: Any, what: str) -> Any:
     if not isinstance(message, _Failure):
         return pickle.loads(message)
-    if hasattr(message.error, "add_note"):  # Python 3.11
-        message.error.add_note(f"raised on rank 0 during {what}")
-    raise message.error from RemoteTraceback(message.traceback_text)
+    raise _noted(message, what, 0)
+
+
+def _noted(failure: _Failure, what: str, rank: int) -> Exception:
+    if hasattr(failure.error, "add_note"):  # Python 3.11
+        failure.error.add_note(f"raised on rank {rank} during {what}")
+    failure.error.__cause__ = RemoteTraceback(failure.traceback_text)
+    return failure.error
 
 
 def _portable(error: Exception) -> Exception:

@@ -1,0 +1,1 @@
+"""Checkpoints: written once, whole, and read once."""

@@ -1,0 +1,110 @@
+"""Save in the background: training waits for a copy in memory, and a thread does the rest in the order of the calls.
+
+There is one copy at a time, so memory is bounded: who saves again while the last checkpoint is still being written
+waits for that. Removals, too, wait for their turn, and none is done after a save that failed: what it would have
+removed may be the last good checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.snapshot import Buffer, take
+
+_logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+
+@dataclass
+class Order:
+    """The rule by which saves and removals follow one another, in the foreground, too."""
+
+    last_save_failed: bool = False
+
+    def save(self, job: Job) -> None:
+        """Run a save, and remember whether it failed."""
+        self.last_save_failed = True
+        job()
+        self.last_save_failed = False
+
+    def remove(self, path: str, job: Job) -> None:
+        """Run a removal, unless what was to come in its place does not exist."""
+        if self.last_save_failed:
+            _logger.warning("keeping checkpoint %s: the one that was to take its place could not be written", path)
+        else:
+            job()
+
+
+class BackgroundWriter:
+    """One thread that writes one checkpoint after another, from the first until it has been waited for.
+
+    Args:
+        write: writes a checkpoint to a path.
+        order: the rule for removals.
+    """
+
+    def __init__(self, write: Callable[[Any, str], None], order: Order) -> None:
+        self._write = write
+        self._order = order
+        self._buffer = Buffer()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_buffer_free = threading.Event()
+        self._is_buffer_free.set()
+        self._error: Exception | None = None
+
+    def save(self, checkpoint: Any, path: str) -> None:
+        """Copy ``checkpoint`` now and write it to ``path`` later.
+
+        Raises:
+            Exception: what pickling raises; errors of the disk come with :meth:`raise_error` and :meth:`wait`.
+        """
+        self._is_buffer_free.wait()
+        snapshot = take(checkpoint, self._buffer)
+        self._is_buffer_free.clear()
+
+        def job() -> None:
+            try:
+                self._order.save(lambda: self._write(snapshot.content(), path))
+            finally:
+                self._is_buffer_free.set()
+
+        self.submit(job)
+
+    def submit(self, job: Job) -> None:
+        """Have the thread do ``job`` after all that it was given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ddpx-checkpoints", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def raise_error(self) -> None:
+        """Raise the first error that has happened since the last call, if there is one."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Wait until everything is done, and let go of the thread; memory is kept for the next time.
+
+        Raises:
+            Exception: the first error that nobody has been told of.
+        """
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self.raise_error()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self._error = self._error or error

@@ -1,0 +1,65 @@
+"""``map_location``: on which device the tensors of a file are to be, in all the forms that ``torch.load`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import UntypedStorage
+
+from lightning_ddp_ext.errors import OptionError
+
+MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
+# Takes the memory of a tensor, in the file or on the CPU, and the device that it was saved from; gives it in its place.
+Placement = Callable[[UntypedStorage, str], UntypedStorage]
+
+
+def check(map_location: Any) -> None:
+    """Refuse what ``torch.load`` would choke on halfway.
+
+    Raises:
+        OptionError: it is neither a device, nor a mapping of devices, nor callable.
+    """
+    devices: list[Any] = []
+    if isinstance(map_location, Mapping):
+        devices = [*map_location.keys(), *map_location.values()]
+    elif isinstance(map_location, str):
+        devices = [map_location]
+    elif map_location is not None and not isinstance(map_location, torch.device) and not callable(map_location):
+        raise OptionError(
+            f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
+            f"(got {map_location!r})"
+        )
+    for device in devices:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError):
+            raise OptionError(
+                f"map_location names {device!r}, which is no device; write 'cpu', 'cuda:0', ... (got {map_location!r})"
+            ) from None
+
+
+def placement(map_location: MapLocation) -> Placement:
+    """What ``map_location`` does with the memory of one tensor.
+
+    ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device.
+    """
+    restore: Placement = torch.serialization.default_restore_location
+    if map_location is None:
+        return lambda storage, location: storage
+    if isinstance(map_location, Mapping):
+        return lambda storage, location: restore(storage, map_location.get(location, location))
+    if isinstance(map_location, (str, torch.device)):
+        return lambda storage, location: restore(storage, str(map_location))
+
+    def by_the_user(storage: UntypedStorage, location: str) -> UntypedStorage:
+        result = map_location(storage, location)
+        return restore(storage, location) if result is None else result
+
+    return by_the_user
+
+
+def is_accelerator(location: str) -> bool:
+    """Whether a tensor that was saved from there was on anything but the CPU."""
+    return torch.device(location).type not in ("cpu", "meta")

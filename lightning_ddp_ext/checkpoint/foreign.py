@@ -1,0 +1,82 @@
+"""Checkpoints that others have written: plain state dicts, and names with the prefixes of wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+_COMPILED = "_orig_mod."
+_WRAPPED = "module."
+
+
+def is_plain_state_dict(content: Any) -> bool:
+    """Whether it is what ``torch.save(model.state_dict(), path)`` writes: names and tensors, and nothing around."""
+    return (
+        isinstance(content, Mapping)
+        and len(content) > 0
+        and any(isinstance(value, Tensor) for value in content.values())
+        and all(isinstance(key, str) for key in content)
+        and "state_dict" not in content
+        and "pytorch-lightning_version" not in content
+    )
+
+
+def weights_of(content: Any) -> dict[str, Tensor]:
+    """The weights in a checkpoint, by name; none where it has no ``state_dict`` and is none."""
+    weights = content if is_plain_state_dict(content) else None
+    if weights is None and isinstance(content, Mapping):
+        weights = content.get("state_dict")
+    if not isinstance(weights, Mapping):
+        return {}
+    return {name: value for name, value in weights.items() if isinstance(name, str) and isinstance(value, Tensor)}
+
+
+def as_lightning_checkpoint(content: Any, version: str) -> dict[str, Any]:
+    """A plain state dict as a checkpoint that has weights and nothing to resume from."""
+    return {
+        "state_dict": dict(content),
+        "pytorch-lightning_version": version,
+        "epoch": 0,
+        "global_step": 0,
+        "optimizer_states": [],
+        "lr_schedulers": [],
+    }
+
+
+def canonical(name: str) -> str:
+    """A name without what DDP and ``torch.compile`` put into it.
+
+    >>> canonical("module._orig_mod.net._orig_mod.weight")
+    'net.weight'
+    """
+    name = name.replace(_COMPILED, "")
+    while name.startswith(_WRAPPED):
+        name = name[len(_WRAPPED) :]
+    return name
+
+
+def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
+    """For each name of a file that the model does not have, the model's name that is the same but for prefixes.
+
+    A name that the model has is never touched, nor is one for which there are two.
+
+    >>> names_in_model(["module.net.weight"], ["net.weight"])
+    {'module.net.weight': 'net.weight'}
+    """
+    in_file, in_model = list(file_names), set(model_names)
+    by_canonical: dict[str, list[str]] = {}
+    for name in in_model - set(in_file):
+        by_canonical.setdefault(canonical(name), []).append(name)
+    wanted: dict[str, list[str]] = {}
+    for name in in_file:
+        candidates = by_canonical.get(canonical(name), [])
+        if name not in in_model and len(candidates) == 1:
+            wanted.setdefault(candidates[0], []).append(name)
+    return {names[0]: target for target, names in wanted.items() if len(names) == 1}
+
+
+def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The same weights under the model's names."""
+    return {names.get(name, name): value for name, value in weights.items()}

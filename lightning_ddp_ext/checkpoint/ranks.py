@@ -1,0 +1,65 @@
+"""The collectives that checkpoints need, over the default process group or with nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Shows how far a long piece of work is: given its name and size in bytes, it yields what to call with the bytes done.
+Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+# Over a backend that knows no CPU memory, so much goes through the device at a time.
+_STAGED = 32 << 20
+
+
+@contextmanager
+def show_nothing(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """No progress bar."""
+    yield lambda done: None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among those that read or write a checkpoint together.
+
+    Args:
+        rank: this one.
+        world_size: how many there are; 1 takes no process group.
+        device: this rank's own.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def from_rank_zero(self, value: Any) -> Any:
+        """Rank 0's value. Collective."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def broadcast(self, data: Tensor) -> None:
+        """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
+        if "gloo" in str(dist.get_backend()) or self.device.type == "cpu":
+            dist.broadcast(data, src=0)
+            return
+        for piece in data.split(_STAGED):
+            staged = piece.to(self.device)
+            dist.broadcast(staged, src=0)
+            if self.rank != 0:
+                piece.copy_(staged)

@@ -1,0 +1,206 @@
+"""Write a checkpoint, or remove one: on a local disk by ourselves, elsewhere through fsspec."""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_ddp_ext.checkpoint.partial import Sink, replacing
+from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
+
+Progress = Callable[[int], None]
+PathLike = str | Path
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is: a file system, the path in it, and how the user wrote it."""
+
+    fs: AbstractFileSystem
+    path: str
+    url: str
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine's own file systems, network ones among them; ``None`` for a store elsewhere."""
+        return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
+
+
+def locate(path: PathLike) -> Place:
+    """The place that a path or URL (``s3://bucket/key``) stands for.
+
+    Raises:
+        CheckpointError: no library for that kind of URL is installed.
+    """
+    url = os.fspath(path)
+    try:
+        fs, inner = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not there: {error}") from error
+    return Place(fs, inner, url)
+
+
+def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) -> None:
+    """Write ``checkpoint`` in torch's format to ``path``, which then holds it whole, or else what it held before.
+
+    A local file is streamed, forced to the disk and put in place in one step. In a store behind fsspec it is written
+    within a transaction: where the store completes an upload as a whole (S3, GCS, Azure, memory) the same holds, and
+    the store itself answers for its lasting.
+
+    Args:
+        checkpoint: whatever ``torch.save`` takes.
+        path: a path or URL; missing directories are made.
+        on_progress: called with the number of bytes so far.
+
+    Raises:
+        CheckpointSaveError: it is not written; what was there before is untouched.
+    """
+    place = locate(path)
+    try:
+        if place.local is not None:
+            _write_local(checkpoint, place.local, on_progress)
+        else:
+            _write_remote(checkpoint, place, on_progress)
+    except OSError as error:
+        raise save_error(error, place) from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise unwritable(checkpoint, path, error) from error
+
+
+def _write_local(checkpoint: Any, path: Path, on_progress: Progress | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Before a gigabyte has been written, not after; a name that is too long is found here, too.
+    if path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with replacing(path, on_progress) as sink:
+        _fill(checkpoint, sink)
+
+
+def _fill(checkpoint: Any, sink: Sink) -> None:
+    try:
+        torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
+    except Exception:
+        if sink.error is not None:
+            raise sink.error from None  # torch says it in other words, without the number
+        raise
+
+
+def _write_remote(checkpoint: Any, place: Place, on_progress: Progress | None) -> None:
+    place.fs.makedirs(place.fs._parent(place.path), exist_ok=True)
+    with place.fs.transaction, place.fs.open(place.path, "wb") as file:
+        torch.save(checkpoint, file)
+        if on_progress is not None:
+            on_progress(file.tell())
+
+
+def remove(path: PathLike) -> None:
+    """Remove a checkpoint, file or directory; nothing happens where there is none.
+
+    Raises:
+        CheckpointError: it is still there.
+    """
+    place = locate(path)
+    try:
+        if place.local is not None:
+            _remove_local(place.local)
+        elif place.fs.exists(place.path):
+            place.fs.rm(place.path, recursive=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot remove checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}"
+        ) from error
+
+
+def _remove_local(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+def save_error(error: OSError, place: Place) -> CheckpointSaveError:
+    """The named error for what the system said."""
+    return CheckpointSaveError(
+        f"cannot save checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}; "
+        "what was there before is untouched",
+        path=place.url,
+        errno=error.errno,
+    )
+
+
+def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointSaveError:
+    """The named error for a checkpoint that cannot be written anywhere; says which entry is to blame."""
+    return CheckpointSaveError(
+        f"cannot save checkpoint {path}: {_culprit(checkpoint)}{type(error).__name__}: {error}; "
+        "what was there before is untouched",
+        path=str(path),
+    )
+
+
+def _remedy(error: OSError, place: Place) -> str:
+    directory = Path(place.path).parent
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free some space{_space_left(directory)}, or save elsewhere"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"let user {_user()} write to {directory}, or save elsewhere"
+    if error.errno == errno.EROFS:
+        return "its file system is mounted read-only: save elsewhere"
+    if error.errno in (errno.EISDIR, errno.ENOTEMPTY):
+        return "there is a directory at that path: remove it, or choose another name"
+    if error.errno == errno.ENAMETOOLONG:
+        return f"shorten the file name ({len(os.fsencode(Path(place.path).name))} bytes)"
+    if error.errno == errno.ENOENT:
+        return f"directory {directory} has been removed: make it again, or save elsewhere"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return "a file stands where the path needs a directory: choose another path"
+    return "look at the file system, or save elsewhere"
+
+
+def _space_left(directory: Path) -> str:
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return ""
+    return f" ({status.f_bavail * status.f_frsize / 2**20:.0f} MiB are left on the file system of {directory})"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _culprit(checkpoint: Any) -> str:
+    """Which entry cannot be pickled, if that is the reason."""
+    if not isinstance(checkpoint, dict):
+        return ""
+    for key, value in checkpoint.items():
+        try:
+            _TensorlessPickler(io.BytesIO()).dump(value)
+        except Exception:
+            return f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
+    return ""
+
+
+class _TensorlessPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> str | None:
+        return "tensor" if isinstance(obj, torch.Tensor) else None

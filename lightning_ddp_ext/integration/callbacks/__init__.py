@@ -1,0 +1,1 @@
+"""Callbacks: what they offer works with stock strategies, too."""

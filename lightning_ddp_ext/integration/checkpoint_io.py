@@ -1,0 +1,225 @@
+"""Lightning's ``CheckpointIO`` on our writer and reader: what one rank can do for itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lightning_ddp_ext.checkpoint import device_map
+from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
+from lightning_ddp_ext.checkpoint.partial import remove_leftovers
+from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.reader import give_own_memory
+from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
+from lightning_ddp_ext.checkpoint.tensors import payload_bytes
+from lightning_ddp_ext.checkpoint.writer import PathLike, locate, remove, unwritable, write
+from lightning_ddp_ext.errors import CheckpointError, OptionError
+from lightning_ddp_ext.integration.foreign import adapted
+from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
+
+
+class RankZeroCheckpointIO(CheckpointIO):
+    """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
+
+    It is what :class:`~lightning_ddp_ext.DDPExtStrategy` uses by itself, and a plugin for any other strategy:
+    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy Lightning calls it on rank 0
+    alone to save, so an error is raised there alone, and on each rank by itself to load, so each reads the file; add
+    :class:`~lightning_ddp_ext.RankZeroCheckpoint`, or use our strategy, and the ranks save, fail and read together.
+
+    Local files are streamed to the disk and put in place in one step, after they are safely there. Other URLs
+    (``s3://``, ``gs://``, ``memory://``, ...) go through fsspec within a transaction: what such a store completes as a
+    whole appears as a whole, and how it lasts is the store's affair.
+
+    Args:
+        map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
+            mapped from the file, from where model and optimisers take them to each rank's own device.
+        background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
+            there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
+        verify: whether checksums are checked on loading. Every file of torch 1.6 and later has them.
+        weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
+            What is passed to ``Trainer.fit(weights_only=...)`` comes first.
+        restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
+            ``"auto"``: map where all see the same file, else broadcast.
+        on_save_error: ``"raise"``, or ``"warn"`` and train on: errors of saves within ``fit`` cannot be caught.
+
+    Raises:
+        OptionError: an argument has a value that does not exist.
+    """
+
+    def __init__(
+        self,
+        map_location: device_map.MapLocation = None,
+        *,
+        background: bool = False,
+        verify: bool = True,
+        weights_only: bool | None = None,
+        restore: Mode = "auto",
+        on_save_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        device_map.check(map_location)
+        _check_choice("restore", restore, ("auto", "map", "broadcast"))
+        _check_choice("on_save_error", on_save_error, ("raise", "warn"))
+        self.background = background
+        self.wishes = Wishes(restore, map_location, weights_only, verify)
+        self.on_save_error = on_save_error
+        self.show: Show = show_nothing
+        self.is_default = False
+        self._order = Order()
+        self._writer: BackgroundWriter | None = None
+        self._tidied: set[Path] = set()
+
+    @property
+    def last_save_failed(self) -> bool:
+        """Whether the last save that has ended has left no checkpoint."""
+        return self._order.last_save_failed
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+        """Write ``checkpoint`` to ``path``. Only rank 0 need call it.
+
+        Raises:
+            CheckpointSaveError: it is not written, and what was there before is untouched; in the background: an
+                earlier one is not written, and this one has not been tried.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options is not supported by RankZeroCheckpointIO (got {storage_options!r}); configure the "
+                "file system with fsspec's own settings"
+            )
+        with _warning_instead(self.on_save_error):
+            self._raise_earlier_error()
+            self.tidy(path)
+            if self.background:
+                self._copy_and_write_later(checkpoint, path)
+            else:
+                self._order.save(lambda: self._write(checkpoint, path))
+
+    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        try:
+            self._background.save(checkpoint, os.fspath(path))
+        except Exception as error:
+            raise unwritable(checkpoint, path, error) from error
+
+    def _write(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        with self.show("saving", payload_bytes(checkpoint)) as on_progress:
+            write(checkpoint, path, on_progress)
+
+    @override
+    def load_checkpoint(
+        self, path: PathLike, map_location: device_map.MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read the checkpoint on this rank alone, into memory of its own.
+
+        Raises:
+            CheckpointError: one of its kinds.
+        """
+        self.wait()
+        wishes = self.wishes_for(weights_only, map_location)
+        restored = restore(locate(path), Ranks(), wishes, show=self.show)
+        give_own_memory(restored.content, [restored.content.value])
+        return adapted(restored.content.value, os.fspath(path))
+
+    @override
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Remove a checkpoint, in its turn. Only rank 0 need call it.
+
+        Raises:
+            CheckpointError: it is still there.
+        """
+        with _warning_instead(self.on_save_error):
+            self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: remove(path)))
+
+    def link(self, target: PathLike, path: PathLike) -> None:
+        """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step."""
+        self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: _link(Path(target), Path(path))))
+
+    def wait(self) -> None:
+        """Wait until all that was saved is on the disk.
+
+        Raises:
+            CheckpointSaveError: something could not be saved, and nobody has been told so far.
+        """
+        if self._writer is not None:
+            with _warning_instead(self.on_save_error):
+                self._writer.wait()
+
+    @override
+    def teardown(self) -> None:
+        """Called by the strategy at the end: see :meth:`wait`."""
+        self.wait()
+
+    def tidy(self, path: PathLike) -> None:
+        """Remove what killed saves have left beside ``path``, once a directory."""
+        local = locate(path).local
+        if local is None or local.parent in self._tidied or not local.parent.is_dir():
+            return
+        self._tidied.add(local.parent)
+        try:
+            removed = remove_leftovers(local.parent)
+        except OSError as error:
+            rank_zero_warn(f"cannot look for what killed saves have left in {local.parent}: {error}")
+            return
+        if removed:
+            size = sum(leftover.size for leftover in removed) / 2**20
+            rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
+
+    def wishes_for(self, weights_only: bool | None, map_location: device_map.MapLocation = None) -> Wishes:
+        """How to read where a call says something of its own."""
+        mine = self.wishes
+        return Wishes(
+            mine.mode,
+            mine.map_location if map_location is None else map_location,
+            mine.weights_only if weights_only is None else weights_only,
+            mine.verify,
+        )
+
+    @property
+    def _background(self) -> BackgroundWriter:
+        if self._writer is None:
+            self._writer = BackgroundWriter(write, self._order)
+        return self._writer
+
+    def _raise_earlier_error(self) -> None:
+        if self._writer is not None:
+            self._writer.raise_error()
+
+    def _in_turn(self, job: Callable[[], None]) -> None:
+        if self.background:
+            self._background.submit(job)
+        else:
+            job()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Started ranks get a copy; threads, and what has been seen of the disk, are this process's own.
+        return {**self.__dict__, "_writer": None, "_tidied": set(), "show": show_nothing}
+
+
+class _warning_instead:  # used as a function
+    """Turn our errors of a save into warnings, if that is what the user wants."""
+
+    def __init__(self, on_save_error: str) -> None:
+        self._only_warns = on_save_error == "warn"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if not self._only_warns or not isinstance(error, CheckpointError):
+            return False
+        rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
+        return True
+
+
+def _link(target: Path, path: Path) -> None:
+    temporary = path.with_name(f".ddpx-{os.getpid()}.link")
+    temporary.unlink(missing_ok=True)
+    os.symlink(os.path.relpath(target, path.parent), temporary)
+    os.replace(temporary, path)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))} (got {value!r})")

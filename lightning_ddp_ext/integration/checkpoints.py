@@ -1,0 +1,231 @@
+"""Checkpoints for all ranks of a strategy: rank 0 writes for everybody, all read together, and errors reach all.
+
+Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` puts it into a stock strategy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext.checkpoint.foreign import names_in_model
+from lightning_ddp_ext.checkpoint.ranks import Ranks
+from lightning_ddp_ext.checkpoint.reader import Content, detach, give_own_memory
+from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.writer import PathLike, locate
+from lightning_ddp_ext.errors import CheckpointMismatchError
+from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
+from lightning_ddp_ext.integration.foreign import adapted
+from lightning_ddp_ext.integration.lightning_tree import (
+    Callback,
+    LightningModule,
+    Precision,
+    Strategy,
+    TrainerStatus,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_missing,
+)
+from lightning_ddp_ext.integration.progress import progress_of
+from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
+
+
+class Checkpoints:
+    """What a strategy's ranks do about checkpoints together.
+
+    Args:
+        strategy: whose ranks; its ``checkpoint_io`` does the work.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._mapped: list[Content] = []
+        self._path = ""
+        self.last_save_failed = False
+
+    # Writing.
+
+    def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
+        """Write a checkpoint on rank 0. Collective: every rank must call it.
+
+        Raises:
+            Exception: what the IO raises, on every rank.
+        """
+        io = self._strategy.checkpoint_io
+        if isinstance(io, RankZeroCheckpointIO):
+            io.show = progress_of(self._trainer)
+
+        def work() -> bool:
+            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return isinstance(io, RankZeroCheckpointIO) and io.last_save_failed
+
+        self.last_save_failed = True
+        self.last_save_failed = bool(self.on_rank_zero(work, f"saving {os.fspath(path)}"))
+
+    def remove(self, path: PathLike) -> None:
+        """Remove a checkpoint on rank 0. Collective: every rank must call it.
+
+        Raises:
+            Exception: what the IO raises, on every rank.
+        """
+        self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
+
+    def finish(self) -> None:
+        """Wait for what is saved in the background. Collective, unless the Trainer is interrupted.
+
+        Raises:
+            CheckpointSaveError: something could not be saved; on every rank.
+        """
+        io = self._strategy.checkpoint_io
+        if not isinstance(io, RankZeroCheckpointIO) or not io.background:
+            return
+        if not self.is_interrupted:
+            self.on_rank_zero(io.wait, "saving in the background")
+            return
+        try:
+            io.wait()
+        except Exception as error:
+            rank_zero_warn(f"and {error}")  # another error is on its way to the user already
+
+    def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
+        """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
+
+        When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
+        """
+        if self.is_interrupted:
+            return work() if self._strategy.is_global_zero else None
+        return rank_zero_for_all(
+            work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
+        )
+
+    # Reading.
+
+    def load(self, path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint on every rank. Collective, if the IO is ours.
+
+        Its tensors may be backed by the file until :meth:`release` is called.
+
+        Raises:
+            CheckpointError: one of its kinds, on every rank.
+        """
+        io = self._strategy.checkpoint_io
+        self._path = os.fspath(path)
+        if not isinstance(io, RankZeroCheckpointIO):
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            return io.load_checkpoint(path, **options)
+        if self._strategy.is_global_zero:
+            io.wait()
+            io.tidy(path)
+        restored = restore(
+            locate(path),
+            self._ranks,
+            io.wishes_for(weights_only),
+            receive_into=self._own_weights,
+            show=progress_of(self._trainer),
+        )
+        rank_zero_info(f"checkpoint {self._path}: {restored.how}")
+        content, value = restored.content, restored.content.value
+        content.value = None  # whoever still has parts of it when it is released is to keep them
+        self._mapped.append(content)
+        self._move_to_own_device(content, value)
+        return adapted(value, self._path, self._strategy.lightning_module)
+
+    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load a checkpoint's weights into the model by ``load``.
+
+        Raises:
+            CheckpointMismatchError: names each parameter that is missing, left over or of another shape.
+        """
+        try:
+            load(checkpoint, strict=strict)
+        except RuntimeError as error:
+            raise CheckpointMismatchError(
+                f"checkpoint {self._path} does not fit the model: {error}; build the model as it was when it was "
+                "saved, or set strict_loading = False in the LightningModule if keys may be missing"
+            ) from error
+
+    def keep_optimizer_states(self) -> None:
+        """Give optimisers that were loaded from mapped tensors memory of their own."""
+        states = [list(optimizer.state.values()) for optimizer in self._strategy.optimizers]
+        for content in self._mapped:
+            give_own_memory(content, states)
+
+    def release(self) -> None:
+        """Cut the last ties to files that were mapped, when restoring is over."""
+        while self._mapped:
+            detach(self._mapped.pop())
+
+    def _own_weights(self, names: list[str]) -> Mapping[str, Tensor]:
+        """This rank's weights by the file's names, if nobody wants to see the file's first."""
+        module = self._strategy.lightning_module
+        if module is None or wants_content(module, self._trainer):
+            return {}
+        own = module.state_dict()
+        in_model = names_in_model(names, own)
+        return {name: own[target] for name in names if (target := in_model.get(name, name)) in own}
+
+    def _move_to_own_device(self, content: Content, value: Any) -> None:
+        """Put what was on some rank's accelerator on this rank's own, but for what others take there themselves."""
+        device = self._strategy.root_device
+        io = self._strategy.checkpoint_io
+        if device.type == "cpu" or not isinstance(value, dict) or io.wishes.map_location is not None:  # type: ignore[attr-defined]
+            return
+        content.move_accelerator_tensors(
+            [entry for key, entry in value.items() if key not in ("state_dict", "optimizer_states")], device
+        )
+
+    @property
+    def _ranks(self) -> Ranks:
+        strategy = self._strategy
+        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return Ranks(strategy.global_rank if world_size > 1 else 0, world_size, strategy.root_device)  # type: ignore[attr-defined]
+
+    @property
+    def _trainer(self) -> Any:
+        module = self._strategy.lightning_module
+        return None if module is None else module._trainer
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception is being handled: some ranks may never come to a collective then."""
+        trainer = self._trainer
+        return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+
+
+def wants_content(module: LightningModule, trainer: Any) -> bool:
+    """Whether some hook is given the file's weights before they are loaded, and may read or change them."""
+    hooks = [
+        (module, LightningModule, ("on_load_checkpoint", "load_state_dict")),
+        *((callback, Callback, ("on_load_checkpoint",)) for callback in (trainer.callbacks if trainer else ())),
+        *(((trainer.precision_plugin, Precision, ("on_load_checkpoint",)),) if trainer else ()),
+    ]
+    if any(getattr(type(thing), name) is not getattr(base, name) for thing, base, names in hooks for name in names):
+        return True
+    return any(_changes_what_it_loads(part) for part in module.modules())
+
+
+def _changes_what_it_loads(module: nn.Module) -> bool:
+    by_itself = type(module)._load_from_state_dict
+    is_torchs = by_itself.__module__.startswith("torch.nn.")
+    return bool(module._load_state_dict_pre_hooks) or not is_torchs
+
+
+def agree_on_path(trainer: Any) -> None:
+    """Have every rank restore what rank 0 does.
+
+    ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A rank
+    that finds nothing would go on without a restore, and so without the others.
+    """
+    connector = trainer._checkpoint_connector
+    refuse_missing(type(connector), "_restore_modules_and_callbacks")
+    restore_own = type(connector)._restore_modules_and_callbacks
+
+    def restore_the_same(checkpoint_path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+        mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
+        restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
+
+    connector._restore_modules_and_callbacks = restore_the_same

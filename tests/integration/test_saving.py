@@ -1,0 +1,297 @@
+"""Saves that fail: every rank raises the same named error, the checkpoint before is untouched, training can go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
+from tests.disks import make_read_only, small_disk, why_no_disks
+from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
+
+SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
+IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
+    reason = why_no_disks()
+    if reason is not None and os.environ.get("CI"):
+        pytest.fail(f"CI must run this test: {reason}")
+    if reason is not None:
+        pytest.skip(reason)
+    with small_disk(tmp_path / "disk", 4) as directory:
+        yield directory
+
+
+class SaveEachEpoch(L.Callback):
+    """Saves at the end of each epoch; with ``catch``, notes what goes wrong and trains on."""
+
+    def __init__(self, path: Path, *, catch: bool = True, ballast_from: int = 1, spoil: Any = None) -> None:
+        self.path = path
+        self.catch = catch
+        self.ballast_from = ballast_from
+        self.spoil = spoil
+        self.errors: list[str] = []
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        megabytes = 16 if trainer.current_epoch >= self.ballast_from else 0
+        checkpoint["ballast"] = torch.zeros(megabytes << 20, dtype=torch.uint8)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.spoil is not None and trainer.current_epoch == 1 and trainer.is_global_zero:
+            self.spoil(self.path)
+        try:
+            trainer.save_checkpoint(self.path)
+        except DDPExtError as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+            if not self.catch:
+                raise
+
+
+def fitted(side: Side, directory: Path, callback: SaveEachEpoch, io: Any, epochs: int = 2) -> dict[str, Any]:
+    raised = ""
+    trainer = trainer_for(side, directory, io, [callback], max_epochs=epochs)
+    try:
+        trainer.fit(Net())
+    except DDPExtError as error:
+        raised = f"{type(error).__name__}: {error}"
+    return {"errors": callback.errors, "raised": raised, "epoch": trainer.current_epoch}
+
+
+def read_only(path: Path) -> None:
+    make_read_only(path.parent)
+
+
+def forbidden(path: Path) -> None:
+    os.setuid(65534)  # nobody; from root, for good
+    os.umask(0)
+
+
+def gone(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.write_text("something else")
+
+
+def directory_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@SIDES
+@IN_BACKGROUND
+def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
+    side: Side, background: bool, disk: Path, tmp_path: Path
+) -> None:
+    """The error says how much space is left, the earlier checkpoint stays whole, and training can go on."""
+    path = disk / "it.ckpt"
+    callback, io = SaveEachEpoch(path), RankZeroCheckpointIO(background=background)
+    results = on_ranks(fitted, side, tmp_path, callback, io)
+    assert results[0] == results[1]
+    told = results[0]["raised"] if background else results[0]["errors"][0]
+    assert told.startswith(f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some")
+    assert results[0]["epoch"] == 2
+    assert torch.load(path)["epoch"] == 0
+    assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
+
+
+@SIDES
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (read_only, "Read-only file system; its file system is mounted read-only"),
+        (forbidden, "Permission denied; let user nobody write to"),
+        (directory_instead, "Is a directory; there is a directory at that path"),
+    ],
+)
+def test_what_a_disk_refuses_is_named_on_every_rank(
+    side: Side, spoil: Any, says: str, disk: Path, tmp_path: Path
+) -> None:
+    """A read-only disk, a directory of somebody else's, a directory at the path: each with what to do."""
+    place = disk / "place"
+    place.mkdir(mode=0o755)
+    callback = SaveEachEpoch(place / "it.ckpt", ballast_from=9, spoil=spoil)
+    if spoil is read_only:
+        callback.path = disk / "it.ckpt"
+    results = on_ranks(fitted, side, tmp_path, callback, RankZeroCheckpointIO())
+    assert results[0] == results[1]
+    assert says in results[0]["errors"][0]
+    if spoil is not directory_instead:
+        assert torch.load(callback.path)["epoch"] == 0
+
+
+def fitted_at(side: Side, directory: Path, names: list[str]) -> list[dict[str, Any]]:
+    (directory / "file").write_text("")
+    return [fitted(side, directory, SaveEachEpoch(directory / name), RankZeroCheckpointIO(), 1) for name in names]
+
+
+def test_impossible_paths_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A name that is too long, and a file where the path needs a directory."""
+    results = on_ranks(fitted_at, "strategy", tmp_path, ["n" * 300, "file/it.ckpt"])
+    assert results[0] == results[1]
+    assert "File name too long; shorten the file name (300 bytes)" in results[0][0]["errors"][0]
+    assert "a file stands where the path needs a directory" in results[0][1]["errors"][0]
+
+
+class Unpicklable(SaveEachEpoch):
+    """Puts into the checkpoint what cannot be written."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = lambda: None
+
+
+@IN_BACKGROUND
+def test_what_cannot_be_pickled_is_named(background: bool, tmp_path: Path) -> None:
+    """The error names the checkpoint's entry, on every rank."""
+    io = RankZeroCheckpointIO(background=background)
+    results = on_ranks(fitted, "strategy", tmp_path, Unpicklable(tmp_path / "it.ckpt"), io, 1)
+    assert results[0] == results[1]
+    assert "entry 'mine' cannot be pickled" in results[0]["errors"][0]
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+@SIDES
+@IN_BACKGROUND
+def test_an_error_that_nobody_catches_ends_fit_on_every_rank(
+    side: Side, background: bool, disk: Path, tmp_path: Path
+) -> None:
+    """In the foreground at once; in the background with the next save, which is not tried."""
+    callback = SaveEachEpoch(disk / "it.ckpt", catch=False)
+    results = on_ranks(fitted, side, tmp_path, callback, RankZeroCheckpointIO(background=background), 4)
+    assert results[0] == results[1]
+    assert "No space left" in results[0]["raised"]
+    assert results[0]["epoch"] == (2 if background else 1)
+    assert torch.load(disk / "it.ckpt")["epoch"] == 0
+
+
+def kept_best(side: Side, directory: Path, place: Path, background: bool) -> dict[str, Any]:
+    io = RankZeroCheckpointIO(on_save_error="warn", background=background)
+    callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", monitor="epoch", mode="max")
+    trainer = trainer_for(side, directory, io, [callback, Ballast()], max_epochs=3)
+    trainer.fit(Net())
+    return {"best": Path(callback.best_model_path).name, "k": [Path(path).name for path in callback.best_k_models]}
+
+
+class Ballast(L.Callback):
+    """Makes the second checkpoint one that does not fit the disk."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log("epoch", float(trainer.current_epoch), sync_dist=True)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.current_epoch >= 1:
+            checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
+
+
+@SIDES
+@IN_BACKGROUND
+def test_a_warning_instead_of_an_error_keeps_the_last_good_checkpoint(
+    side: Side, background: bool, disk: Path, tmp_path: Path
+) -> None:
+    """With `on_save_error="warn"` training ends well, nothing is removed for a successor that is not there."""
+    results = on_ranks(kept_best, side, tmp_path, disk, background)
+    assert results[0] == results[1]
+    assert [path.name for path in disk.iterdir()] == ["epoch=0.ckpt"]
+    if not background:
+        assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
+
+
+def raises_in_training(side: Side, directory: Path, background: bool) -> str:
+    class Raises(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2 and trainer.global_rank == 1:
+                raise ValueError("on purpose")
+
+    callbacks = [Raises(), OnExceptionCheckpoint(directory, "rest")]
+    trainer = trainer_for(side, directory, RankZeroCheckpointIO(background=background), callbacks)
+    try:
+        trainer.fit(Net())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@IN_BACKGROUND
+def test_an_exception_leaves_its_checkpoint(background: bool, tmp_path: Path) -> None:
+    """`OnExceptionCheckpoint` has its file when one rank has failed, and the cause is what is raised."""
+    results = on_ranks(raises_in_training, "strategy", tmp_path, background)
+    assert results[1] == "ValueError: on purpose"
+    assert "rank 1" in results[0]
+    assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
+
+
+def files_at_every_step(side: Side, directory: Path, place: Path, options: dict[str, Any]) -> list[list[str]]:
+    seen: list[list[str]] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            names = sorted(path.name for path in place.glob("*.ckpt")) if place.exists() else []
+            seen.append([name for name in names if (place / name).exists()])
+
+    io = RankZeroCheckpointIO(background=True)
+    callback = checkpoint_callback(side, dirpath=place, filename="{step}", every_n_train_steps=1, **options)
+    trainer_for(side, directory, io, [callback, Looks()], max_epochs=3).fit(Net())
+    return seen
+
+
+@SIDES
+def test_in_the_background_there_is_always_a_checkpoint(side: Side, tmp_path: Path) -> None:
+    """Nothing is removed before its successor is on the disk; a link never points at nothing."""
+    place = tmp_path / "kept"
+    options = {"save_last": "link"} if side == "callback" else {}
+    seen = on_ranks(files_at_every_step, side, tmp_path, place, options)[0]
+    first = next(index for index, names in enumerate(seen) if names)
+    assert all(names for names in seen[first:])
+    names = sorted(path.name for path in place.iterdir())
+    assert names == (["last.ckpt", "step=12.ckpt"] if side == "callback" else ["step=12.ckpt"])
+    assert all(torch.load(place / name)["global_step"] == 12 for name in names)
+
+
+def best_by_rank(side: Side, directory: Path) -> dict[str, Any]:
+    """A score that each rank has for itself, and that would lead each to another checkpoint."""
+
+    class Scores(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            mine = trainer.current_epoch if trainer.global_rank == 0 else -trainer.current_epoch
+            module.log("score", float(mine), rank_zero_only=False)
+
+    callback = RankZeroCheckpoint(directory / "best", "{epoch}-{score:.1f}", monitor="score", save_top_k=2)
+    trainer_for(side, directory, None, [Scores(), callback], max_epochs=4).fit(Net())
+    return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
+
+
+@SIDES
+def test_the_best_scores_are_rank_zeros_on_every_rank(side: Side, tmp_path: Path) -> None:
+    """Which checkpoint is best, and what it is called, does not depend on whom you ask."""
+    ours = on_ranks(best_by_rank, side, tmp_path)
+    assert ours[0] == ours[1]
+    assert Path(ours[0]["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [
+        "epoch=0-score=0.0.ckpt",
+        "epoch=1-score=1.0.ckpt",
+    ]
+
+
+def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
+    """A run that was started with Lightning's callback can be resumed with ours, and the other way round."""
+    ours, stock = (kind(monitor="loss", save_top_k=2) for kind in (RankZeroCheckpoint, ModelCheckpoint))
+    assert ours.state_key == stock.state_key
+    with pytest.raises(TypeError, match="save_topk"):
+        RankZeroCheckpoint(save_topk=2)
+
+
+def test_an_error_of_a_save_can_be_caught_as_what_it_is() -> None:
+    """It is an `OSError` with its number, and one of ours."""
+    error = CheckpointSaveError("no space", path="/x", errno=28)
+    assert isinstance(error, OSError)
+    assert isinstance(error, DDPExtError)
+    assert error.errno == 28
