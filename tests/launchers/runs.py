@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,19 @@ class Run:
         """The script's arguments, the init method among them."""
         return str(self.records), "--init-method", self.url
 
+    @property
+    def then(self) -> tuple[str, ...]:
+        """Arguments for the script to do this run, too, after one or several others."""
+        return "--then", str(self.records), self.url
+
     def expect_trained(self, learned: Learned, output: str, *, returns: int | None = None, launches: int = 1) -> None:
         """Fail unless every rank has taken part, met the others where it was told to, and learned just that.
 
         Args:
             learned: what the reference run has learned.
             output: what all processes have printed.
-            returns: how often a process has returned from training; None: once on each rank.
-            launches: how often ranks have been started.
+            returns: how often a process has returned from training, in all runs; None: once on each rank.
+            launches: how often ranks have met.
         """
         self.expect_records(self.records, learned)
         returned = re.findall(r"^learned (\w+)$", output, re.MULTILINE)
@@ -115,6 +120,16 @@ class Run:
             return f"tcp://[::1]:{free_port('::1')}"
         urls = {"env": "env://", "file": f"file://{self._files}/store", "directory": f"file://{self._files}/"}
         return urls[self.method]
+
+
+def runs_by(methods: Iterable[str], directory: Path, **options: Any) -> list[Run]:
+    """A run by each method, for one script that does them one after another."""
+    return [Run(_made(directory / method), method, **options) for method in methods]
+
+
+def argv_of(runs: Sequence[Run]) -> tuple[str, ...]:
+    """The arguments of a script that does these runs one after another."""
+    return (*runs[0].argv, *(word for run in runs[1:] for word in run.then))
 
 
 def read_records(records: Path) -> list[dict[str, Any]]:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.environments import by_mpirun, by_srun
-from tests.launchers.runs import METHODS, Reference, Run, run_by_hand
+from tests.launchers.runs import METHODS, Learned, Reference, Run, argv_of, run_by_hand, runs_by
 from tests.ranks import Environment, by_hand_env, free_port
 
 
-def address(method: str) -> dict[str, str]:
-    """What a user exports beside the rank: for ``env`` the address, for a directory the run's name."""
-    if method == "env":
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return {"DDPX_RUN_ID": "run 42"} if method == "directory" else {}
+def address() -> dict[str, str]:
+    """What a user exports beside the rank for ``env``."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-@pytest.mark.parametrize("method", [*METHODS, "directory"])
-def test_by_hand_with_three_variables(method: str, tmp_path: Path, reference: Reference) -> None:
+def expect_all_trained(
+    methods: Iterable[str], directory: Path, learned: Learned, env: Environment, *arguments: str
+) -> None:
+    """Fail unless two processes that have this in their environment train by one method after another."""
+    runs = runs_by(methods, directory)
+    output = run_by_hand([*argv_of(runs), *arguments], env)
+    for run in runs:
+        run.expect_trained(learned, output, returns=2 * len(runs))
+
+
+def test_by_hand_with_three_variables(tmp_path: Path, reference: Reference) -> None:
     """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
-    run = Run(tmp_path, method)
-    output = run_by_hand(run.argv, {**by_hand_env(2), **address(method)})
-    run.expect_trained(reference(2), output)
+    env: Environment = {**by_hand_env(2), **address(), "DDPX_RUN_ID": "run 42"}
+    expect_all_trained([*METHODS, "directory"], tmp_path, reference(2), env)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param("env", marks=pytest.mark.lowest), pytest.param("tcp", marks=pytest.mark.lowest), "file"]
-)
-def test_by_hand_with_arguments(method: str, tmp_path: Path, reference: Reference) -> None:
+@pytest.mark.lowest
+def test_by_hand_with_arguments(tmp_path: Path, reference: Reference) -> None:
     """``rank=`` and ``world_size=`` make a rank of any process, without a variable."""
-    run = Run(tmp_path, method)
-    output = run_by_hand([*run.argv, "--rank", "{rank}", "--world-size", "2"], address(method))
-    run.expect_trained(reference(2), output)
+    expect_all_trained(METHODS, tmp_path, reference(2), address(), "--rank", "{rank}", "--world-size", "2")
 
 
 def test_by_hand_with_arguments_in_a_directory(tmp_path: Path, reference: Reference) -> None:
@@ -55,18 +58,14 @@ def test_by_hand_at_another_loopback_address(tmp_path: Path, reference: Referenc
     run.expect_trained(reference(2), run_by_hand(run.argv, by_hand_env(2)))
 
 
-@pytest.mark.parametrize("method", [*METHODS, "directory"])
-def test_srun(method: str, tmp_path: Path, reference: Reference) -> None:
+def test_srun(tmp_path: Path, reference: Reference) -> None:
     """A task of srun is a rank, and needs nothing else: address and run are named after the job."""
-    run = Run(tmp_path, method)
-    run.expect_trained(reference(2), run_by_hand(run.argv, by_srun()))
+    expect_all_trained([*METHODS, "directory"], tmp_path, reference(2), by_srun())
 
 
-@pytest.mark.parametrize("method", ["tcp", "file", "directory"])
-def test_mpirun(method: str, tmp_path: Path, reference: Reference) -> None:
+def test_mpirun(tmp_path: Path, reference: Reference) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed."""
-    run = Run(tmp_path, method)
-    run.expect_trained(reference(2), run_by_hand(run.argv, by_mpirun()))
+    expect_all_trained(["tcp", "file", "directory"], tmp_path, reference(2), by_mpirun())
 
 
 @pytest.mark.parametrize("launcher", ["hand", "arguments", "srun"])
@@ -74,8 +73,8 @@ def test_env_is_what_nobody_needs_to_choose(launcher: str, tmp_path: Path, refer
     """Without an init method the ranks meet where the launcher's variables say."""
     run = Run(tmp_path, "env")
     env: dict[str, Environment] = {
-        "hand": {**by_hand_env(2), **address("env")},
-        "arguments": address("env"),
+        "hand": {**by_hand_env(2), **address()},
+        "arguments": address(),
         "srun": by_srun(),
     }
     choice = ("--rank", "{rank}", "--world-size", "2") if launcher == "arguments" else ()

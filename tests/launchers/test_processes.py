@@ -11,26 +11,32 @@ import pytest
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankDiedError
-from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_tests, run_by_hand
+from tests.launchers.runs import (
+    METHODS,
+    SCRIPT,
+    Reference,
+    Run,
+    argv_of,
+    output_of,
+    results_of_tests,
+    run_by_hand,
+    runs_by,
+)
 from tests.launchers.train import Regression
 from tests.ranks import run_ranks
 from tests.scripts import run_script
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
-def test_fit_then_test_by_env(start_method: str, tmp_path: Path, reference: Reference) -> None:
-    """The strategy's name is enough; what the ranks have learned comes home, and a second call starts ranks with it."""
-    run = Run(tmp_path, "env")
-    arguments = (str(run.records), "--strategy", f"ddp_ext_{start_method}", "--calls", "fit", "test")
-    done = run_script(SCRIPT, *arguments, time_limit=90.0)
-    run.expect_trained(reference(2), output_of(done), returns=1, launches=2)
-    assert results_of_tests(done.stdout) == [reference(2).test_results]
+def test_a_script_by_forkserver(tmp_path: Path, reference: Reference) -> None:
+    """What the ranks have learned comes home, and a second call starts ranks with it; other Trainers meet elsewhere."""
+    env, tcp, file = runs = runs_by(METHODS, tmp_path)
+    output = output_of(run_script(SCRIPT, *argv_of(runs), "--start-method", "forkserver", "--calls", "fit", "test"))
+    for run, launches in ((env, 2), (tcp, 1), (file, 1)):
+        run.expect_trained(reference(2), output, returns=3, launches=launches)
+    assert results_of_tests(output) == [reference(2).test_results]
 
 
-@pytest.mark.parametrize(
-    ("start_method", "method"),
-    [("spawn", "env"), *((start, method) for start in ("spawn", "fork", "forkserver") for method in ("tcp", "file"))],
-)
+@pytest.mark.parametrize(("start_method", "method"), [("spawn", "env"), *(("fork", method) for method in METHODS)])
 def test_ranks_meet_where_they_are_told_to(
     start_method: str, method: str, tmp_path: Path, reference: Reference
 ) -> None:

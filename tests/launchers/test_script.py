@@ -10,16 +10,15 @@ from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_t
 from tests.scripts import run_script
 
 
-@pytest.mark.parametrize("method", ["tcp", "file"])
-def test_a_plain_script(method: str, tmp_path: Path, reference: Reference) -> None:
+def test_a_plain_script(tmp_path: Path, reference: Reference) -> None:
     """The process that the user starts is rank 0, and starts the others where they shall meet."""
-    run = Run(tmp_path, method)
+    run = Run(tmp_path, "tcp")
     run.expect_trained(reference(2), output_of(run_script(SCRIPT, *run.argv)))
 
 
-def test_an_untouched_script_in_a_directory(tmp_path: Path, reference: Reference) -> None:
-    """``DDPX_INIT_METHOD`` chooses for ``strategy="ddp_ext"``; ranks that the script starts hear the run's name."""
-    run = Run(tmp_path, "directory")
+def test_an_untouched_script(tmp_path: Path, reference: Reference) -> None:
+    """``DDPX_INIT_METHOD`` chooses for ``strategy="ddp_ext"``."""
+    run = Run(tmp_path, "file")
     env = {"DDPX_INIT_METHOD": run.url}
     run.expect_trained(reference(2), output_of(run_script(SCRIPT, str(run.records), env=env)))
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.launchers.runs import METHODS, SCRIPT, Reference, Run, output_of
+from tests.launchers.runs import METHODS, SCRIPT, Reference, argv_of, output_of, runs_by
 from tests.ranks import free_port
 from tests.scripts import run_script
 
 
-@pytest.mark.parametrize("method", [*METHODS, "directory"])
-def test_torch_distributed_launch(method: str, tmp_path: Path, reference: Reference) -> None:
+def test_torch_distributed_launch(tmp_path: Path, reference: Reference) -> None:
     """The older launcher starts ranks as torchrun does, if it leaves the script's arguments alone."""
-    run = Run(tmp_path, method)
+    runs = runs_by([*METHODS, "directory"], tmp_path)
     words = ("--use-env", "--nproc-per-node=2", f"--master-port={free_port()}")
     launcher = ("python", "-m", "torch.distributed.launch", *words)
-    run.expect_trained(reference(2), output_of(run_script(SCRIPT, *run.argv, launcher=launcher)))
+    output = output_of(run_script(SCRIPT, *argv_of(runs), launcher=launcher))
+    for run in runs:
+        run.expect_trained(reference(2), output, returns=8)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_torchrun(method: str, tmp_path: Path, reference: Reference) -> None:
+def test_torchrun(tmp_path: Path, reference: Reference) -> None:
     """The init method says where ranks meet, also those that torchrun starts in their place after one was killed."""
-    run = Run(tmp_path, method)
-    launcher = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    done = run_script(SCRIPT, *run.argv, "--die-once", "1", launcher=launcher, time_limit=90.0)
-    run.expect_trained(reference(2), output_of(done), launches=2)
+    env, tcp, file = runs = runs_by(METHODS, tmp_path)
+    kills = ("--die", "0", env.url, "--die", "1", file.url)
+    launcher = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
+    output = output_of(run_script(SCRIPT, *argv_of(runs), *kills, launcher=launcher, time_limit=90.0))
+    for run, launches in ((env, 3), (tcp, 2), (file, 2)):
+        run.expect_trained(reference(2), output, returns=10, launches=launches)

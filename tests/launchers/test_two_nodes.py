@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.runs import SCRIPT, Reference, Run, output_of, run_by_hand
+from tests.launchers.runs import SCRIPT, Reference, Run, argv_of, output_of, run_by_hand, runs_by
 from tests.network import Network
 from tests.ranks import Environment
 from tests.scripts import start_script
@@ -31,7 +31,8 @@ def nodes(two_hosts: Network) -> Network:
 def run_on(hosts: Network, directory: Path, method: str) -> Run:
     """A run whose ranks meet on the first host, or in a file that both see."""
     urls = {"tcp": f"tcp://{hosts[0].address}:{PORT}", "ipv6": f"tcp://[{hosts[0].address6}]:{PORT}"}
-    return Run(directory, method, url=urls.get(method), world_size=4, local_world_size=2)
+    (run,) = runs_by([method], directory, url=urls.get(method), world_size=4, local_world_size=2)
+    return run
 
 
 def run_ranks_by_hand(hosts: Network, run: Run, exported: Environment) -> str:
@@ -42,10 +43,10 @@ def run_ranks_by_hand(hosts: Network, run: Run, exported: Environment) -> str:
 
 
 def run_scripts(
-    hosts: Network, run: Run, launcher: Callable[[int], Sequence[str]], env: Callable[[int], Environment]
+    hosts: Network, runs: Sequence[Run], launcher: Callable[[int], Sequence[str]], env: Callable[[int], Environment]
 ) -> str:
     """Run the script on each host to a good end; what they print."""
-    arguments = (*run.argv, "--num-nodes", "2")
+    arguments = (*argv_of(runs), "--num-nodes", "2")
     with ExitStack() as stack:
         scripts = [
             stack.enter_context(
@@ -67,7 +68,6 @@ def bare(env: Environment) -> Environment:
     return {**env, "GLOO_SOCKET_IFNAME": None}
 
 
-STATIC = ("--master-addr=host-a", f"--master-port={PORT + 1}")
 ELASTIC = ("--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42")
 
 # What a user exports beside the rank.
@@ -77,21 +77,16 @@ EXPORTED: dict[str, Environment] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("method", "meeting"),
-    [("tcp", STATIC), ("directory", ELASTIC)],
-    ids=["tcp-static", "directory-elastic"],
-)
-def test_torchrun_on_two_nodes(
-    method: str, meeting: tuple[str, ...], nodes: Network, shared_dir: Path, reference: Reference
-) -> None:
+def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path, reference: Reference) -> None:
     """An agent on each node starts its ranks, and all of them learn together."""
-    run = run_on(nodes, shared_dir, method)
+    runs = [run_on(nodes, shared_dir, method) for method in ("tcp", "directory")]
 
     def launcher(node: int) -> Sequence[str]:
-        return "torchrun", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", *meeting
+        return "torchrun", "--nnodes=2", "--nproc-per-node=2", f"--node-rank={node}", *ELASTIC
 
-    run.expect_trained(reference(4), run_scripts(nodes, run, launcher, lambda node: {}))
+    output = run_scripts(nodes, runs, launcher, lambda node: {})
+    for run in runs:
+        run.expect_trained(reference(4), output, returns=8)
 
 
 @pytest.mark.parametrize("method", ["env", "tcp", "file", "directory"])
@@ -110,5 +105,5 @@ def test_by_hand_on_two_nodes_over_ipv6(ipv6: None, nodes: Network, shared_dir: 
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path, reference: Reference) -> None:
     """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
     run = run_on(nodes, shared_dir, "tcp")
-    output = run_scripts(nodes, run, lambda node: ("python",), lambda node: {"NODE_RANK": str(node)})
+    output = run_scripts(nodes, [run], lambda node: ("python",), lambda node: {"NODE_RANK": str(node)})
     run.expect_trained(reference(4), output)

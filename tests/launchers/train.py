@@ -2,7 +2,8 @@
 
 Each rank writes ``rank-<rank>.json`` into the directory that is its first argument, at the end of training: who it was,
 its weights, and what it saw of the place where the ranks met. Each process that returns from the Trainer prints the
-weights that it then has, and the results of a test.
+weights that it then has, and the results of a test. All of that can be done several times, by one init method after
+another: in between the ranks leave each other, so that each time they meet as they would the first time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.rendezvous.process_group import leave
 
 SAMPLES, BATCH_SIZE = 32, 2
 
@@ -80,17 +82,13 @@ class Record(pl.Callback):
         (self.directory / f"rank-{trainer.global_rank}.json").write_text(json.dumps(record))
 
 
-class DieOnce(pl.Callback):
-    """The process of one rank is killed in its second step, unless torchrun has started it again."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+class Die(pl.Callback):
+    """The process of rank 1 is killed in its second step."""
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if is_first_attempt and trainer.global_rank == self.rank and batch_idx == 1:
+        if trainer.global_rank == 1 and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -129,6 +127,10 @@ def main(argv: Sequence[str]) -> None:
     if options.again:
         options.again.mkdir(exist_ok=True)
         call(options, ["fit"], options.again)
+    for directory, init_method in options.then:
+        leave()
+        options.init_method = init_method
+        call(options, ["fit"], Path(directory))
 
 
 def call(options: argparse.Namespace, calls: Sequence[str], directory: Path) -> None:
@@ -136,14 +138,14 @@ def call(options: argparse.Namespace, calls: Sequence[str], directory: Path) -> 
     pl.seed_everything(5)
     model = Regression()
     chosen = options.init_method or os.environ.get("DDPX_INIT_METHOD")
-    killers = [] if options.die_once is None else [DieOnce(options.die_once)]
+    attempt = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), options.init_method]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=strategy_of(options),
         max_epochs=2,
-        callbacks=[Record(directory, chosen), *killers],
+        callbacks=[Record(directory, chosen), *([Die()] if attempt in options.die else [])],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -178,7 +180,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--calls", nargs="+", default=["fit"], help="methods of one Trainer")
     parser.add_argument("--again", type=Path, help="fit once more with a new Trainer, whose ranks write here")
-    parser.add_argument("--die-once", type=int, metavar="RANK")
+    parser.add_argument(
+        "--then", nargs=2, action="append", default=[], help="records of one more fit, and by which init method it is"
+    )
+    parser.add_argument(
+        "--die", nargs=2, action="append", default=[], help="in which attempt of torchrun, and by which init method"
+    )
     return parser.parse_args(argv)
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision import last_words
 from tests.ranks import announce, hold
 
 BATCHES = 4
@@ -83,11 +84,6 @@ def stay() -> None:
 def wait_for_ever() -> None:
     """What no news of a broken connection can wake."""
     announce("in step")
-    threading.Event().wait()
-
-
-def say_and_wait_for_ever() -> None:
-    say(f"rank {dist.get_rank()} is stuck")
     threading.Event().wait()
 
 
@@ -209,6 +205,11 @@ def make_trainer(
             **options,
         },
     )
+
+
+def print_at_once() -> None:
+    """Have this rank wait for no other one before it prints, where what is printed last is not what a test is about."""
+    last_words._ANNOUNCED_WITHIN = last_words._PRINTED_WITHIN = 0.1
 
 
 def by_hand(rank: int, world_size: int, url: str, **options: Any) -> ddpx.DDPExtStrategy:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
+from lightning_ddp_ext.rendezvous import membership
 from lightning_ddp_ext.rendezvous.process_group import current
 from tests.network import Network
 from tests.outcomes import Outcome
@@ -82,11 +83,16 @@ def test_leaving_without_goodbye_is_a_death(place: str, culprit: int, url: str) 
 
 
 def wait_for_news() -> None:
-    membership = current()
-    assert membership is not None
-    news = membership.await_news(20.0)
+    mine = current()
+    assert mine is not None
+    news = mine.await_news(20.0)
     assert news is not None
     raise news.to_error()
+
+
+def fit_with_little_patience(rank: int, world_size: int, url: str, *faults: Fault) -> None:
+    membership._EXIT_GRACE["died"] = 0.3
+    fit(rank, world_size, url, *faults)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -94,7 +100,7 @@ def test_a_rank_that_nothing_can_wake_is_ended(culprit: int, url: str) -> None:
     """Where the main thread waits in user code for ever, the process ends all the same, with the verdict printed."""
     stuck = 1 - culprit
     with RankProcesses(
-        fit,
+        fit_with_little_patience,
         2,
         url,
         Fault("training_step", wait_for_ever).on(stuck),
@@ -117,11 +123,12 @@ def announce_and_stay() -> None:
 
 
 def work_on_after_fit(rank: int, world_size: int, url: str, *, again: bool) -> str:
+    membership._EXIT_GRACE["died"] = 0.3
     fit(rank, world_size, url)
     hold("after fit")
-    membership = current()
-    assert membership is not None
-    assert membership.await_news(20.0) is not None
+    mine = current()
+    assert mine is not None
+    assert mine.await_news(20.0) is not None
     while timers := [thread for thread in threading.enumerate() if thread.name == "ddpx-exit"]:
         with suppress(RuntimeError):  # not started yet
             timers[0].join()  # it ends a process that is at work

@@ -28,6 +28,7 @@ from tests.supervision.model import (
     interrupt,
     leave,
     make_trainer,
+    print_at_once,
     stay,
     wait_for_ever,
 )
@@ -47,6 +48,7 @@ def url(tmp_path: Path) -> str:
 
 
 def fit(rank: int, world_size: int, url: str, *faults: Fault) -> None:
+    print_at_once()
     make_trainer(world_size, strategy=by_hand(rank, world_size, url)).fit(Model(faults))
 
 
@@ -71,6 +73,7 @@ def expect_told(told: Outcome, culprit: int, pid: int, reason: str) -> RankFaile
 
 def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, directory: Path | None) -> list[BaseException]:
     """The rank that fails catches its exception and lives on, and returns what ``on_exception`` has seen."""
+    print_at_once()
     witness = Witness()
     saver = [] if directory is None else [OnExceptionCheckpoint(directory)]
     strategy = by_hand(rank, world_size, url)
