@@ -19,10 +19,10 @@
     │   ├── CheckpointNotFoundError (FileNotFoundError)    no rank that should see the file does
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint at all
     │   ├── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    │   ├── CheckpointMismatchError          keys or shapes are not the model's
-    │   └── LoneCallError                    some ranks called what every rank must call
+    │   └── CheckpointMismatchError          keys or shapes are not the model's
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
+        ├── RankAbsentError                  a rank has gone past a call that every rank must make
         └── RankLeftError                    another rank has ended while this one still needed it
 
 A message says field, rule, value and remedy, in this order where all four exist.
@@ -141,10 +141,6 @@ class CheckpointMismatchError(CheckpointError):
     """Keys are missing or unexpected, or shapes differ from the model's."""
 
 
-class LoneCallError(CheckpointError):
-    """Rank 0 alone called ``trainer.save_checkpoint``, which every rank must call."""
-
-
 class RankFailedError(DDPExtError, RuntimeError):
     """Another rank raised an exception, and this rank was stopped because of it.
 
@@ -169,6 +165,10 @@ class RankFailedError(DDPExtError, RuntimeError):
 
 class RankDiedError(RankFailedError):
     """Another rank's process was killed, or its host or network is gone."""
+
+
+class RankAbsentError(RankFailedError):
+    """Some ranks made a call that every rank must make, such as ``trainer.save_checkpoint``; ``rank`` did not."""
 
 
 class RankLeftError(RankFailedError):

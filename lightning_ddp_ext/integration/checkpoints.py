@@ -31,6 +31,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     refuse_missing,
 )
 from lightning_ddp_ext.integration.progress import progress_of
+from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 
@@ -98,6 +99,9 @@ class Checkpoints:
         """
         if self.is_interrupted:
             return work() if self._strategy.is_global_zero else None
+        membership = current()
+        if membership is not None:
+            membership.begin_call(what)
         return rank_zero_for_all(
             work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
         )

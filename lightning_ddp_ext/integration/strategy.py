@@ -412,6 +412,13 @@ class DDPExtStrategy(DDPStrategy):
     # Working together.
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        membership = current()
+        if membership is not None:
+            membership.begin_step()
+        return super().training_step(*args, **kwargs)
+
+    @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
         if not self.checkpoints.is_interrupted:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.rendezvous.calls import Call
 from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.line import LONGEST_LINE, SEND_WITHIN, Line, Message, keep_alive
@@ -68,6 +69,7 @@ class Lifelines:
         table: the final table of the roll call.
         rank: this process's rank.
         on_news: called from the thread with each piece of news about another rank, in the order of arrival.
+        on_call: called from the thread with each call that a rank at the other end of a line begins.
         listener: on rank 0, the socket that :func:`listen_for_lifelines` made.
         preferred: an address of rank 0's host that is known to be reachable, tried first.
         deadline: when to give up connecting.
@@ -83,12 +85,14 @@ class Lifelines:
         on_news: Callable[[News], None],
         deadline: Deadline,
         *,
+        on_call: Callable[[Call], None] = lambda call: None,
         listener: socket.socket | None = None,
         preferred: str | None = None,
     ) -> None:
         self._table = table
         self._rank = rank
         self._on_news = on_news
+        self._on_call = on_call
         self._lines: dict[int, Line] = {}
         self._strangers: dict[Line, None] = {}
         self._gone: dict[int, News] = {}
@@ -146,6 +150,12 @@ class Lifelines:
             for rank, line in self._lines.items():
                 if rank != news.rank:
                     line.send(message)
+
+    def tell_call(self, call: Call) -> None:
+        """Say that this rank begins a call; never blocks for long, never raises."""
+        with self._lock:
+            for line in self._lines.values():
+                line.send({"call": asdict(call)})
 
     def close(self) -> None:
         """Say goodbye and stop the thread."""
@@ -246,6 +256,8 @@ class Lifelines:
         for message in line.receive():
             if "news" in message:
                 self._take(News(**message["news"]))
+            elif "call" in message:
+                self._on_call(Call(**message["call"]))
         if not line.is_open:
             self._selector.unregister(line.socket)
             with self._lock:
@@ -256,7 +268,7 @@ class Lifelines:
                 self._take(death_of(self._table[rank], line.end))
 
     def _take(self, news: News) -> None:
-        if news.kind != "failed":
+        if news.kind in ("died", "left"):
             self._ended.add(news.rank)
         if news.rank in self._gone:
             return

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
+from lightning_ddp_ext.rendezvous.calls import Call, Calls
 from lightning_ddp_ext.rendezvous.claims import Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
@@ -34,7 +35,7 @@ _logger = logging.getLogger(__name__)
 # Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
 # may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has
 # made it could wait for ever.
-_EXIT_GRACE = {"died": 3.0, "failed": 30.0}
+_EXIT_GRACE = {"died": 3.0, "failed": 30.0, "absent": 30.0}
 _POST_WITHIN = 2.0
 _DELETE_WITHIN = 2.0
 
@@ -80,6 +81,7 @@ class Membership:
         self._arrived = threading.Condition()
         self._exit_timer: threading.Timer | None = None
         self._has_observed = False
+        self._calls = Calls()
         self.failure: BaseException | None = None
         self.first_cause: News | None = None
 
@@ -89,7 +91,13 @@ class Membership:
         """Open the lifelines, then the group."""
         preferred = self._request.where.host if isinstance(self._request.where, Tcp) else None
         self._lifelines = Lifelines(
-            self.table, self.world.rank, self._hear, deadline, listener=listener, preferred=preferred
+            self.table,
+            self.world.rank,
+            self._hear,
+            deadline,
+            on_call=self._hear_call,
+            listener=listener,
+            preferred=preferred,
         )
         self._lifelines.wait_until_connected(deadline)
         self._form_group(self._request, deadline)
@@ -228,6 +236,38 @@ class Membership:
         if self.first_cause == news and self._lifelines is not None:
             self._lifelines.tell(news)
         self.close_group()
+
+    def begin_call(self, what: str) -> None:
+        """This rank makes a call that every rank must make; one that has gone past it, on either side, says so."""
+        call = self._calls.begin(self.world.rank, what)
+        if self._lifelines is not None:
+            self._lifelines.tell_call(call)
+
+    def begin_step(self) -> None:
+        """This rank begins a training step.
+
+        Raises:
+            RankAbsentError: another rank waits in a call that this one should have made before.
+        """
+        self._calls.steps += 1
+        call = self._calls.missed()
+        if call is not None:
+            raise self._report_absence(call).to_error()
+
+    def _hear_call(self, call: Call) -> None:
+        """Called by the lifelines' thread, while the main one may be waiting in some other collective already."""
+        self._calls.hear(call)
+        if self._calls.missed() is not None:
+            self._report_absence(call)
+
+    def _report_absence(self, call: Call) -> News:
+        mine = self.table[self.world.rank]
+        news = News("absent", mine.rank, mine.host, mine.pid, f"rank {call.rank} began {call.what}")
+        first = self._post_cause(news)
+        if self._lifelines is not None:
+            self._lifelines.tell(first)
+        self._hear(first)
+        return first
 
     def close_group(self) -> None:
         """End this rank's part of the group: whoever waits for it in a collective is released."""

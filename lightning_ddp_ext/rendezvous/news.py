@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ddp_ext.errors import RankDiedError, RankFailedError, RankLeftError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankLeftError
 from lightning_ddp_ext.rendezvous.claims import Claim
 
 _LONGEST_REASON = 2000
+_ERRORS = {"died": RankDiedError, "failed": RankFailedError, "left": RankLeftError, "absent": RankAbsentError}
 
 
 class RemoteTraceback(Exception):
@@ -20,9 +21,9 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class News:
-    """What became of a rank: it died, it failed with an exception, or it left in good order."""
+    """What became of a rank: it died, failed with an exception, left in good order, or did not come to a call."""
 
-    kind: Literal["died", "failed", "left"]
+    kind: Literal["died", "failed", "left", "absent"]
     rank: int
     host: str
     pid: int
@@ -38,8 +39,10 @@ class News:
             "failed": f"{who} failed, so this rank stops: {self.reason}",
             "left": f"{who} has finished and gone, but this rank still needs it for a collective; "
             "let every rank make the same calls in the same order",
+            "absent": f"{self.reason}, and {who} did not: it has begun another training step since; "
+            "call it on every rank, not for one rank alone",
         }[self.kind]
-        kind = {"died": RankDiedError, "failed": RankFailedError, "left": RankLeftError}[self.kind]
+        kind = _ERRORS[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
         error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
         return error

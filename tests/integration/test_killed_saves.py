@@ -35,7 +35,7 @@ def saves_without_end(rank: int, world_size: int, path: Path, background: bool, 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, part: int, tmp_path: Path) -> None:
-    """After each of many kills at random moments: one whole file, at most one known leftover, gone at the next start."""
+    """After each of many kills at random moments: a whole file, at most one leftover, gone at the next start."""
     path, moments = tmp_path / "it.ckpt", random.Random(part)
     number = hits = 0
     for _ in range(KILLS):

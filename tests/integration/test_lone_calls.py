@@ -1,0 +1,59 @@
+"""A call that every rank must make, and that some ranks do not make, ends with an error that names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from tests.integration.checkpointing import Net, strategy_for
+from tests.integration.training import make_trainer
+from tests.ranks import by_hand_env, launch_ranks, run_ranks
+
+
+class SavesOn(L.Callback):
+    """Saves at the end of a batch, on some ranks only."""
+
+    def __init__(self, ranks: list[int], path: Path, batch: int) -> None:
+        self.ranks = ranks
+        self.path = path
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_rank in self.ranks and index == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def fitted(rank: int, world_size: int, directory: Path, ranks: list[int], batch: int) -> None:
+    saves = SavesOn(ranks, directory / "it.ckpt", batch)
+    strategy = strategy_for("strategy", directory)
+    make_trainer(strategy, devices=world_size, callbacks=[saves], max_epochs=1).fit(Net())
+
+
+@pytest.mark.parametrize(("ranks", "absent"), [([0], (1, 2)), ([2], (0, 1)), ([0, 1], (2,))])
+def test_a_save_on_some_ranks_names_one_that_did_not_come(
+    ranks: list[int], absent: tuple[int, ...], tmp_path: Path
+) -> None:
+    """`trainer.save_checkpoint` under `if rank == 0` ends on all ranks at once, instead of hanging."""
+    outcomes = launch_ranks(fitted, 3, tmp_path, ranks, 0, env=by_hand_env(3), time_limit=20)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert "RankAbsentError" in outcome.story()
+        assert any(f"rank {rank} (host" in outcome.story() for rank in absent)
+        assert f"began saving {tmp_path}/it.ckpt" in outcome.story()
+        assert "call it on every rank" in outcome.story()
+
+
+def test_a_save_after_the_last_step_names_the_rank_that_has_gone(tmp_path: Path) -> None:
+    """A rank that has finished without the call is named, too."""
+    outcomes = launch_ranks(fitted, 2, tmp_path, [0], 3, env=by_hand_env(2), time_limit=20)
+    assert outcomes[0].error is not None
+    assert "rank 1 (host" in outcomes[0].story()
+
+
+def test_ranks_that_all_save_are_left_alone(tmp_path: Path) -> None:
+    """However late one of them comes."""
+    run_ranks(fitted, 3, tmp_path, [0, 1, 2], 0, env=by_hand_env(3))
+    assert (tmp_path / "it.ckpt").exists()
