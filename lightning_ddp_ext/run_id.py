@@ -15,7 +15,8 @@ def run_id_from_launcher(environ: Environ) -> str | None:
 
     ``DDPX_RUN_ID`` goes before everything else. Letters, digits, ``.``, ``_`` and ``-`` stay, all else becomes ``-``.
 
-    >>> run_id_from_launcher({"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"})
+    >>> of_a_rank = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    >>> run_id_from_launcher({**of_a_rank, "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"})
     'slurm-77-0-0'
     """
     given = environ.get(RUN_ID_VARIABLE)

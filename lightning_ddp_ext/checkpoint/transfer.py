@@ -25,7 +25,7 @@ from lightning_ddp_ext.checkpoint.memory_file import memory_file
 from lightning_ddp_ext.checkpoint.ranks import Ranks, Show
 from lightning_ddp_ext.checkpoint.reader import Content, Memory, damage_error, load, read
 from lightning_ddp_ext.checkpoint.tensors import fills_its_storage, has_storage, named_tensors, rebase
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
+from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all, side_by_side
 
 # Gives a rank's own tensors for names of the file's ``state_dict``.
 ReceiveInto = Callable[[list[str]], Mapping[str, Tensor]]
@@ -109,10 +109,9 @@ def transfer(
     own: Content | None = None
     arriving: _Arriving | None = None
 
-    def pack() -> Parcel | None:
+    def pack() -> Parcel:
         nonlocal own
-        if archive is None:
-            return None
+        assert archive is not None
         own = read(archive, place, weights_only=weights_only, verify=verify)
         return packed(own)
 
@@ -124,7 +123,9 @@ def transfer(
     def together(work: Callable[[], Any]) -> Any:
         return side_by_side(work, rank=ranks.rank, gather=ranks.gather, what=f"reading {name}")
 
-    parcel: Parcel = ranks.from_rank_zero(together(pack))
+    parcel = rank_zero_for_all(
+        pack, is_rank_zero=ranks.rank == 0, broadcast=ranks.from_rank_zero, what=f"reading {name}"
+    )
     together(unpack)
     with ThreadPoolExecutor(1, thread_name_prefix="ddpx-verify") as pool:
         checked: Future[list[Record]] | None = None
