@@ -1,0 +1,53 @@
+"""Which commands are there, and with which status do they end?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lightning_ddp_ext.cli import cleaning, inspection, verification
+from lightning_ddp_ext.cli.output import finish, progress_on_stderr, without_progress
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+checkpoint = typer.Typer(no_args_is_help=True)
+app.add_typer(checkpoint, name="checkpoint", help="Look at checkpoint files, and clear up after killed saves.")
+
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint file on this machine.", show_default=False)]
+_Directory = Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are saved.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else; sizes are bytes.")]
+_Trust = Annotated[bool, typer.Option("--trust", help="Unpickle everything: this runs code that the file may hold.")]
+_Yes = Annotated[bool, typer.Option("--yes", help="Remove them.")]
+
+
+@app.callback()
+def _about() -> None:
+    """Tools of lightning-ddp-ext, for use without a training script."""
+
+
+@checkpoint.command()
+def inspect(path: _Path, trust: _Trust = False, json: _Json = False) -> None:
+    """List every tensor of a checkpoint without loading it: key, shape, dtype, size.
+
+    Nothing that the file holds is run. Ends with status 1 if tensors cannot be listed.
+    """
+    finish(inspection.inspect(path, trust=trust), as_json=json)
+
+
+@checkpoint.command()
+def verify(path: _Path, json: _Json = False) -> None:
+    """Check every byte of a checkpoint that has a checksum, and name the tensors that are damaged.
+
+    Ends with status 0 if the file is whole, 1 if it is damaged, cut off, missing or no checkpoint.
+    """
+    progress = without_progress if json else progress_on_stderr
+    finish(verification.verify(path, progress=progress), as_json=json)
+
+
+@checkpoint.command()
+def clean(directory: _Directory, yes: _Yes = False, json: _Json = False) -> None:
+    """List what killed saves have left in a directory; with --yes, remove it.
+
+    What is being written right now, by whichever process, is left alone.
+    """
+    finish(cleaning.clean(directory, remove=yes), as_json=json)

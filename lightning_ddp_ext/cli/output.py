@@ -1,0 +1,139 @@
+"""How is what was found shown: as tables for people, or as one JSON document for programs?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+# Takes a description and a number of bytes; gives what is to be called with the number of bytes done so far.
+Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+# Bytes: what is smaller is checked before anybody has read a progress bar.
+_LARGE = 256 << 20
+# Columns where there is no terminal: whoever reads a pipe or a file wants whole lines.
+_ENDLESS = 1 << 15
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_LENGTHS = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command has found out."""
+
+    facts: dict[str, Any]
+    """All of it, for programs: the JSON document."""
+    error: str | None = None
+    """One sentence, if something is not as it should be."""
+    parts: Sequence[Table | str] = field(default=())
+    """All of it but the error, for people."""
+
+
+def finish(report: Report, *, as_json: bool) -> None:
+    """Show the report; end the command with status 1 if there is an error."""
+    if as_json:
+        typer.echo(json.dumps({**report.facts, "error": report.error}))
+    else:
+        _show(report)
+    if report.error is not None:
+        raise typer.Exit(1)
+
+
+def _show(report: Report) -> None:
+    console = _console(sys.stdout)
+    for part in report.parts:
+        console.print(printable(part) if isinstance(part, str) else part)
+    if report.error is not None:
+        lines = report.error.splitlines()
+        _console(sys.stderr).print("\n".join(printable(line) for line in lines), soft_wrap=True)
+
+
+def _console(file: TextIO) -> Console:
+    width = None if file.isatty() else _ENDLESS
+    return Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+
+
+def table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    """A table with these columns; those that hold numbers are set flush right."""
+    result = Table(header_style="bold")
+    for column in columns:
+        result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return result
+
+
+def add_row(to: Table, *cells: str) -> None:
+    """Add a row of text from a file that nobody vouches for."""
+    to.add_row(*(printable(cell) for cell in cells))
+
+
+def header(facts: dict[str, str]) -> Table:
+    """Names and values, one a line; what has no value is left out."""
+    result = Table.grid(padding=(0, 2))
+    result.add_column(no_wrap=True)
+    result.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            add_row(result, name, value)
+    return result
+
+
+def printable(text: str) -> str:
+    r"""The text with what could steer a terminal, or cannot be printed at all, as escapes.
+
+    >>> printable("weight\x1b[2J")
+    'weight\\x1b[2J'
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def size_text(size: int) -> str:
+    """A number of bytes as people write it.
+
+    >>> size_text(999), size_text(1536), size_text(5 << 30)
+    ('999 B', '1.5 KiB', '5.0 GiB')
+    """
+    power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{size / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
+
+
+def age_text(seconds: float) -> str:
+    """A length of time as people say it.
+
+    >>> age_text(59.9), age_text(3600), age_text(100 * 3600)
+    ('59 s', '60 min', '4 days')
+    """
+    length, unit = next(each for each in _LENGTHS if seconds >= 2 * each[0] or each[0] == 1)
+    return f"{seconds // length:.0f} {unit}"
+
+
+def count_text(number: int, what: str) -> str:
+    """A number with its noun.
+
+    >>> count_text(1, "tensor"), count_text(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+@contextmanager
+def without_progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """Show nothing."""
+    yield lambda done: None
+
+
+@contextmanager
+def progress_on_stderr(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar for large files, while somebody looks at a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    disabled = size < _LARGE or not sys.stderr.isatty()
+    with Progress(*columns, console=_console(sys.stderr), transient=True, disable=disabled) as bar:
+        task = bar.add_task(what, total=size)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,115 @@
+"""`checkpoint clean` finds what killed saves have left, and removes it on request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lightning_ddp_ext.checkpoint.partial import replacing
+from tests.cli.command import checkpoint
+from tests.ranks import RankProcesses, hold
+
+
+def saves(rank: int, world_size: int, directory: Path) -> None:
+    """Writes a checkpoint, and stays in the middle of it."""
+    with replacing(directory / "it.ckpt") as sink:
+        sink.write(b"half" * 512)
+        hold("saving")
+
+
+@pytest.fixture
+def leftover(tmp_path: Path) -> Path:
+    """What a save that was killed has left in ``tmp_path``."""
+    with RankProcesses(saves, 1, tmp_path) as ranks:
+        ranks.wait_for("saving", rank=0)
+        ranks.kill(0)
+        ranks.wait()
+    [path] = tmp_path.iterdir()
+    return path
+
+
+@contextmanager
+def forbidden(directory: Path) -> Iterator[None]:
+    """Nobody may look into the directory in here; root would, and so is somebody else for as long."""
+    directory.chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        directory.chmod(0o700)
+
+
+def test_leftovers_are_listed_and_stay(leftover: Path) -> None:
+    """Path, size and age; nothing is removed unless it is asked for."""
+    ended = checkpoint("clean", leftover.parent)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert ended.row(str(leftover))[1] == "2.0 KiB"
+    assert "run this again with --yes" in ended.stdout
+    assert leftover.exists()
+    document = checkpoint("clean", "--json", leftover.parent).document
+    assert not document["removed"]
+    [found] = document["leftovers"]
+    assert (found["path"], found["size"]) == (str(leftover), 2048)
+    assert 0 <= found["age"] < 100
+
+
+def test_leftovers_are_removed_on_request(leftover: Path) -> None:
+    """With --yes; other files stay, whatever they are called."""
+    others = [leftover.with_name(name) for name in ("it.ckpt", "last.ckpt", ".ddpx-notes.partial")]
+    for other in others:
+        other.touch()
+    ended = checkpoint("clean", leftover.parent, "--yes")
+    assert ended.status == 0
+    assert str(leftover) in ended.stdout
+    assert "removed 1 file, 2.0 KiB" in ended.stdout
+    assert sorted(leftover.parent.iterdir()) == sorted(others)
+    assert checkpoint("clean", "--yes", "--json", leftover.parent).document["leftovers"] == []
+
+
+def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    """A save in another process goes on, and its file is there in the end."""
+    with RankProcesses(saves, 1, tmp_path) as ranks:
+        ranks.wait_for("saving", rank=0)
+        ended = checkpoint("clean", tmp_path, "--yes")
+        assert (ended.status, ended.stdout) == (0, f"nothing to clean in {tmp_path}: no save was killed there\n")
+        ranks.release(0)
+        [outcome] = ranks.wait()
+    assert outcome.exit_code == 0
+    assert (tmp_path / "it.ckpt").read_bytes() == b"half" * 512
+
+
+@pytest.mark.parametrize(
+    ("spelling", "says"),
+    [
+        ("missing", "directory missing does not exist"),
+        ("file", "file is not a directory; give the directory in which checkpoints are saved"),
+        ("s3://bucket/checkpoints", "s3://bucket/checkpoints is a URL, and only local paths are read here"),
+    ],
+)
+def test_what_cannot_be_cleaned_is_told_in_one_sentence(
+    spelling: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status 1, and the same sentence in JSON."""
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    ended = checkpoint("clean", spelling)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert ended.stderr.startswith(says)
+    assert checkpoint("clean", "--json", spelling).document["error"].startswith(says)
+
+
+def test_a_directory_without_permission_is_told_in_one_sentence(tmp_path: Path) -> None:
+    """Which one, and who may."""
+    with forbidden(tmp_path):
+        ended = checkpoint("clean", tmp_path)
+    assert (ended.status, ended.stdout) == (1, "")
+    assert ended.stderr == (
+        f"cannot clean {tmp_path}: Permission denied; run this as the user who saves checkpoints there\n"
+    )

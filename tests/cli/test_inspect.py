@@ -1,0 +1,208 @@
+"""`checkpoint inspect` lists what is in a file, loads none of it, and runs none of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.command import WouldRun, checkpoint, flip, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "it.ckpt"
+
+
+def test_every_tensor_is_listed_with_its_shape_dtype_and_size(path: Path) -> None:
+    """A row for each tensor, wherever it is: weights and the optimiser's state."""
+    ended = checkpoint("inspect", save(path))
+    assert (ended.status, ended.stderr) == (0, "")
+    assert ended.row("state_dict.out.weight") == ["state_dict.out.weight", "60 × 100", "float32", "23.4 KiB", ""]
+    assert ended.row("optimizer_states.0.state.0.exp_avg")[1:] == ["60 × 100", "float32", "23.4 KiB", ""]
+    assert ended.row("optimizer_states.0.state.0.step")[1:] == ["scalar", "float32", "4 B", ""]
+
+
+def test_a_header_tells_what_the_file_is(path: Path) -> None:
+    """Size, number of tensors, and how far the training was when Lightning wrote it."""
+    lines = [line.split(maxsplit=1) for line in checkpoint("inspect", save(path)).stdout.splitlines()]
+    facts = {words[0]: words[1].strip() for words in lines if len(words) == 2}
+    assert facts["file"] == str(path)
+    assert facts["tensors"] == "4, 47.1 KiB in all"
+    assert (facts["Lightning"], facts["epoch"], facts["global"]) == ("2.6.6", "3", "step     120")
+    assert facts["top-level"].endswith("pytorch-lightning_version, epoch, global_step, state_dict, optimizer_states")
+
+
+def test_json_has_the_same_facts(path: Path) -> None:
+    """One document that programs can read, with sizes in bytes."""
+    document = checkpoint("inspect", "--json", save(path)).document
+    assert document["error"] is None
+    assert document["file_bytes"] == path.stat().st_size
+    assert (document["lightning_version"], document["epoch"], document["global_step"]) == ("2.6.6", 3, 120)
+    assert document["tensor_bytes"] == 24000 + 240 + 24000 + 4
+    assert document["tensors"][0] == {
+        "key": "state_dict.out.weight",
+        "shape": [60, 100],
+        "dtype": "float32",
+        "size": 24000,
+        "memory_size": 24000,
+        "device": "cpu",
+        "record": "data/0",
+        "shared_with": None,
+    }
+
+
+def test_tensors_that_share_memory_are_marked(path: Path) -> None:
+    """Tied weights and views say with which tensor; their memory counts once."""
+    weight = torch.ones(30, 10)
+    ended = checkpoint("inspect", save(path, state_dict={"first": weight, "second": weight, "part": weight[:2]}))
+    assert ended.row("state_dict.first")[-1] == "shares memory with state_dict.second"
+    assert ended.row("state_dict.second")[-1] == "shares memory with state_dict.first"
+    assert ended.row("state_dict.part")[2:] == ["float32", "80 B", "shares memory with state_dict.first"]
+    assert checkpoint("inspect", "--json", path).document["tensor_bytes"] == 1200 + 24000 + 4
+
+
+def test_a_small_view_of_large_memory_is_marked(path: Path) -> None:
+    """`torch.save` writes all the memory behind a view, and here one sees it."""
+    ended = checkpoint("inspect", save(path, state_dict={"part": torch.ones(1 << 20)[:3]}))
+    assert ended.row("state_dict.part")[3:] == ["12 B", "saved with 4.0 MiB of memory"]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cells"),
+    [
+        (torch.empty(0, 3), ["0 × 3", "float32", "0 B", ""]),
+        (torch.tensor(True), ["scalar", "bool", "1 B", ""]),
+        (torch.ones(2, dtype=torch.complex64), ["2", "complex64", "16 B", ""]),
+        (torch.ones(4).to(torch.float8_e4m3fn), ["4", "float8_e4m3fn", "4 B", ""]),
+        (torch.ones(5, dtype=torch.bfloat16).conj(), ["5", "bfloat16", "10 B", ""]),
+        (torch.ones(3, device="meta"), ["3", "float32", "12 B", "meta"]),
+    ],
+)
+def test_unusual_tensors_are_listed(tensor: torch.Tensor, cells: list[str], path: Path) -> None:
+    """Empty, without dimensions, complex, 8 bits, without memory: each has its row."""
+    assert checkpoint("inspect", save(path, state_dict={"it": tensor})).row("state_dict.it")[1:] == cells
+
+
+def test_a_sparse_tensor_is_listed_by_its_parts(path: Path) -> None:
+    """Indices and values have a row each."""
+    save(path, state_dict={"it": torch.eye(3).to_sparse()})
+    parts = [part for part in checkpoint("inspect", "--json", path).document["tensors"] if part["key"].endswith("it")]
+    assert [(part["shape"], part["dtype"]) for part in parts] == [([2, 3], "int64"), ([3], "float32")]
+    assert "part 1 of 2" in checkpoint("inspect", path).stdout
+
+
+def test_the_device_that_a_tensor_was_saved_from_is_told(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no such device now, too."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+    save(path, state_dict={"small": torch.ones(3), "large": torch.ones(1 << 14)})
+    monkeypatch.undo()
+    ended = checkpoint("inspect", path)
+    assert ended.row("state_dict.small")[-1] == "cuda:1"
+    assert ended.row("state_dict.large")[-1] == "cuda:1"
+
+
+def test_a_name_cannot_steer_the_terminal(path: Path) -> None:
+    """Escape sequences and markup in a file's names are shown, not obeyed."""
+    save(path, state_dict={"[red]\x1b[2J:smile:": torch.ones(3)})
+    assert checkpoint("inspect", path).row(r"state_dict.[red]\x1b[2J:smile:")[1] == "3"
+
+
+@pytest.mark.parametrize("content", [{"a": {"b": 1}}, torch.ones(3), [torch.ones(3)], 5])
+def test_a_file_of_anything_is_inspected(content: Any, path: Path) -> None:
+    """A state dict, a tensor, a list, no tensors at all."""
+    torch.save(content, path)
+    assert checkpoint("inspect", path).status == 0
+    tensors = checkpoint("inspect", "--json", path).document["tensors"]
+    assert [tensor["shape"] for tensor in tensors] == ([] if isinstance(content, (dict, int)) else [[3]])
+
+
+def test_memory_that_no_listed_tensor_has_is_named(path: Path) -> None:
+    """Nothing is passed over in silence."""
+    torch.save({"it": torch.ones(3), "raw": torch.ones(500).untyped_storage()}, path)
+    assert "data/1" in next(line for line in checkpoint("inspect", path).stdout.splitlines() if "not listed" in line)
+
+
+def test_a_file_from_before_torch_1_6_is_inspected(path: Path) -> None:
+    """It has tensors, but neither records nor checksums, and the header says so."""
+    weight = torch.ones(3)
+    torch.save({"a": weight, "b": weight}, path, _use_new_zipfile_serialization=False)
+    ended = checkpoint("inspect", path)
+    assert ended.row("b")[1:] == ["3", "float32", "12 B", "shares memory with a"]
+    assert "before torch 1.6: without checksums" in ended.stdout
+
+
+def test_code_in_a_file_is_not_run(path: Path) -> None:
+    """What is refused is named, and the records are listed all the same; the remedy is an option of this command."""
+    save(path, it=WouldRun(path.parent / "ran"))
+    ended = checkpoint("inspect", path)
+    assert ended.status == 1
+    assert ended.row("data/0") == ["data/0", "23.4 KiB"]
+    assert "holds posix.mkdir, which weights_only=True refuses; nothing of it has been run" in ended.stderr
+    assert "--trust" in ended.stderr
+    document = checkpoint("inspect", "--json", path).document
+    assert {"name": "data/0", "size": 24000} in document["records"]
+    assert "posix.mkdir" in document["error"]
+    assert not (path.parent / "ran").exists()
+
+
+def test_trust_runs_what_is_in_a_file(path: Path) -> None:
+    """With --trust it is unpickled as Python does it, and its tensors are listed."""
+    ended = checkpoint("inspect", "--trust", save(path, it=WouldRun(path.parent / "ran")))
+    assert ended.status == 0
+    assert ended.row("state_dict.out.bias")[1] == "60"
+    assert (path.parent / "ran").is_dir()
+
+
+def test_what_fails_in_unpickling_is_told_in_a_sentence(path: Path) -> None:
+    """An exception of the file's own code is no traceback."""
+    (path.parent / "there").mkdir()
+    ended = checkpoint("inspect", "--trust", save(path, it=WouldRun(path.parent / "there")))
+    assert ended.status == 1
+    assert "File exists" in ended.stderr
+
+
+def test_a_damaged_skeleton_is_not_unpickled(path: Path) -> None:
+    """Records are listed, and the damage is named."""
+    ended = checkpoint("inspect", flip(save(path), "data.pkl"))
+    assert ended.status == 1
+    assert ended.row("data/0") == ["data/0", "23.4 KiB"]
+    assert "is damaged: data.pkl differs from what was written" in ended.stderr
+
+
+def test_content_nested_too_deeply_is_refused_in_a_sentence(path: Path) -> None:
+    """A file that would exhaust the stack does not."""
+    content: list[Any] = []
+    for _ in range(1200):
+        content = [content]
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10 * limit)
+    try:
+        torch.save(content, path)
+    finally:
+        sys.setrecursionlimit(limit)
+    ended = checkpoint("inspect", path)
+    assert ended.status == 1
+    assert ended.stderr == f"checkpoint {path} is nested too deeply to be listed; load it with torch.load\n"
+
+
+@pytest.mark.parametrize(
+    ("spelling", "says"),
+    [
+        ("missing.ckpt", "missing.ckpt does not exist"),
+        (".", ". is a directory"),
+        ("s3://bucket/it.ckpt", "s3://bucket/it.ckpt is a URL, and only local paths are read here; copy it to"),
+    ],
+)
+def test_what_is_no_file_is_refused_in_one_sentence(
+    spelling: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing there, a directory, a URL."""
+    monkeypatch.chdir(tmp_path)
+    ended = checkpoint("inspect", spelling)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert says in ended.stderr
+    assert says in checkpoint("inspect", "--json", spelling).document["error"]

@@ -1,0 +1,216 @@
+"""`checkpoint verify` tells whether a file is what was written, and what is not."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch.serialization import set_crc32_options
+
+from lightning_ddp_ext.cli import output
+from tests.cli.command import WouldRun, checkpoint, flip, save
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "it.ckpt"
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Files that are saved in here have none."""
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(True)
+
+
+@contextmanager
+def terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """``sys.stdout`` or ``sys.stderr`` is a terminal; what it has shown can be read afterwards."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as end, monkeypatch.context() as patch:
+        patch.setattr(sys, name, end)
+        yield lambda: (end.flush(), os.read(ours, 1 << 16).decode())[1]
+    os.close(ours)
+
+
+def test_a_whole_file(path: Path) -> None:
+    """One sentence on stdout, and status 0."""
+    ended = checkpoint("verify", save(path))
+    assert (ended.status, ended.stderr) == (0, "")
+    assert f"{path} is whole: " in ended.stdout
+    document = checkpoint("verify", "--json", path).document
+    assert (document["whole"], document["damaged"], document["without_checksum"]) == (True, [], [])
+
+
+def test_a_damaged_tensor_is_named(path: Path) -> None:
+    """Which tensors, where in the file, and status 1."""
+    weight = torch.ones(300)
+    save(path, state_dict={"fine": torch.zeros(300), "tied": weight, "it": weight})
+    ended = checkpoint("verify", flip(path, "data/1"))
+    assert ended.status == 1
+    assert ended.row("data/1")[2:] == ["1.2 KiB", "state_dict.tied, state_dict.it"]
+    assert f"checkpoint {path} is damaged: state_dict.tied, state_dict.it differ from what was written" in ended.stderr
+    document = checkpoint("verify", "--json", path).document
+    assert document["whole"] is False
+    assert [each["tensors"] for each in document["damaged"]] == [["state_dict.tied", "state_dict.it"]]
+
+
+def test_all_that_is_damaged_is_named(path: Path) -> None:
+    """Not the first one only."""
+    flip(flip(save(path), "data/0"), "data/3")
+    names = [each["tensors"] for each in checkpoint("verify", "--json", path).document["damaged"]]
+    assert names == [["state_dict.out.weight"], ["optimizer_states.0.state.0.step"]]
+
+
+@pytest.mark.parametrize("record", ["data.pkl", "version"])
+def test_damage_beside_tensors_goes_by_the_name_of_its_record(record: str, path: Path) -> None:
+    """A damaged pickle is not unpickled to learn names, so a tensor damaged with it has none, either."""
+    ended = checkpoint("verify", flip(flip(save(path), record), "data/0"))
+    assert ended.status == 1
+    assert ended.row(record)[-1] == "?"
+    assert f"{record} differ" in ended.stderr or f"{record}, " in ended.stderr
+
+
+def test_code_in_a_damaged_file_is_not_run(path: Path) -> None:
+    """Where names cannot be had without running code, records are named."""
+    save(path, it=WouldRun(path.parent / "ran"))
+    ended = checkpoint("verify", flip(path, "data/0"))
+    assert ended.status == 1
+    assert "is damaged: data/0 differs" in ended.stderr
+    assert not (path.parent / "ran").exists()
+
+
+def test_code_in_a_whole_file_is_no_damage(path: Path) -> None:
+    """Checksums are checked, and nothing is unpickled."""
+    ended = checkpoint("verify", save(path, it=WouldRun(path.parent / "ran")))
+    assert ended.status == 0
+    assert not (path.parent / "ran").exists()
+
+
+def test_a_damaged_bare_tensor(path: Path) -> None:
+    """It has no name, so its record's is told."""
+    torch.save(torch.ones(300), path)
+    assert "is damaged: data/0 differs" in checkpoint("verify", flip(path, "data/0")).stderr
+
+
+def truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"not a checkpoint")
+
+
+def archive(path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("notes/today.txt", "nothing")
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def half_of_an_old_one(path: Path) -> None:
+    torch.save({"a": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
+    truncated(path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (truncated, "was probably cut off"),
+        (empty, "is empty"),
+        (garbage, "is not a checkpoint: it begins with b'not '"),
+        (archive, "is not a checkpoint: it is a zip archive without data.pkl"),
+        (directory, "is a directory"),
+        (missing, "does not exist"),
+        (half_of_an_old_one, "cannot be read"),
+    ],
+)
+def test_what_is_no_whole_checkpoint_is_told_in_one_sentence(
+    spoil: Callable[[Path], None], says: str, path: Path
+) -> None:
+    """Status 1, one sentence on stderr, and the same sentence in JSON."""
+    spoil(save(path))
+    ended = checkpoint("verify", path)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert says in ended.stderr
+    document = checkpoint("verify", "--json", path).document
+    assert document["whole"] is False
+    assert says in document["error"]
+
+
+def test_a_url_is_refused(path: Path) -> None:
+    """With the remedy."""
+    ended = checkpoint("verify", "gs://bucket/it.ckpt")
+    assert ended.status == 1
+    assert ended.stderr == (
+        "gs://bucket/it.ckpt is a URL, and only local paths are read here; copy it to a local disk first\n"
+    )
+
+
+def test_a_file_without_checksums_is_not_called_whole(path: Path) -> None:
+    """Nothing wrong was found, so status 0; but nothing could be checked, and that is said."""
+    with without_checksums():
+        save(path)
+    ended = checkpoint("verify", path)
+    assert ended.status == 0
+    assert "has no checksums" in ended.stdout
+    document = checkpoint("verify", "--json", path).document
+    assert document["whole"] is None
+    assert "data/0" in document["without_checksum"]
+
+
+def test_a_file_from_before_torch_1_6_is_not_called_whole(path: Path) -> None:
+    """The same holds for the format that never had checksums."""
+    torch.save({"a": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
+    ended = checkpoint("verify", path)
+    assert ended.status == 0
+    assert "has no checksums (torch wrote it before version 1.6" in ended.stdout
+    assert checkpoint("verify", "--json", path).document["whole"] is None
+
+
+def test_code_in_a_file_without_checksums_is_not_run(path: Path) -> None:
+    """It is not unpickled, and that is said."""
+    with without_checksums():
+        save(path, it=WouldRun(path.parent / "ran"))
+    assert "it was not unpickled" in checkpoint("verify", path).stdout
+    assert not (path.parent / "ran").exists()
+
+
+def test_a_progress_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files that take a while, on stderr."""
+    monkeypatch.setattr(output, "_LARGE", 100)
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal("stderr", monkeypatch) as shown:
+        with output.progress_on_stderr("checking", 1000) as on_progress:
+            on_progress(1000)
+        assert "checking" in shown()
+
+
+def test_no_progress_bar_is_shown_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for small files."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with output.progress_on_stderr("checking", 10 << 30) as on_progress:
+        on_progress(10 << 30)
+    assert sys.stderr.getvalue() == ""
