@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_ddp_ext"
-ADAPTERS = (f"{PACKAGE}.integration", f"{PACKAGE}.cli")
+ADAPTERS = (f"{PACKAGE}.integration", f"{PACKAGE}.cli", f"{PACKAGE}.__main__")
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 NO_TORCH = (f"{PACKAGE}.errors", f"{PACKAGE}.world")
 

@@ -26,7 +26,7 @@ _LONGEST_WRITE = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # start, do not wait
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
-# A process's own locks never stand in its own way, so what it is writing has to be known otherwise.
+# A process's own locks never stand in its own way, so what it is writing has to be known otherwise: by the real path.
 _mine: set[Path] = set()
 
 
@@ -77,7 +77,7 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
     Raises:
         OSError: the system's, as it is.
     """
-    partial = path.parent / f".ddpx-{secrets.token_hex(8)}.partial"
+    partial = path.parent.resolve() / f".ddpx-{secrets.token_hex(8)}.partial"
     _mine.add(partial)
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -123,7 +123,7 @@ class Leftover:
 def find_leftovers(directory: Path) -> list[Leftover]:
     """Partial files in the directory that nobody is writing any more, on whichever host."""
     found = []
-    for entry in os.scandir(directory):
+    for entry in os.scandir(directory.resolve()):
         path = Path(entry.path)
         if _NAME.fullmatch(entry.name) and path not in _mine and not _is_being_written(path):
             with suppress(FileNotFoundError):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.checkpoint import device_map
 from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
 from lightning_ddp_ext.checkpoint.partial import remove_leftovers
@@ -18,7 +19,6 @@ from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
 from lightning_ddp_ext.checkpoint.tensors import payload_bytes
 from lightning_ddp_ext.checkpoint.writer import PathLike, locate, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
-from lightning_ddp_ext.integration.foreign import adapted
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
 
@@ -37,8 +37,8 @@ class RankZeroCheckpointIO(CheckpointIO):
     Args:
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
             mapped from the file, from where model and optimisers take them to each rank's own device.
-        background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
-            there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
+        background: whether ``save_checkpoint`` returns when a Trainer's checkpoint has been copied in memory. The file
+            may not be there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
         verify: whether checksums are checked on loading. Every file of torch 1.6 and later has them.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
@@ -93,7 +93,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         with _warning_instead(self.on_save_error):
             self._raise_earlier_error()
             self.tidy(path)
-            if self.background:
+            if self.background and _is_trainers(checkpoint):
                 self._copy_and_write_later(checkpoint, path)
             else:
                 self._order.save(lambda: self._write(checkpoint, path))
@@ -112,7 +112,7 @@ class RankZeroCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: device_map.MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read the checkpoint on this rank alone, into memory of its own.
+        """Read what was saved, on this rank alone and into memory of its own.
 
         Raises:
             CheckpointError: one of its kinds.
@@ -121,7 +121,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         wishes = self.wishes_for(weights_only, map_location)
         restored = restore(locate(path), Ranks(), wishes, show=self.show)
         give_own_memory(restored.content, [restored.content.value])
-        return adapted(restored.content.value, os.fspath(path))
+        return restored.content.value  # type: ignore[no-any-return]
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -152,6 +152,15 @@ class RankZeroCheckpointIO(CheckpointIO):
         """Called by the strategy at the end: see :meth:`wait`."""
         self.wait()
 
+    def prepare_to_read(self, path: PathLike) -> None:
+        """What is being saved is on the disk, and what killed saves have left is gone. Only rank 0 need call it.
+
+        Raises:
+            CheckpointSaveError: as for :meth:`wait`.
+        """
+        self.wait()
+        self.tidy(path)
+
     def tidy(self, path: PathLike) -> None:
         """Remove what killed saves have left beside ``path``, once a directory."""
         local = locate(path).local
@@ -181,7 +190,15 @@ class RankZeroCheckpointIO(CheckpointIO):
     def _background(self) -> BackgroundWriter:
         if self._writer is None:
             self._writer = BackgroundWriter(write, self._order)
+            at_exit(self._finish)
         return self._writer
+
+    def _finish(self) -> None:
+        """What was saved after ``fit``, by hand, is on the disk before the process ends."""
+        try:
+            self.wait()
+        except Exception as error:
+            rank_zero_warn(str(error))
 
     def _raise_earlier_error(self) -> None:
         if self._writer is not None:
@@ -211,6 +228,11 @@ class _warning_instead:  # used as a function
             return False
         rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
         return True
+
+
+def _is_trainers(checkpoint: Any) -> bool:
+    """Whether a Trainer has made it; what launchers hand from a started rank to its parent must be there at once."""
+    return isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
 
 
 def _link(target: Path, path: Path) -> None:

@@ -121,9 +121,7 @@ class Checkpoints:
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
-        if self._strategy.is_global_zero:
-            io.wait()
-            io.tidy(path)
+        self.on_rank_zero(lambda: io.prepare_to_read(path), f"reading {self._path}")
         restored = restore(
             locate(path),
             self._ranks,
@@ -213,9 +211,10 @@ def wants_content(module: LightningModule, trainer: Any) -> bool:
 
 
 def _changes_what_it_loads(module: nn.Module) -> bool:
-    by_itself = type(module)._load_from_state_dict
-    is_torchs = by_itself.__module__.startswith("torch.nn.")
-    return bool(module._load_state_dict_pre_hooks) or not is_torchs
+    # Where torch has renamed one of these, the answer is yes, which is only slower.
+    by_itself = getattr(type(module), "_load_from_state_dict", None)
+    is_torchs = getattr(by_itself, "__module__", "").startswith("torch.nn.")
+    return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs
 
 
 def agree_on_path(trainer: Any) -> None:

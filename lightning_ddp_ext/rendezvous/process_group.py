@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
 from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -59,7 +57,7 @@ def join(request: Request) -> Membership | None:
     deadline = Deadline(request.init_timeout.total_seconds())
     if _membership is None:
         _membership = _found(request, _open_store(request, deadline), deadline)
-        _at_exit(leave)
+        at_exit(leave)
     elif _membership.is_usable:
         _membership.accommodate(request)
     else:
@@ -207,12 +205,6 @@ def _adopt_foreign_group(request: Request) -> None:
         "using the process group that is open already: init_timeout and timeout have no effect, "
         "and a rank that dies is not noticed by lightning_ddp_ext"
     )
-
-
-def _at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` when the process ends; children of multiprocessing skip ``atexit`` and run finalisers instead."""
-    atexit.register(action)
-    multiprocessing.util.Finalize(None, action, exitpriority=100)
 
 
 def _first_line(cause: BaseException) -> str:

@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.disks import make_read_only, small_disk, why_no_disks
 from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
+from tests.integration.training import make_trainer
+from tests.ranks import by_hand_env, run_ranks
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -295,3 +297,38 @@ def test_an_error_of_a_save_can_be_caught_as_what_it_is() -> None:
     assert isinstance(error, OSError)
     assert isinstance(error, DDPExtError)
     assert error.errno == 28
+
+
+def forked(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """Ranks that are forked, by a process that goes on with the model."""
+    from lightning_ddp_ext import DDPExtStrategy
+
+    io, model = RankZeroCheckpointIO(background=True), Net()
+    before = model.out.weight.detach().clone()
+    callback = ModelCheckpoint(directory, "it")
+    trainer = make_trainer(
+        DDPExtStrategy(start_method="fork"), plugins=[io], callbacks=[callback], enable_checkpointing=True, max_epochs=1
+    )
+    trainer.fit(model)
+    saved = torch.load(callback.best_model_path)["state_dict"]
+    return {
+        "trained": not torch.equal(before, model.out.weight),
+        "as saved": all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved),
+    }
+
+
+def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
+    """After `fit` the model of the script is the trained one, and its checkpoint is there, in the background, too."""
+    assert run_ranks(forked, 1, tmp_path) == [{"trained": True, "as saved": True}]
+
+
+def saves_by_hand(rank: int, world_size: int, directory: Path) -> None:
+    trainer = trainer_for("strategy", directory, RankZeroCheckpointIO(background=True), max_epochs=1)
+    trainer.fit(Net())
+    trainer.save_checkpoint(directory / "by-hand.ckpt")
+
+
+def test_what_is_saved_last_is_there_when_the_process_has_ended(tmp_path: Path) -> None:
+    """Nobody has to wait for a save in the background after `fit`."""
+    run_ranks(saves_by_hand, 2, tmp_path, env=by_hand_env(2))
+    assert torch.load(tmp_path / "by-hand.ckpt")["global_step"] == 4
