@@ -21,6 +21,9 @@ from lightning_ddp_ext.checkpoint.writer import PathLike, locate, remove, unwrit
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
+# The file in which Lightning's launchers hand weights from a started rank, at its end, to the process that started it.
+_HANDED_OVER = ".temp.ckpt"
+
 
 class RankZeroCheckpointIO(CheckpointIO):
     """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
@@ -37,8 +40,8 @@ class RankZeroCheckpointIO(CheckpointIO):
     Args:
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
             mapped from the file, from where model and optimisers take them to each rank's own device.
-        background: whether ``save_checkpoint`` returns when a Trainer's checkpoint has been copied in memory. The file
-            may not be there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
+        background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
+            there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
         verify: whether checksums are checked on loading. Every file of torch 1.6 and later has them.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
@@ -93,7 +96,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         with _warning_instead(self.on_save_error):
             self._raise_earlier_error()
             self.tidy(path)
-            if self.background and _is_trainers(checkpoint):
+            if self.background and Path(path).name != _HANDED_OVER:
                 self._copy_and_write_later(checkpoint, path)
             else:
                 self._order.save(lambda: self._write(checkpoint, path))
@@ -228,11 +231,6 @@ class _warning_instead:  # used as a function
             return False
         rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
         return True
-
-
-def _is_trainers(checkpoint: Any) -> bool:
-    """Whether a Trainer has made it; what launchers hand from a started rank to its parent must be there at once."""
-    return isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint
 
 
 def _link(target: Path, path: Path) -> None:
