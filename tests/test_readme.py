@@ -14,6 +14,7 @@ from tests.scripts import run_script
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DIGITS = ROOT / "examples" / "digits.py"
+RESUME = ROOT / "examples" / "resume_elsewhere.py"
 
 
 def first_code_block() -> str:
@@ -58,3 +59,16 @@ def test_digits(strategy: str, tmp_path: Path) -> None:
     assert len(accuracies) == 2
     assert min(accuracies) > 90, completed.output
     assert "resumed from" in completed.output
+
+
+def test_resume_elsewhere(tmp_path: Path) -> None:
+    """A run on two ranks is killed, its file is found whole, and three ranks go on at the step that was saved."""
+    completed = run_script(RESUME, "--directory", str(tmp_path / "run"), cwd=tmp_path)
+    assert completed.returncode == 0, completed.output
+    assert "2 ranks begin at step 0" in completed.output
+    assert "killed; what is left: " in completed.output
+    begun = re.search(r"^3 ranks begin at step (\d+)$", completed.output, re.MULTILINE)
+    assert begun is not None, completed.output
+    assert int(begun[1]) % 30 == 0
+    assert int(begun[1]) > 0
+    assert len(re.findall(r"^epoch \d+ ends", completed.output.partition("3 ranks begin")[2], re.MULTILINE)) == 2

@@ -29,8 +29,11 @@ class Order:
 
     def save(self, job: Job) -> None:
         """Run a save, and remember whether it failed."""
-        self.last_save_failed = True
-        job()
+        try:
+            job()
+        except BaseException:
+            self.last_save_failed = True
+            raise
         self.last_save_failed = False
 
     def remove(self, path: str, job: Job) -> None:

@@ -95,6 +95,7 @@ class RankZeroCheckpointIO(CheckpointIO):
             )
         with _warning_instead(self.on_save_error):
             self._raise_earlier_error()
+        with _warning_instead(self.on_save_error):
             self.tidy(path)
             if self.background and Path(path).name != _HANDED_OVER:
                 self._copy_and_write_later(checkpoint, path)

@@ -424,6 +424,14 @@ class DDPExtStrategy(DDPStrategy):
         if not self.checkpoints.is_interrupted:
             super().barrier(*args, **kwargs)
 
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj if self.checkpoints.is_interrupted else super().broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self.checkpoints.is_interrupted else super().reduce_boolean_decision(decision, all)
+
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
 

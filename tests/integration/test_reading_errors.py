@@ -139,6 +139,7 @@ def refused(side: Side, directory: Path, files: list[Path], mode: Any) -> list[s
     return found
 
 
+@pytest.mark.lowest
 @SIDES
 @MODES
 def test_every_rank_says_what_is_wrong_with_a_file(side: Side, mode: str, path: Path, tmp_path: Path) -> None:

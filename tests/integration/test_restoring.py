@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
@@ -22,6 +23,7 @@ from tests.integration.checkpointing import (
     mapped_checkpoints,
     odd_tensors,
     on_ranks,
+    strategy_for,
     trainer_for,
 )
 from tests.integration.training import assert_same, make_trainer
@@ -47,6 +49,7 @@ def resumed(side: Side, directory: Path, path: Path, mode: Any, model: L.Lightni
     return {"at start": at_start.state, "step": trainer.global_step, "mapped": mapped_checkpoints()}
 
 
+@pytest.mark.lowest
 @SIDES
 @MODES
 def test_a_run_continues_with_all_that_was_saved(side: Side, mode: str, tmp_path: Path) -> None:
@@ -226,6 +229,7 @@ def last_on_rank_zero(side: Side, directory: Path) -> dict[str, Any]:
     return at_start.state
 
 
+@pytest.mark.lowest
 @SIDES
 def test_last_is_what_rank_zero_finds(side: Side, tmp_path: Path) -> None:
     """A rank whose disk has no `last.ckpt` resumes all the same, from rank 0's."""
@@ -263,3 +267,21 @@ def test_map_location_takes_what_torch_load_takes(mode: str, tmp_path: Path, mon
         for choice in ("name", "device", "mapping", "callable"):
             assert_same(result[choice], before)
         assert result["locations"] == ["cuda:0"]
+
+
+def resumed_with_scaler(side: Side, directory: Path, path: Path) -> dict[str, Any]:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer = make_trainer(strategy_for(side, directory), plugins=[plugin], max_epochs=1)
+    trainer.fit(Net(), ckpt_path=path)
+    return plugin.state_dict()
+
+
+def test_the_scaler_of_mixed_precision_is_restored(tmp_path: Path) -> None:
+    """A run in half precision goes on with the scale that it had."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=12.0, growth_interval=99))
+    trainer = make_trainer("auto", devices=1, max_epochs=1, plugins=[plugin])
+    trainer.fit(Net())
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    for state in on_ranks(resumed_with_scaler, "strategy", tmp_path, tmp_path / "it.ckpt"):
+        assert state == plugin.state_dict()
+        assert state["scale"] == 12.0

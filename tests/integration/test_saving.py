@@ -89,6 +89,7 @@ def directory_instead(path: Path) -> None:
     path.mkdir()
 
 
+@pytest.mark.lowest
 @SIDES
 @IN_BACKGROUND
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
@@ -207,14 +208,14 @@ def test_a_warning_instead_of_an_error_keeps_the_last_good_checkpoint(
         assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
 
 
-def raises_in_training(side: Side, directory: Path, background: bool) -> str:
+def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:
     class Raises(L.Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 2 and trainer.global_rank == 1:
                 raise ValueError("on purpose")
 
-    callbacks = [Raises(), OnExceptionCheckpoint(directory, "rest")]
-    trainer = trainer_for(side, directory, RankZeroCheckpointIO(background=background), callbacks)
+    io = RankZeroCheckpointIO(background=background)
+    trainer = trainer_for(side, directory, io, [Raises(), callback])
     try:
         trainer.fit(Net())
     except Exception as error:
@@ -223,9 +224,12 @@ def raises_in_training(side: Side, directory: Path, background: bool) -> str:
 
 
 @IN_BACKGROUND
-def test_an_exception_leaves_its_checkpoint(background: bool, tmp_path: Path) -> None:
-    """`OnExceptionCheckpoint` has its file when one rank has failed, and the cause is what is raised."""
-    results = on_ranks(raises_in_training, "strategy", tmp_path, background)
+@pytest.mark.parametrize("kind", [OnExceptionCheckpoint, ModelCheckpoint, RankZeroCheckpoint])
+def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
+    """Callbacks that save on an exception have their file when one rank has failed, and the cause is what is raised."""
+    options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
+    callback = kind(dirpath=tmp_path, filename="rest", **options)
+    results = on_ranks(raises_in_training, "strategy", tmp_path, background, callback)
     assert results[1] == "ValueError: on purpose"
     assert "rank 1" in results[0]
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
@@ -245,6 +249,7 @@ def files_at_every_step(side: Side, directory: Path, place: Path, options: dict[
     return seen
 
 
+@pytest.mark.lowest
 @SIDES
 def test_in_the_background_there_is_always_a_checkpoint(side: Side, tmp_path: Path) -> None:
     """Nothing is removed before its successor is on the disk; a link never points at nothing."""
@@ -271,6 +276,7 @@ def best_by_rank(side: Side, directory: Path) -> dict[str, Any]:
     return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
 
 
+@pytest.mark.lowest
 @SIDES
 def test_the_best_scores_are_rank_zeros_on_every_rank(side: Side, tmp_path: Path) -> None:
     """Which checkpoint is best, and what it is called, does not depend on whom you ask."""
@@ -283,6 +289,7 @@ def test_the_best_scores_are_rank_zeros_on_every_rank(side: Side, tmp_path: Path
     ]
 
 
+@pytest.mark.lowest
 def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
     """A run that was started with Lightning's callback can be resumed with ours, and the other way round."""
     ours, stock = (kind(monitor="loss", save_top_k=2) for kind in (RankZeroCheckpoint, ModelCheckpoint))
