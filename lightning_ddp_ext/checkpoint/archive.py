@@ -127,7 +127,7 @@ def _parse(file: BinaryIO, path: str, name: str) -> Archive:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         records = tuple(_record(file, entry) for entry in sorted(entries, key=lambda entry: entry.header_offset))
-    except (zipfile.BadZipFile, struct.error, ValueError, UnicodeDecodeError, OverflowError) as error:
+    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
             f"and was probably cut off; {_ANOTHER}"
@@ -166,15 +166,14 @@ def find_damage(
 
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
+        DamagedCheckpointError: it has become shorter.
     """
     pieces = [piece for record in records if record.has_crc and record.size for piece in _pieces_of(record)]
     if not pieces:
         return []
     sums: dict[Record, int] = {}
     done = 0
-    with _mapped(archive.path) as content, ThreadPoolExecutor(max(1, threads)) as pool:
-        if len(content) < archive.size:
-            raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read")
+    with _mapped(archive) as content, ThreadPoolExecutor(max(1, threads)) as pool:
 
         def crc_of(piece: tuple[Record, int, int]) -> int:
             with memoryview(content) as view, view[piece[1] : piece[2]] as part:
@@ -202,9 +201,14 @@ def _pieces_of(record: Record) -> Iterable[tuple[Record, int, int]]:
     return ((record, start, min(start + _PIECE, end)) for start in range(record.offset, end, _PIECE))
 
 
-def _mapped(path: str) -> mmap.mmap:
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _mapped(archive: Archive) -> mmap.mmap:
+    try:
+        with open(archive.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < archive.size:
+                raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read; {_ANOTHER}")
+            return mmap.mmap(file.fileno(), archive.size, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
 
 
 def combined_crc(first: int, second: int, length: int) -> int:
