@@ -103,7 +103,7 @@ def _copied(tensor: Tensor, copies: dict[tuple[int, int], UntypedStorage]) -> Te
         twin = torch.empty(0, dtype=tensor.dtype)
         twin.set_(copies[_key_of(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride())
     else:
-        twin = copy.deepcopy(tensor.detach())
+        twin = tensor.detach().clone()  # deepcopy knows no compressed sparse ones
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
     twin.requires_grad_(tensor.requires_grad)
