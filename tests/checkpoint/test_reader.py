@@ -337,9 +337,8 @@ def test_what_was_on_an_accelerator_is_moved(tmp_path: Path, monkeypatch: pytest
     content.value["new"] = numbers(2)
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "to", lambda self, device: self.detach() + 100)
-        content.move_accelerator_tensors(
-            [content.value[key] for key in "bm"] + [content.value["new"]], torch.device("cpu")
-        )
+        entries = [content.value[key] for key in ("b", "m", "new")]
+        content.move_accelerator_tensors(entries, torch.device("cpu"))
     assert torch.equal(content.value["b"]["c"], numbers(6000) + 100)
     assert torch.equal(content.value["m"][0].bias, torch.full((90,), 101.0))
     assert torch.equal(content.value["m"].scratch, numbers(5000) + 100)

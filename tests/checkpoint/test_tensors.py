@@ -48,7 +48,7 @@ def names(content: Any) -> list[str]:
     [
         (numbers(1), [""]),
         ({"a": numbers(1), "b": {3: [numbers(1), "x", (numbers(1),)]}}, ["a", "b.3.0", "b.3.2.0"]),
-        ({"p": Plain(numbers(1)), "s": Slotted(numbers(1)), "o": Owner(numbers(1))}, [f"{key}.tensor" for key in "pso"]),
+        ([Plain(numbers(1)), Slotted(numbers(1)), Owner(numbers(1))], ["0.tensor", "1.tensor", "2.tensor"]),
         ([Both(numbers(1))], ["0.other", "0.tensor"]),
         ({"s": numbers(3, 3).to_sparse()}, ["s", "s"]),
         ({"s": numbers(3, 3).to_sparse_csr()}, ["s", "s", "s"]),
