@@ -23,6 +23,7 @@ from lightning_ddp_ext.errors import CheckpointNotFoundError, DamagedCheckpointE
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
+_DIRECTORY = 0x10
 # Pieces of this size are checked by several threads at once, so that one large tensor does not keep a single core busy.
 _PIECE = 16 << 20
 
@@ -143,7 +144,8 @@ _ANOTHER = "use an earlier checkpoint"
 def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
     file.seek(entry.header_offset)
     header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED:
+    is_directory = entry.external_attr & _DIRECTORY  # torch would read nothing of it, and use what is in memory
+    if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED or is_directory:
         raise ValueError(f"record {entry.filename} has no proper header")
     offset = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
     return Record(entry.filename.partition("/")[2], offset, entry.file_size, entry.CRC)
