@@ -130,7 +130,7 @@ def test_no_changed_byte_gives_other_content(path: Path) -> None:
     refused = 0
     for position in range(0, len(content), 2):
         changed = bytearray(content)
-        changed[position] ^= chance.randrange(1, 256)
+        changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
         copy.write_bytes(changed)
         result = outcome(copy)
         assert isinstance(result, DamagedCheckpointError) or same(result, small()), f"byte {position}"
@@ -157,7 +157,7 @@ def test_an_old_file_is_read_or_refused(legacy: Path, weights_only: bool) -> Non
     for size in range(len(content)):
         copy.write_bytes(content[:size])
         assert isinstance(outcome(copy, weights_only=weights_only), CheckpointError), f"cut off at {size}"
-    for position in range(0, len(content), 3):
+    for position in range(0, len(content), 7):
         changed = bytearray(content)
         changed[position] ^= 1 << chance.randrange(8)
         copy.write_bytes(changed)
@@ -198,6 +198,16 @@ def test_a_directory_and_nothing_are_named(tmp_path: Path) -> None:
     assert isinstance(caught.value, FileNotFoundError)
     with pytest.raises(DamagedCheckpointError, match="cannot be read: Not a directory"):
         open_archive(saved(tmp_path / "it.ckpt", {}).path + "/x")
+
+
+def test_a_record_that_is_said_to_be_a_directory(path: Path, tmp_path: Path) -> None:
+    """It is damage: torch would not read it, and take whatever is in memory for its content."""
+    with zipfile.ZipFile(path) as source:
+        attributes = source.start_dir + 38
+    shutil.copy(path, tmp_path / "d.ckpt")
+    flip(tmp_path / "d.ckpt", attributes, 0x10)
+    with pytest.raises(DamagedCheckpointError, match="has no proper header"):
+        open_archive(tmp_path / "d.ckpt")
 
 
 def test_compressed_records_are_refused(path: Path, tmp_path: Path) -> None:

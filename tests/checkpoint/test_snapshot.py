@@ -53,7 +53,7 @@ def distance(one: Tensor, other: Tensor) -> int | None:
     return one.data_ptr() - other.data_ptr() if share and one.numel() * other.numel() > 0 else None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(checkpoints(), checkpoints())
 def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
     """Whatever is in the checkpoint and the buffer, it is equal, and shares what was shared."""
