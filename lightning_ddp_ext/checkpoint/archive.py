@@ -23,6 +23,7 @@ from lightning_ddp_ext.errors import CheckpointNotFoundError, DamagedCheckpointE
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
+_DIRECTORY = 0x10
 # Pieces of this size are checked by several threads at once, so that one large tensor does not keep a single core busy.
 _PIECE = 16 << 20
 
@@ -127,7 +128,7 @@ def _parse(file: BinaryIO, path: str, name: str) -> Archive:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
         records = tuple(_record(file, entry) for entry in sorted(entries, key=lambda entry: entry.header_offset))
-    except (zipfile.BadZipFile, struct.error, ValueError, UnicodeDecodeError, OverflowError) as error:
+    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
             f"and was probably cut off; {_ANOTHER}"
@@ -143,7 +144,8 @@ _ANOTHER = "use an earlier checkpoint"
 def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
     file.seek(entry.header_offset)
     header = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED:
+    is_directory = entry.external_attr & _DIRECTORY  # torch would read nothing of it, and use what is in memory
+    if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED or is_directory:
         raise ValueError(f"record {entry.filename} has no proper header")
     offset = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
     return Record(entry.filename.partition("/")[2], offset, entry.file_size, entry.CRC)
@@ -166,15 +168,14 @@ def find_damage(
 
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
+        DamagedCheckpointError: it has become shorter.
     """
     pieces = [piece for record in records if record.has_crc and record.size for piece in _pieces_of(record)]
     if not pieces:
         return []
     sums: dict[Record, int] = {}
     done = 0
-    with _mapped(archive.path) as content, ThreadPoolExecutor(max(1, threads)) as pool:
-        if len(content) < archive.size:
-            raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read")
+    with _mapped(archive) as content, ThreadPoolExecutor(max(1, threads)) as pool:
 
         def crc_of(piece: tuple[Record, int, int]) -> int:
             with memoryview(content) as view, view[piece[1] : piece[2]] as part:
@@ -202,9 +203,14 @@ def _pieces_of(record: Record) -> Iterable[tuple[Record, int, int]]:
     return ((record, start, min(start + _PIECE, end)) for start in range(record.offset, end, _PIECE))
 
 
-def _mapped(path: str) -> mmap.mmap:
-    with open(path, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _mapped(archive: Archive) -> mmap.mmap:
+    try:
+        with open(archive.path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < archive.size:
+                raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read; {_ANOTHER}")
+            return mmap.mmap(file.fileno(), archive.size, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
 
 
 def combined_crc(first: int, second: int, length: int) -> int:

@@ -58,6 +58,7 @@ class BackgroundWriter:
         self._buffer = Buffer()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_ending = False
         self._is_buffer_free = threading.Event()
         self._is_buffer_free.set()
         self._error: Exception | None = None
@@ -82,6 +83,8 @@ class BackgroundWriter:
 
     def submit(self, job: Job) -> None:
         """Have the thread do ``job`` after all that it was given before."""
+        if self._is_ending:  # somebody has interrupted who waited
+            self._end()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ddpx-checkpoints", daemon=True)
             self._thread.start()
@@ -99,11 +102,18 @@ class BackgroundWriter:
         Raises:
             Exception: the first error that nobody has been told of.
         """
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
+        self._end()
         self.raise_error()
+
+    def _end(self) -> None:
+        """Wait for the thread's end; if that is interrupted, it can be called again."""
+        if self._thread is None:
+            return
+        if not self._is_ending:
+            self._is_ending = True
+            self._jobs.put(None)
+        self._thread.join()
+        self._thread, self._is_ending = None, False
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

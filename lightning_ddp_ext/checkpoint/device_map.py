@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import CheckpointError, OptionError
 
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 # Takes the memory of a tensor, in the file or on the CPU, and the device that it was saved from; gives it in its place.
@@ -43,21 +43,35 @@ def check(map_location: Any) -> None:
 def placement(map_location: MapLocation) -> Placement:
     """What ``map_location`` does with the memory of one tensor.
 
-    ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device.
+    ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device. A placement
+    raises :class:`~lightning_ddp_ext.errors.CheckpointError` where there is no such device.
     """
-    restore: Placement = torch.serialization.default_restore_location
     if map_location is None:
         return lambda storage, location: storage
     if isinstance(map_location, Mapping):
-        return lambda storage, location: restore(storage, map_location.get(location, location))
+        devices = {str(source): str(target) for source, target in map_location.items()}
+        return lambda storage, location: _restored(storage, location, devices.get(location, location))
     if isinstance(map_location, (str, torch.device)):
-        return lambda storage, location: restore(storage, str(map_location))
+        return lambda storage, location: _restored(storage, location, str(map_location))
 
     def by_the_user(storage: UntypedStorage, location: str) -> UntypedStorage:
-        result = map_location(storage, location)
-        return restore(storage, location) if result is None else result
+        try:
+            result = map_location(storage, location)
+        except Exception as error:
+            raise CheckpointError(f"map_location failed for a tensor from {location}: {error!r}") from error
+        return _restored(storage, location, location) if result is None else result
 
     return by_the_user
+
+
+def _restored(storage: UntypedStorage, location: str, target: str) -> UntypedStorage:
+    try:
+        return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        reason = str(error).partition(". ")[0]
+        raise CheckpointError(
+            f"a tensor from {location} cannot be put on {target}: {reason}; pass another map_location"
+        ) from error
 
 
 def is_accelerator(location: str) -> bool:

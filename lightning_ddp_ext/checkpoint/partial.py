@@ -26,8 +26,9 @@ _LONGEST_WRITE = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # start, do not wait
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
-# A process's own locks never stand in its own way, so what it is writing has to be known otherwise: by the real path.
-_mine: set[Path] = set()
+# A process's own locks never stand in its own way, so what it is writing has to be known otherwise: by name, for one
+# directory goes by several paths.
+_mine: set[str] = set()
 
 
 class Sink:
@@ -77,8 +78,8 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
     Raises:
         OSError: the system's, as it is.
     """
-    partial = path.parent.resolve() / f".ddpx-{secrets.token_hex(8)}.partial"
-    _mine.add(partial)
+    partial = path.parent / f".ddpx-{secrets.token_hex(8)}.partial"
+    _mine.add(partial.name)
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -94,12 +95,15 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
             os.close(descriptor)
         sync_directory(path.parent)
     finally:
-        _mine.discard(partial)
+        _mine.discard(partial.name)
 
 
 def sync_directory(directory: Path) -> None:
-    """Force to the disk which names are in the directory, where its file system can do that."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Force to the disk which names are in the directory, where its file system and its owner allow that."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return  # one may write to it, and not read
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -123,9 +127,9 @@ class Leftover:
 def find_leftovers(directory: Path) -> list[Leftover]:
     """Partial files in the directory that nobody is writing any more, on whichever host."""
     found = []
-    for entry in os.scandir(directory.resolve()):
+    for entry in os.scandir(directory):
         path = Path(entry.path)
-        if _NAME.fullmatch(entry.name) and path not in _mine and not _is_being_written(path):
+        if _NAME.fullmatch(entry.name) and entry.name not in _mine and not _is_being_written(path):
             with suppress(FileNotFoundError):
                 status = entry.stat()
                 found.append(Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime)))

@@ -55,6 +55,8 @@ class Ranks:
 
     def broadcast(self, data: Tensor) -> None:
         """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
+        if self.world_size == 1:
+            return
         if "gloo" in str(dist.get_backend()) or self.device.type == "cpu":
             dist.broadcast(data, src=0)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import re
 import weakref
@@ -15,7 +14,8 @@ from torch import Tensor, UntypedStorage
 
 from lightning_ddp_ext.checkpoint.archive import Archive, Record, find_damage
 from lightning_ddp_ext.checkpoint.device_map import Placement, is_accelerator
-from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors, parts_of, rebase
+from lightning_ddp_ext.checkpoint.mapping import make_own
+from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors, rebase
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
@@ -27,14 +27,21 @@ _SMALL_IN_ALL = 4 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one or several tensors: where it was in the file, and whether it still is."""
+    """The memory of one or several tensors: where it was in the file, and where it is now."""
 
     record: Record
     location: str
     """The device that it was saved from."""
-    is_mapped: bool
+    mapped_at: int | None
+    """Its address, if it is the file itself that is there; somebody may have moved it elsewhere since."""
     alive: Callable[[], UntypedStorage | None]
     """Held weakly: what nobody uses any more needs no care."""
+
+    @property
+    def mapped(self) -> UntypedStorage | None:
+        """It, if it is in use and the file is where it is."""
+        storage = self.alive() if self.mapped_at is not None else None
+        return storage if storage is not None and storage.data_ptr() == self.mapped_at else None
 
 
 @dataclass
@@ -115,7 +122,7 @@ def read_alone(
     content = read(archive, place, weights_only=weights_only, verify=verify)
     if verify:
         refuse_damage(content, archive.tensor_data, threads=threads, on_progress=on_progress)
-    give_own_memory(content, [content.value])
+    detach(content)
     return content.value
 
 
@@ -163,13 +170,16 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, path: st
         return torch.load(path or archive.path, mmap=archive.records is not None, **options)
     except pickle.UnpicklingError as error:
         raise _explained(archive, error, weights_only) from None
-    except (ModuleNotFoundError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (ImportError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {archive.name} needs a class that cannot be imported here: {error}; make its module importable"
         ) from error
-    except (RuntimeError, EOFError, AssertionError, KeyError, IndexError, ValueError, OSError) as error:
+    except Exception as error:  # there is no end to what garbage can do
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise DamagedCheckpointError(
-            f"checkpoint {archive.name} cannot be read: {str(error).partition(chr(10))[0]}; use an earlier checkpoint"
+            f"checkpoint {archive.name} cannot be read: {reason}; use an earlier checkpoint"
         ) from error
 
 
@@ -204,7 +214,7 @@ class _Seen:
         if is_mapped and size <= min(_SMALL, self._small_left):  # an empty one, too, would keep the file mapped
             self._small_left -= size
             placed, is_mapped = placed.clone(), False
-        self.pieces.append(_Piece(pointer, size, location, is_mapped, weakref.ref(placed)))
+        self.pieces.append(_Piece(pointer, size, location, pointer if is_mapped else None, weakref.ref(placed)))
         return placed
 
 
@@ -213,7 +223,7 @@ class _Piece:
     pointer: int
     size: int
     location: str
-    is_mapped: bool
+    mapped_at: int | None
     alive: Callable[[], UntypedStorage | None]
 
 
@@ -225,10 +235,13 @@ def _with_records(archive: Archive, pieces: list[_Piece]) -> list[Memory | None]
         base = filled[0].pointer - candidate.offset
         if all(piece.pointer - base in at and at[piece.pointer - base].size >= piece.size for piece in filled):
             return [
-                Memory(at[piece.pointer - base], piece.location, piece.is_mapped, piece.alive) if piece.size else None
+                Memory(at[piece.pointer - base], piece.location, piece.mapped_at, piece.alive) if piece.size else None
                 for piece in pieces
             ]
-    assert not filled, "tensors lie outside of their records"
+    if filled:
+        raise DamagedCheckpointError(
+            f"checkpoint {archive.name} is damaged: its tensors are not where its directory says; use an earlier one"
+        )
     return [None] * len(pieces)
 
 
@@ -246,18 +259,20 @@ def detach(content: Content) -> None:
 
     To be called when the checkpoint itself has been let go of. Mostly nothing is left then, which is soon seen.
     """
-    copies: dict[int, UntypedStorage] = {}
-    if survivors := _still_mapped(content):
-        for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
-            for part in parts_of(tensor):
-                _give_own_memory(part, survivors, copies)
+    survivors = [
+        (storage, memory.record)
+        for memory in content.memory
+        if memory is not None and (storage := memory.mapped) is not None
+    ]
+    if survivors:
+        storage, record = survivors[0]
+        needed = [(storage.data_ptr(), storage.nbytes()) for storage, _ in survivors]
+        make_own(storage.data_ptr() - record.offset, content.archive.size, needed)
 
 
 def _still_mapped(content: Content) -> set[int]:
     return {
-        storage.data_ptr()
-        for memory in content.memory
-        if memory is not None and memory.is_mapped and (storage := memory.alive()) is not None
+        storage.data_ptr() for memory in content.memory if memory is not None and (storage := memory.mapped) is not None
     }
 
 

@@ -64,21 +64,20 @@ def restore(
         ranks: who reads.
         wishes: how.
         receive_into: gives this rank's own tensors for names of the file's ``state_dict``; where they fit, what rank 0
-            sends is written straight into them. Called on ranks that receive, once.
+            sends is written straight into them. Called on ranks that receive, at most once.
         show: shows rank 0's progress.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    with _source(place, ranks, wishes) as source:
-        views = ranks.gather(_view(source, place, ranks, wishes))
+    with _opened(place, ranks, wishes) as (archive, view):
+        views = ranks.gather(view)
         how = _choose(views, wishes, place)
         if how.by_map:
-            assert source is not None
-            content = _map(_open(source, place), views, ranks, wishes, show)
+            assert archive is not None, "a rank without the file cannot map it"
+            content = _map(archive, views, ranks, wishes, show)
         else:
-            opened = _open(source, place) if ranks.rank == 0 and source is not None else None
-            content = _send(opened, place, ranks, wishes, receive_into, show)
+            content = _send(archive if ranks.rank == 0 else None, place, ranks, wishes, receive_into, show)
     return Restored(content, how.sentence)
 
 
@@ -103,47 +102,44 @@ class _View:
 
 
 @contextmanager
-def _source(place: Place, ranks: Ranks, wishes: Wishes) -> Iterator[str | None]:
-    """A path of this machine at which the checkpoint can be opened; ``None`` on a rank that is to receive it."""
+def _opened(place: Place, ranks: Ranks, wishes: Wishes) -> Iterator[tuple[Archive | None, _View]]:
+    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. Errors are in the view."""
     if place.local is not None:
-        yield str(place.local)
-        return
-    if ranks.rank != 0 and wishes.mode != "map":
-        yield None
-        return
-    with memory_file() as (file, path):
-        _fetch(place, file)
-        yield path
+        yield _looked(str(place.local), place)
+    elif ranks.rank != 0 and wishes.mode != "map":
+        yield None, _View(socket.gethostname())
+    else:
+        with memory_file() as (file, path):
+            try:
+                _fetch(place, file)
+            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
+                yield None, _View(socket.gethostname(), error=_fetch_error(error, place))
+            else:
+                yield _looked(path, place)
 
 
 def _fetch(place: Place, file: BinaryIO) -> None:
-    """Copy an object of a store elsewhere; an error becomes that of whoever opens the empty file."""
-    try:
-        with place.fs.open(place.path, "rb") as remote:
-            while piece := remote.read(_PIECE):
-                file.write(piece)
-    except FileNotFoundError:
-        file.truncate(0)
-    file.flush()
+    """Copy an object of a store elsewhere."""
+    with place.fs.open(place.path, "rb") as remote:
+        while piece := remote.read(_PIECE):
+            file.write(piece)
 
 
-def _view(source: str | None, place: Place, ranks: Ranks, wishes: Wishes) -> _View:
+def _fetch_error(error: Exception, place: Place) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return CheckpointNotFoundError(f"checkpoint {place.url} does not exist; give the path of a file")
+    return CheckpointError(f"checkpoint {place.url} cannot be fetched: {type(error).__name__}: {error}")
+
+
+def _looked(source: str, place: Place) -> tuple[Archive | None, _View]:
     host = socket.gethostname()
-    if source is None:
-        return _View(host)
     try:
-        archive = _open(source, place)
+        archive = open_archive(source, place.url)
         status = os.stat(source)
     except (CheckpointError, OSError) as error:
-        return _View(host, error=error)
+        return None, _View(host, error=error)
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    return _View(host, identity, archive.fingerprint)
-
-
-def _open(source: str, place: Place) -> Archive:
-    if place.local is None and os.stat(source).st_size == 0:
-        raise CheckpointNotFoundError(f"checkpoint {place.url} does not exist; give the path of a file")
-    return open_archive(source, place.url)
+    return archive, _View(host, identity, archive.fingerprint)
 
 
 @dataclass(frozen=True)

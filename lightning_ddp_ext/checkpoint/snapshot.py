@@ -82,7 +82,7 @@ def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(checkpoint)
-    storages: dict[int, UntypedStorage] = {}
+    storages: dict[tuple[int, int], UntypedStorage] = {}
     for tensor in pickler.tensors:
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
@@ -92,18 +92,23 @@ def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
     return Snapshot(pickled.getvalue(), [_copied(tensor, copies) for tensor in pickler.tensors])
 
 
-def _key_of(storage: UntypedStorage) -> int:
-    return storage.data_ptr()
+def _key_of(storage: UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()  # two of different size may begin at the same place of a NumPy array
 
 
-def _copied(tensor: Tensor, copies: dict[int, UntypedStorage]) -> Tensor:
-    if not _is_plain(tensor):
-        return copy.deepcopy(tensor.detach()) if type(tensor) is Tensor else copy.deepcopy(tensor)
-    twin = torch.empty(0, dtype=tensor.dtype)
-    twin.set_(copies[_key_of(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride())
+def _copied(tensor: Tensor, copies: dict[tuple[int, int], UntypedStorage]) -> Tensor:
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return copy.deepcopy(tensor)
+    if _is_plain(tensor):
+        twin = torch.empty(0, dtype=tensor.dtype)
+        twin.set_(copies[_key_of(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride())
+    else:
+        twin = tensor.detach().clone()  # deepcopy knows no compressed sparse ones
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    return twin.requires_grad_(tensor.requires_grad)
+        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+    twin.requires_grad_(tensor.requires_grad)
+    vars(twin).update(copy.deepcopy(vars(tensor)))
+    return twin
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -115,7 +120,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor.is_quantized
-        and not vars(tensor)
         and has_storage(tensor)
         and tensor.untyped_storage().nbytes() > 0
     )

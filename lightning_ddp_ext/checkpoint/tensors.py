@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Where a module keeps what it gives by its public methods.
+_MODULES_OWN = ("_parameters", "_buffers", "_modules")
 
 
 def named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -34,9 +36,21 @@ def _children(content: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(content, (list, tuple, set, frozenset)):
         yield from enumerate(content)
     elif isinstance(content, nn.Module):
-        yield from content.state_dict().items()
-    elif dataclasses.is_dataclass(content) or hasattr(content, "__dict__"):
-        yield from vars(content).items()
+        yield from content.named_parameters(recurse=False)
+        yield from content.named_buffers(recurse=False)
+        yield from content.named_children()
+        yield from ((name, value) for name, value in vars(content).items() if name not in _MODULES_OWN)
+    else:
+        yield from getattr(content, "__dict__", {}).items()
+        for slot in (slot for kind in type(content).__mro__ for slot in _slots_of(kind)):
+            if hasattr(content, slot):
+                yield slot, getattr(content, slot)
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:

@@ -1,9 +1,8 @@
 """Send a checkpoint that rank 0 alone can see to all other ranks.
 
-First a parcel: everything in the file but the memory of tensors. From it each rank unpickles the same objects, on
-memory of its own that is still empty; for a weight that is the model's own, unless somebody wants to look at the
-file's content first. Then the tensors' memory, record after record, straight into its place, while rank 0 checks what
-it sends.
+First a parcel: everything in the file but the memory of tensors. Then that, record after record, while rank 0 checks
+what it sends; for a weight it goes straight into the model's own, unless somebody wants to look at the file's content
+first. In the end each rank unpickles the same objects, on the memory that has arrived.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_ddp_ext.checkpoint.foreign import weights_of
 from lightning_ddp_ext.checkpoint.memory_file import memory_file
 from lightning_ddp_ext.checkpoint.ranks import Ranks, Show
 from lightning_ddp_ext.checkpoint.reader import Content, Memory, damage_error, load, read
-from lightning_ddp_ext.checkpoint.tensors import fills_its_storage, has_storage, named_tensors, rebase
+from lightning_ddp_ext.checkpoint.tensors import fills_its_storage, has_storage, named_tensors
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all, side_by_side
 
 # Gives a rank's own tensors for names of the file's ``state_dict``.
@@ -55,6 +54,8 @@ class Weight:
             and own.device.type == "cpu"
             and (own.dtype, own.shape) == (self.dtype, self.shape)
             and own.is_contiguous()
+            and not own.is_conj()
+            and not own.is_neg()
         )
 
 
@@ -100,14 +101,14 @@ def transfer(
         weights_only: as ``torch.load`` has it.
         verify: whether to check what is sent.
         threads: how many may check.
-        receive_into: called on ranks that receive.
+        receive_into: called on ranks that receive, at most once.
         show: shows the progress.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
     own: Content | None = None
-    arriving: _Arriving | None = None
+    memory: Mapping[str, Tensor] = {}
 
     def pack() -> Parcel:
         nonlocal own
@@ -115,10 +116,9 @@ def transfer(
         own = read(archive, place, weights_only=weights_only, verify=verify)
         return packed(own)
 
-    def unpack() -> None:
-        nonlocal arriving
-        if own is None:
-            arriving = _unpacked(parcel, weights_only, receive_into)
+    def prepare() -> None:
+        nonlocal memory
+        memory = _prepared(parcel, receive_into) if own is None else _sent_from(parcel)
 
     def together(work: Callable[[], Any]) -> Any:
         return side_by_side(work, rank=ranks.rank, gather=ranks.gather, what=f"reading {name}")
@@ -126,18 +126,17 @@ def transfer(
     parcel = rank_zero_for_all(
         pack, is_rank_zero=ranks.rank == 0, broadcast=ranks.from_rank_zero, what=f"reading {name}"
     )
-    together(unpack)
+    together(prepare)
     with ThreadPoolExecutor(1, thread_name_prefix="ddpx-verify") as pool:
         checked: Future[list[Record]] | None = None
         if own is not None and verify and parcel.archive.records is not None:
             checked = pool.submit(find_damage, parcel.archive, parcel.records, threads=threads)
-        memory = _sent_from(parcel) if own is not None else _only(arriving).memory
         with show("restoring", sum(record.size for record in parcel.records)) as on_progress:
             stream(parcel.records, memory, ranks, on_progress)
 
         def finish() -> Content:
             if own is None:
-                return _only(arriving).finished(place)
+                return _unpacked(parcel, memory, place, weights_only)
             if checked is not None and (damaged := checked.result()):
                 raise damage_error(parcel.archive, own.names_of(damaged))
             return own
@@ -181,88 +180,62 @@ def _weights_by_record(content: Content) -> Iterator[tuple[str, Weight]]:
 # Its arrival.
 
 
-@dataclass
-class _Arriving:
-    """A checkpoint whose tensors are in their places already, and have no content yet."""
-
-    parcel: Parcel
-    value: Any
-    memory: dict[str, Tensor]
-    """Bytes, by the names of the records that belong there."""
-    storages: list[tuple[UntypedStorage, Record, str]]
-    """Each piece of memory, its record, and the device that it was saved from."""
-    load: Callable[[memoryview], Any]
-
-    def finished(self, place: Placement) -> Content:
-        """The checkpoint, all of it there, on the devices where it is to be."""
-        if self.parcel.archive.records is None:
-            return Content(self.load(self.memory[""].numpy().data), self.parcel.archive)
-        moved = {storage.data_ptr(): place(storage, location) for storage, _, location in self.storages}
-        elsewhere = {pointer: storage for pointer, storage in moved.items() if storage.data_ptr() != pointer}
-        if elsewhere:
-            for _, tensor in named_tensors(self.value):
-                if has_storage(tensor) and (target := elsewhere.get(tensor.untyped_storage().data_ptr())) is not None:
-                    rebase(tensor, target)
-        memory: list[Memory | None] = [
-            Memory(record, location, False, weakref.ref(moved[storage.data_ptr()]))
-            for storage, record, location in self.storages
-        ]
-        return Content(self.value, self.parcel.archive, memory)
+def _prepared(parcel: Parcel, receive_into: ReceiveInto) -> dict[str, Tensor]:
+    """Memory for each record, as bytes, by the records' names: this rank's own weight where it fits, else some new."""
+    own = receive_into([weight.name for weight in parcel.weights.values()]) if parcel.weights else {}
+    memory = {}
+    for record in parcel.records:
+        weight = parcel.weights.get(record.name)
+        target = own.get(weight.name) if weight is not None else None
+        if weight is not None and target is not None and weight.fits(target) and target.nbytes == record.size:
+            memory[record.name] = _bytes_of(target)
+        else:
+            memory[record.name] = torch.empty(record.size, dtype=torch.uint8)
+    return memory
 
 
-def _only(arriving: _Arriving | None) -> _Arriving:
-    assert arriving is not None, "a rank that does not send receives"
-    return arriving
+def _bytes_of(tensor: Tensor) -> Tensor:
+    start, size = tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()[start : start + size])
 
 
-def _unpacked(parcel: Parcel, weights_only: bool | None, receive_into: ReceiveInto) -> _Arriving:
-    """Unpickle the skeleton on memory of this rank's own: from a file of the same size that has holes for tensors."""
+def _unpacked(parcel: Parcel, memory: Mapping[str, Tensor], place: Placement, weights_only: bool | None) -> Content:
+    """The checkpoint, unpickled on memory that has its content: from a file of the same size with holes for tensors.
+
+    Not before it has arrived, because there are objects that look at their tensors when they are unpickled.
+    """
     archive = parcel.archive
-    if archive.records is None:
-        whole = torch.empty(archive.size, dtype=torch.uint8)
-        return _Arriving(parcel, None, {"": whole}, [], lambda data: _load_from(archive, data, weights_only))
-    own = receive_into([weight.name for weight in parcel.weights.values()])
-    places = _Places(parcel, {record: own.get(weight.name) for record, weight in parcel.weights.items()})
     with memory_file() as (file, path):
+        if archive.records is None:
+            for piece in memory[""].split(_PIECE):  # Linux takes no more than 2 GiB at once
+                file.write(piece.numpy().data)
+            return Content(load(archive, place, weights_only, path=path), archive)
         file.truncate(archive.size)
         for offset, content in parcel.skeleton:
             file.seek(offset)
             file.write(content)
-        value = load(archive, places, weights_only, path=path)
-    return _Arriving(parcel, value, places.memory, places.storages, lambda data: None)
-
-
-def _load_from(archive: Archive, data: memoryview, weights_only: bool | None) -> Any:
-    with memory_file() as (file, path):
-        file.write(data)
-        return load(archive, lambda storage, location: storage, weights_only, path=path)
+        places = _Places(parcel, memory, place)
+        return Content(load(archive, places, weights_only, path=path), archive, places.memory)
 
 
 class _Places:
-    """Gives ``torch.load`` memory for each tensor: this rank's own weight where it fits, else some that is new."""
+    """Gives ``torch.load`` the memory that has arrived, piece by piece, in the order in which rank 0 had it."""
 
-    def __init__(self, parcel: Parcel, own: Mapping[str, Tensor | None]) -> None:
-        self._parcel = parcel
-        self._own = own
-        self._calls = 0
-        self.memory: dict[str, Tensor] = {}
-        self.storages: list[tuple[UntypedStorage, Record, str]] = []
+    def __init__(self, parcel: Parcel, arrived: Mapping[str, Tensor], place: Placement) -> None:
+        self._arrived = arrived
+        self._place = place
         self._records = {record.name: record for record in parcel.records}
+        self._order = iter(parcel.order)
+        self.memory: list[Memory | None] = []
 
     def __call__(self, storage: UntypedStorage, location: str) -> UntypedStorage:
-        record = self._parcel.order[self._calls]
-        self._calls += 1
-        if record is None:
+        name = next(self._order)
+        if name is None:
+            self.memory.append(None)
             return UntypedStorage(0)  # the one in the file would keep it mapped
-        weight, own = self._parcel.weights.get(record), self._own.get(record)
-        if weight is not None and own is not None and weight.fits(own):
-            start = own.storage_offset() * own.element_size()
-            target = own.untyped_storage()[start : start + storage.nbytes()]
-        else:
-            target = UntypedStorage(storage.nbytes())
-        self.memory[record] = torch.empty(0, dtype=torch.uint8).set_(target)
-        self.storages.append((target, self._records[record], location))
-        return target  # type: ignore[no-any-return]
+        placed = self._place(self._arrived[name].untyped_storage(), location)
+        self.memory.append(Memory(self._records[name], location, None, weakref.ref(placed)))
+        return placed
 
 
 # Its way.

@@ -208,7 +208,7 @@ def fails_while_restoring(rank: int, world_size: int, directory: Path, path: Pat
     elif rank == victim and "after" in moment:
         transfer.stream = striking(transfer.stream, after=True)
     elif rank == victim and "unpacking" in moment:
-        transfer.load = striking(transfer.load)
+        transfer._prepared = striking(transfer._prepared)
     trainer = make_trainer(
         strategy_for("strategy", directory), plugins=[RankZeroCheckpointIO(restore="broadcast")], devices=3
     )

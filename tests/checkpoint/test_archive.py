@@ -1,0 +1,273 @@
+"""The records of a checkpoint file are known to the byte, and whatever has happened to one of them is noticed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.checkpoint import archive as module
+from lightning_ddp_ext.checkpoint.archive import (
+    combined_crc,
+    find_damage,
+    open_archive,
+    skeleton_bytes,
+)
+from lightning_ddp_ext.checkpoint.reader import read_alone
+from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+from tests.checkpoint.content import ANYWHERE, flip, numbers, same, saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+
+
+def small() -> dict[str, Any]:
+    return {
+        "state_dict": {"a": numbers(20), "b": torch.ones(3, dtype=torch.int8)},
+        "empty": torch.empty(0),
+        "rest": [1, "two", None],
+    }
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint that nobody changes."""
+    path = tmp_path_factory.mktemp("archive") / "it.ckpt"
+    torch.save(small(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as torch wrote it before 1.6."""
+    path = tmp_path_factory.mktemp("archive") / "old.ckpt"
+    torch.save(small(), path, _use_new_zipfile_serialization=False)
+    return path
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_sums_of_two_pieces_combine(first: bytes, second: bytes) -> None:
+    """The checksum of two pieces joined follows from theirs."""
+    assert combined_crc(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**20), st.integers(0, 2**45), st.integers(0, 2**45))
+def test_appending_is_additive(crc: int, extra: int, first: int, second: int) -> None:
+    """Appending zeros twice is appending as many at once, also where no such piece fits into memory."""
+    assert combined_crc(combined_crc(crc, 0, first), 0, second) == combined_crc(crc, 0, first + second)
+    assert combined_crc(crc, extra, 0) == crc ^ extra
+
+
+def test_records_are_the_tensors_bytes(path: Path) -> None:
+    """Offset, size and checksum of each record are those of the content, in the file's order."""
+    archive = open_archive(path)
+    content = path.read_bytes()
+    found = {record.name: content[record.offset : record.offset + record.size] for record in archive.records or ()}
+    assert found["data/0"] == bytes(small()["state_dict"]["a"].numpy())
+    assert found["data/1"] == b"\1\1\1"
+    assert found["data/2"] == b""
+    assert all(zlib.crc32(found[record.name]) == record.crc for record in archive.records or ())
+    with zipfile.ZipFile(path) as entries:
+        expected = {name.partition("/")[2]: entries.read(name) for name in entries.namelist()}
+    assert found == expected
+    offsets = [record.offset for record in archive.records or ()]
+    assert offsets == sorted(offsets)
+
+
+def test_skeleton_and_tensors_make_up_the_file(path: Path) -> None:
+    """Together, the skeleton's pieces and the records of tensors are each byte of the file once."""
+    archive = open_archive(path)
+    content = path.read_bytes()
+    pieces = [*skeleton_bytes(archive)]
+    pieces += [(record.offset, content[record.offset : record.offset + record.size]) for record in archive.tensor_data]
+    assert b"".join(piece for _, piece in sorted(pieces)) == content
+    assert {record.name for record in archive.skeleton}.isdisjoint(record.name for record in archive.tensor_data)
+    assert len(archive.skeleton) + len(archive.tensor_data) == len(archive.records or ())
+
+
+def test_an_intact_file_has_no_damage(path: Path) -> None:
+    """Nothing is reported, and the progress ends with all bytes."""
+    archive, seen = open_archive(path), list[int]()
+    assert find_damage(archive, archive.records or (), on_progress=seen.append) == []
+    assert seen == sorted(seen)
+    assert seen[-1] == sum(record.size for record in archive.records or ())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_one_changed_byte_is_found_in_its_record(path: Path, data: st.DataObject) -> None:
+    """Whatever byte of a record changes, and however, that record and no other is reported."""
+    archive = open_archive(path)
+    record = data.draw(st.sampled_from([record for record in archive.records or () if record.size]))
+    position = data.draw(st.integers(record.offset, record.offset + record.size - 1))
+    copy = path.with_name("changed.ckpt")
+    shutil.copy(path, copy)
+    flip(copy, position, data.draw(st.integers(1, 255)))
+    changed = open_archive(copy)
+    assert find_damage(changed, changed.records or ()) == [record]
+
+
+def outcome(path: Path, *, weights_only: bool = True) -> Any:
+    """What reading gives: a value, or an error of ours; any other error is the test's."""
+    try:
+        return read_alone(open_archive(path), ANYWHERE, weights_only=weights_only)
+    except CheckpointError as error:
+        return error
+
+
+def test_no_changed_byte_gives_other_content(path: Path) -> None:
+    """Whatever byte of the file changes, the content is what was written, or else the error is ours."""
+    copy, content, chance = path.with_name("any.ckpt"), path.read_bytes(), random.Random(1)
+    refused = 0
+    for position in range(0, len(content), 2):
+        changed = bytearray(content)
+        changed[position] ^= chance.choice([0xFF, 1 << chance.randrange(8)])
+        copy.write_bytes(changed)
+        result = outcome(copy)
+        assert isinstance(result, DamagedCheckpointError) or same(result, small()), f"byte {position}"
+        refused += isinstance(result, DamagedCheckpointError)
+    assert refused > sum(record.size for record in open_archive(path).records or ()) / 2
+
+
+def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
+    """However much of the end is missing, the file is damaged."""
+    content, copy = path.read_bytes(), path.with_name("short.ckpt")
+    for size in range(len(content)):
+        copy.write_bytes(content[:size])
+        with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
+            open_archive(copy)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_an_old_file_is_read_or_refused(legacy: Path, weights_only: bool) -> None:
+    """A file from before torch 1.6 has no records; cut off or changed anywhere, the error is ours."""
+    archive = open_archive(legacy)
+    assert (archive.records, archive.fingerprint, archive.tensor_data, archive.skeleton) == (None, None, (), ())
+    assert same(outcome(legacy, weights_only=weights_only), small())
+    content, copy, chance = legacy.read_bytes(), legacy.with_name("changed.ckpt"), random.Random(2)
+    for size in range(len(content)):
+        copy.write_bytes(content[:size])
+        assert isinstance(outcome(copy, weights_only=weights_only), CheckpointError), f"cut off at {size}"
+    for position in range(0, len(content), 7):
+        changed = bytearray(content)
+        changed[position] ^= 1 << chance.randrange(8)
+        copy.write_bytes(changed)
+        outcome(copy, weights_only=weights_only)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([b"", b"PK\3\4", b"\x80", b"\x80\2", b"PK\5\6"]), st.binary(max_size=80))
+def test_garbage_is_refused(path: Path, beginning: bytes, rest: bytes) -> None:
+    """Bytes that nobody has saved are never taken for a checkpoint, and never raise anything else."""
+    garbage = path.with_name("garbage.ckpt")
+    garbage.write_bytes(beginning + rest)
+    assert isinstance(outcome(garbage), CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty; use an earlier checkpoint"),
+        (b"learning_rate: 0.1\n", "is not a checkpoint: it begins with b'lear'"),
+        (b"PK\3\4" + bytes(100), "is damaged: its directory, at the end, cannot be read"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    """An empty file, another file and the beginning of one: each is called what it is, by the user's name."""
+    file = tmp_path / "x.ckpt"
+    file.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"checkpoint s3://b/x {says}"):
+        open_archive(file, "s3://b/x")
+
+
+def test_a_directory_and_nothing_are_named(tmp_path: Path) -> None:
+    """A directory is not a file, and a missing file is a FileNotFoundError, too."""
+    with pytest.raises(DamagedCheckpointError, match="is a directory, not a file"):
+        open_archive(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="does not exist") as caught:
+        open_archive(tmp_path / "no.ckpt")
+    assert isinstance(caught.value, FileNotFoundError)
+    with pytest.raises(DamagedCheckpointError, match="cannot be read: Not a directory"):
+        open_archive(saved(tmp_path / "it.ckpt", {}).path + "/x")
+
+
+def test_a_record_that_is_said_to_be_a_directory(path: Path, tmp_path: Path) -> None:
+    """It is damage: torch would not read it, and take whatever is in memory for its content."""
+    with zipfile.ZipFile(path) as source:
+        attributes = source.start_dir + 38
+    shutil.copy(path, tmp_path / "d.ckpt")
+    flip(tmp_path / "d.ckpt", attributes, 0x10)
+    with pytest.raises(DamagedCheckpointError, match="has no proper header"):
+        open_archive(tmp_path / "d.ckpt")
+
+
+def test_compressed_records_are_refused(path: Path, tmp_path: Path) -> None:
+    """An archive that another program has packed again is refused."""
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "z.ckpt", "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    with pytest.raises(DamagedCheckpointError, match="has no proper header"):
+        open_archive(tmp_path / "z.ckpt")
+
+
+def test_switched_off_checksums_are_no_damage(tmp_path: Path) -> None:
+    """Where torch was told to compute none, nothing is checked, nothing is reported, and no file equals another."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        archive = saved(tmp_path / "it.ckpt", small())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert not any(record.has_crc for record in archive.records or () if record.size)
+    assert find_damage(archive, archive.records or ()) == []
+    assert archive.fingerprint is None
+    assert same(outcome(tmp_path / "it.ckpt"), small())
+
+
+def test_the_fingerprint_tells_content_from_content(path: Path, tmp_path: Path) -> None:
+    """It is the same for a copy at another path, and another one for other weights of the same shape."""
+    shutil.copy(path, tmp_path / "copy.ckpt")
+    other = small()
+    other["state_dict"]["a"][7] += 1
+    assert open_archive(path).fingerprint == open_archive(tmp_path / "copy.ckpt").fingerprint is not None
+    assert saved(tmp_path / "other.ckpt", other).fingerprint != open_archive(path).fingerprint
+    assert saved(tmp_path / "copy.ckpt", {**small(), "rest": [1, "owt", None]}).fingerprint not in (
+        open_archive(path).fingerprint,
+        open_archive(tmp_path / "other.ckpt").fingerprint,
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_one_large_tensor_is_checked_in_pieces(tmp_path: Path, monkeypatch: Any, threads: int) -> None:
+    """Pieces give the checksum of the whole, whoever computes them, and damage in any of them is found."""
+    monkeypatch.setattr(module, "_PIECE", 1000)
+    file = tmp_path / "large.ckpt"
+    archive, seen = saved(file, {"x": numbers(5001)}), list[int]()
+    (large,) = archive.tensor_data
+    assert find_damage(archive, [large], threads=threads, on_progress=seen.append) == []
+    assert seen == [*range(1000, 20_001, 1000), 20_004]
+    for position in (0, 999, 1000, 12_345, 20_003):
+        flip(file, large.offset + position, 1)
+        assert find_damage(archive, archive.records or (), threads=threads) == [large]
+        flip(file, large.offset + position, 1)
+
+
+def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
+    """A file that is cut off, emptied or removed after it was opened raises an error of ours."""
+    file = tmp_path / "it.ckpt"
+    archive = saved(file, small())
+    for size in (100, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(DamagedCheckpointError, match="was cut off while it was read"):
+            find_damage(archive, archive.records or ())
+    file.unlink()
+    with pytest.raises(CheckpointNotFoundError, match="was removed while it was read"):
+        find_damage(archive, archive.records or ())

@@ -1,0 +1,202 @@
+"""Saves in the background keep their order, bound their memory, and report their errors once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
+from tests.checkpoint.content import numbers
+
+
+class Disk:
+    """Writes for a BackgroundWriter; holds one path until it is let go, and fails for others."""
+
+    def __init__(self, held: str = "", failing: tuple[str, ...] = ()) -> None:
+        self.events: list[str] = []
+        self.contents: dict[str, Any] = {}
+        self.held = held
+        self.failing = failing
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def write(self, checkpoint: Any, path: str) -> None:
+        if path == self.held:
+            self.reached.set()
+            assert self.let_go.wait(20)
+        if path in self.failing:
+            self.events.append(f"failed {path}")
+            raise OSError(f"no room for {path}")
+        self.contents[path] = checkpoint["x"].clone()
+        self.events.append(f"wrote {path}")
+
+    def removal(self, path: str) -> Callable[[], None]:
+        return lambda: self.events.append(f"removed {path}")
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")]
+
+
+@contextmanager
+def writer_on(disk: Disk) -> Iterator[BackgroundWriter]:
+    """Whatever the test does, the thread has ended afterwards."""
+    writer = BackgroundWriter(disk.write, Order())
+    try:
+        yield writer
+    finally:
+        disk.let_go.set()
+        if writer._thread is not None:
+            writer._end()
+
+
+def remove(writer: BackgroundWriter, disk: Disk, path: str) -> None:
+    writer.submit(lambda: writer._order.remove(path, disk.removal(path)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
+def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
+    """All is done in the order of the calls, but for removals after a save that failed; its error is told once."""
+    failing = tuple(str(number) for number, (_, fails) in enumerate(calls) if fails)
+    disk, expected, has_failed = Disk(failing=failing), [], False
+    with writer_on(disk) as writer:
+        for number, (is_save, fails) in enumerate(calls):
+            if is_save:
+                writer.save({"x": numbers(3)}, str(number))
+                expected.append(f"{'failed' if fails else 'wrote'} {number}")
+                has_failed = fails
+            else:
+                remove(writer, disk, str(number))
+                expected += [] if has_failed else [f"removed {number}"]
+        failed = [event.split()[1] for event in expected if event.startswith("failed")]
+        if failed:
+            with pytest.raises(OSError, match=rf"^no room for {failed[0]}$"):
+                writer.wait()
+        writer.wait()
+    assert disk.events == expected
+    assert threads() == []
+
+
+def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A removal that is left out, because its successor could not be written, is logged with its path."""
+    order, disk = Order(), Disk(failing=("new",))
+    with pytest.raises(OSError, match="no room"):
+        order.save(lambda: disk.write({}, "new"))
+    assert order.last_save_failed
+    with caplog.at_level(logging.WARNING):
+        order.remove("old", disk.removal("old"))
+    assert caplog.messages == ["keeping checkpoint old: the one that was to take its place could not be written"]
+    order.save(lambda: None)
+    order.remove("old", disk.removal("old"))
+    assert disk.events == ["failed new", "removed old"]
+
+
+def test_training_goes_on_while_it_is_written() -> None:
+    """A save returns before the write has ended; what changes afterwards is not in the file."""
+    disk, x = Disk(held="first"), numbers(5)
+    with writer_on(disk) as writer:
+        writer.save({"x": x}, "first")
+        assert disk.reached.wait(20)
+        x.zero_()
+        assert disk.events == []
+        disk.let_go.set()
+        writer.wait()
+    assert disk.contents["first"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_one_snapshot_at_a_time() -> None:
+    """Who saves while the last checkpoint is still being written waits for that, and takes its own copy after it."""
+    disk, x = Disk(held="first"), numbers(5)
+    second_began, second_taken = threading.Event(), threading.Event()
+
+    def save_again() -> None:
+        second_began.set()
+        writer.save({"x": x}, "second")
+        second_taken.set()
+
+    with writer_on(disk) as writer:
+        writer.save({"x": x}, "first")
+        assert disk.reached.wait(20)
+        other = threading.Thread(target=save_again)
+        other.start()
+        assert second_began.wait(20)
+        assert not second_taken.wait(0.05)
+        x.fill_(7)
+        disk.let_go.set()
+        other.join(20)
+        writer.wait()
+    assert disk.events == ["wrote first", "wrote second"]
+    assert disk.contents["first"].tolist() == [0, 1, 2, 3, 4]
+    assert disk.contents["second"].tolist() == [7] * 5
+
+
+def test_an_error_is_told_once() -> None:
+    """The first of several errors comes with the next question, and only then."""
+    disk = Disk(failing=("a", "b"))
+    with writer_on(disk) as writer:
+        for path in ("a", "b", "c"):
+            writer.save({"x": numbers(1)}, path)
+        writer._end()
+        with pytest.raises(OSError, match=r"^no room for a$"):
+            writer.raise_error()
+        writer.raise_error()
+        writer.wait()
+    assert disk.events == ["failed a", "failed b", "wrote c"]
+
+
+def test_what_cannot_be_pickled_stops_nobody() -> None:
+    """Its error is raised at once, nothing is written, and the next save is done."""
+    disk = Disk()
+    with writer_on(disk) as writer:
+        with pytest.raises(AttributeError, match="lambda"):
+            writer.save({"x": lambda: None}, "bad")
+        writer.save({"x": numbers(1)}, "good")
+        writer.wait()
+    assert disk.events == ["wrote good"]
+
+
+def test_waiting_ends_the_thread_and_it_can_begin_again() -> None:
+    """Before the first save and after a wait there is no thread; another save starts one."""
+    disk = Disk()
+    with writer_on(disk) as writer:
+        writer.wait()
+        for path in ("first", "second"):
+            assert threads() == []
+            writer.save({"x": numbers(1)}, path)
+            assert threads() == ["ddpx-checkpoints"]
+            writer.wait()
+    assert disk.events == ["wrote first", "wrote second"]
+
+
+@pytest.mark.parametrize("waits_again", [False, True])
+def test_an_interrupted_wait_loses_nothing(waits_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in order."""
+    disk, join = Disk(held="first"), threading.Thread.join
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    with writer_on(disk) as writer:
+        writer.save({"x": numbers(1)}, "first")
+        monkeypatch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+        with pytest.raises(KeyboardInterrupt):
+            writer.wait()
+        monkeypatch.setattr(threading.Thread, "join", join)
+        disk.let_go.set()
+        if waits_again:
+            writer.wait()
+            assert disk.events == ["wrote first"]
+        for path in ("second", "third"):
+            writer.save({"x": numbers(1)}, path)
+        writer.wait()
+    assert disk.events == ["wrote first", "wrote second", "wrote third"]
+    assert threads() == []

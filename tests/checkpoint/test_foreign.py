@@ -1,0 +1,95 @@
+"""Names with the prefixes of wrappers find the model's, and plain state dicts are known as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.checkpoint.foreign import (
+    as_lightning_checkpoint,
+    canonical,
+    is_plain_state_dict,
+    names_in_model,
+    renamed,
+    weights_of,
+)
+from tests.checkpoint.content import numbers
+
+PARTS = st.sampled_from(["module.", "_orig_mod.", "net.", "a.", "module", "b"])
+NAMES = st.lists(PARTS, min_size=1, max_size=5).map("".join)
+
+
+@given(st.lists(NAMES, unique=True, max_size=8), st.lists(NAMES, unique=True, max_size=8))
+def test_no_name_is_taken_twice_or_from_the_model(in_file: list[str], in_model: list[str]) -> None:
+    """Only names that the model lacks are mapped, to names that the file lacks, each the same but for prefixes."""
+    found = names_in_model(in_file, in_model)
+    assert set(found) <= set(in_file) - set(in_model)
+    assert set(found.values()) <= set(in_model) - set(in_file)
+    assert len(set(found.values())) == len(found)
+    assert all(canonical(name) == canonical(target) for name, target in found.items())
+    after = renamed(dict.fromkeys(in_file), found)
+    assert len(after) == len(in_file)
+    assert set(in_file) & set(in_model) <= set(after)
+    for name in set(in_file) - set(in_model) - set(found):
+        candidates = [other for other in set(in_model) - set(in_file) if canonical(other) == canonical(name)]
+        rivals = [other for other in set(in_file) - set(in_model) if canonical(other) == canonical(name)]
+        assert len(candidates) != 1 or len(rivals) > 1
+
+
+@given(NAMES)
+def test_the_canonical_name_has_no_prefixes(name: str) -> None:
+    """What is left begins with no wrapper, and is its own canonical name."""
+    short = canonical(name)
+    assert canonical(short) == short
+    assert not short.startswith("module.")
+    assert "_orig_mod." not in short
+
+
+@pytest.mark.parametrize("wrapped", ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "_orig_mod.module.{}"])
+@pytest.mark.parametrize("in_file", [True, False])
+def test_wrappers_are_seen_through(wrapped: str, in_file: bool) -> None:
+    """Whether it was the saved model that was wrapped or it is this one."""
+    plain = ["net.weight", "net.module.bias", "head._orig_mod.weight"]
+    other = [wrapped.format(name) for name in plain]
+    expected = dict(zip(other, plain, strict=True) if in_file else zip(plain, other, strict=True))
+    assert names_in_model(*((other, plain) if in_file else (plain, other))) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "is_plain"),
+    [
+        ({"a": numbers(1)}, True),
+        ({"a": numbers(1), "extra": {"x": 1}}, True),
+        ({"a": 1}, False),
+        ({}, False),
+        ({1: numbers(1)}, False),
+        ({"a": numbers(1), "state_dict": {}}, False),
+        ({"a": numbers(1), "pytorch-lightning_version": "2.4"}, False),
+        ([numbers(1)], False),
+        (numbers(1), False),
+    ],
+)
+def test_a_plain_state_dict_is_known(content: Any, is_plain: bool) -> None:
+    """Names and tensors, and nothing around them."""
+    assert is_plain_state_dict(content) is is_plain
+
+
+def test_weights_are_found_in_both_kinds() -> None:
+    """Tensors with names, of a plain state dict or below ``state_dict``; nothing where there are none."""
+    weight = numbers(2)
+    for content in ({"a": weight}, {"state_dict": {"a": weight, "_extra": 1, 3: weight}, "epoch": 1}):
+        assert weights_of(content) == {"a": weight}
+    for content in ({}, [weight], None, {"state_dict": [weight]}, {"epoch": 1}):
+        assert weights_of(content) == {}
+
+
+def test_a_plain_state_dict_becomes_a_checkpoint() -> None:
+    """It has the weights and nothing to resume from, and is not plain any more."""
+    weight = numbers(2)
+    checkpoint = as_lightning_checkpoint({"a": weight}, "2.6")
+    assert weights_of(checkpoint) == {"a": weight}
+    assert not is_plain_state_dict(checkpoint)
+    assert (checkpoint["optimizer_states"], checkpoint["pytorch-lightning_version"]) == ([], "2.6")

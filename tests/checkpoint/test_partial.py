@@ -1,0 +1,181 @@
+"""A file appears whole or not at all, and what a killed writer has left is told from what is being written."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.checkpoint import partial as module
+from lightning_ddp_ext.checkpoint.partial import find_leftovers, remove_leftovers, replacing
+from tests.ranks import RankProcesses, hold, run_ranks
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(max_size=50)), st.integers(1, 20))
+def test_all_that_is_written_arrives(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int) -> None:
+    """The file is the pieces one after another, however the system cuts them, and the progress tells each step."""
+    path, seen = tmp_path_factory.mktemp("whole") / "it", list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_LONGEST_WRITE", most)
+        patch.setattr(module, "_WRITE_BACK_EVERY", 10)
+        with replacing(path, seen.append) as sink:
+            assert [sink.write(memoryview(piece)) for piece in pieces] == [len(piece) for piece in pieces]
+            sink.flush()
+            assert sink.position == sum(map(len, pieces))
+            assert not path.exists()
+    assert path.read_bytes() == b"".join(pieces)
+    assert seen == sorted(set(seen))
+    assert seen[-1:] == ([sink.position] if sink.position else [])
+    assert names(path.parent) == ["it"]
+
+
+def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system takes less than it was given, the rest follows."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:3]))
+    with replacing(tmp_path / "it") as sink:
+        assert sink.write(b"0123456789") == 10
+    assert (tmp_path / "it").read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
+def test_an_exception_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    """What the block raises comes out, the earlier file stays, and nothing else is left."""
+    (tmp_path / "it").write_bytes(b"before")
+    with pytest.raises(type(error)), replacing(tmp_path / "it") as sink:  # noqa: PT012 # the block is what is tested
+        sink.write(b"after")
+        raise error
+    assert (tmp_path / "it").read_bytes() == b"before"
+    assert names(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("function", ["write", "fsync", "replace"])
+def test_an_error_of_the_system_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """Wherever the disk fails, the error is the system's, the earlier file stays, and nothing else is left."""
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "it").write_bytes(b"before")
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match="No space") as caught, replacing(tmp_path / "it") as sink:
+        sink.write(b"after")
+    assert sink.error is (caught.value if function == "write" else None)
+    assert (tmp_path / "it").read_bytes() == b"before"
+    assert names(tmp_path) == ["it"]
+
+
+def test_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
+    """A link at the path gives way to the file; what it pointed to stays as it was."""
+    (tmp_path / "other").write_bytes(b"other")
+    (tmp_path / "it").symlink_to("other")
+    with replacing(tmp_path / "it") as sink:
+        sink.write(b"new")
+    assert not (tmp_path / "it").is_symlink()
+    assert (tmp_path / "it").read_bytes() == b"new"
+    assert (tmp_path / "other").read_bytes() == b"other"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_follows_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    """The file has the mode that any new file of this process has."""
+    before = os.umask(umask)
+    try:
+        with replacing(tmp_path / "it") as sink:
+            sink.write(b"x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "it").stat().st_mode) == mode
+
+
+def leftover(directory: Path, size: int = 5) -> Path:
+    path = directory / ".ddpx-0123456789abcdef.partial"
+    path.write_bytes(bytes(size))
+    return path
+
+
+def test_what_nobody_writes_is_a_leftover(tmp_path: Path) -> None:
+    """A rest with a name of ours, and nothing else, is found with its size and age, and removed."""
+    rest = leftover(tmp_path)
+    os.utime(rest, (0, 0))
+    for name in (".ddpx-0123.partial", "ddpx-0123456789abcdef.partial", ".ddpx-0123456789abcdef.partial.ckpt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".ddpx-aaaaaaaaaaaaaaaa.partial").mkdir()
+    (tmp_path / ".ddpx-bbbbbbbbbbbbbbbb.partial").symlink_to("nothing")
+    kept = names(tmp_path)
+    (found,) = find_leftovers(tmp_path)
+    assert (found.path, found.size, found.age > 1e9) == (rest, 5, True)
+    assert remove_leftovers(tmp_path)[0].path == rest
+    assert names(tmp_path) == [name for name in kept if name != rest.name]
+    assert find_leftovers(tmp_path) == []
+
+
+def test_what_this_process_writes_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no path of the directory is a file that is being written taken for a rest."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path)
+    with replacing(tmp_path / "here" / "it") as sink:
+        sink.write(b"x")
+        for directory in (tmp_path / "here", Path("here"), tmp_path / "link", Path("here/../here")):
+            assert remove_leftovers(directory) == []
+    assert names(tmp_path / "here") == ["it"]
+
+
+def writes(rank: int, world_size: int, path: Path) -> None:
+    with replacing(path) as sink:
+        sink.write(b"half")
+        hold("writing")
+
+
+def test_a_rest_is_nobodys_when_its_writer_is_dead(tmp_path: Path) -> None:
+    """What another process writes is left alone while that lives, and is a leftover as soon as it is killed."""
+    (tmp_path / "it").write_bytes(b"before")
+    with RankProcesses(writes, 1, tmp_path / "it") as ranks:
+        ranks.wait_for("writing", 0)
+        assert remove_leftovers(tmp_path) == []
+        assert len(names(tmp_path)) == 2
+        ranks.kill(0)
+        ranks.wait()
+    assert [found.size for found in remove_leftovers(tmp_path)] == [4]
+    assert names(tmp_path) == ["it"]
+    assert (tmp_path / "it").read_bytes() == b"before"
+
+
+def test_a_writer_that_was_looked_at_finishes(tmp_path: Path) -> None:
+    """Looking for leftovers does not take the lock from who writes."""
+    with RankProcesses(writes, 1, tmp_path / "it") as ranks:
+        ranks.wait_for("writing", 0)
+        assert find_leftovers(tmp_path) == find_leftovers(tmp_path) == []
+        ranks.release(0)
+        assert [outcome.exit_code for outcome in ranks.wait()] == [0]
+    assert (tmp_path / "it").read_bytes() == b"half"
+
+
+def write_unseen(rank: int, world_size: int, directory: Path) -> str:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    with replacing(directory / "it") as sink:
+        sink.write(b"new")
+    return (directory / "it").read_text()
+
+
+def test_a_directory_may_be_unreadable(tmp_path: Path) -> None:
+    """Where one may write but not list the directory, a save that has succeeded raises nothing."""
+    drop = tmp_path / "drop"
+    drop.mkdir()
+    for directory in (tmp_path, *list(tmp_path.parents)[:2]):
+        directory.chmod(directory.stat().st_mode | 0o011)
+    drop.chmod(0o333)
+    assert run_ranks(write_unseen, 1, drop) == ["new"]

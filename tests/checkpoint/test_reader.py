@@ -1,0 +1,356 @@
+"""A checkpoint is read as torch reads it, in memory of its own, and what is refused or cannot be read is explained."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_ext.checkpoint import reader as module
+from lightning_ddp_ext.checkpoint.archive import open_archive
+from lightning_ddp_ext.checkpoint.device_map import placement
+from lightning_ddp_ext.checkpoint.reader import detach, give_own_memory, read, read_alone
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from tests.checkpoint.content import ANYWHERE, Owner, flip, kinds, mapped, model, numbers, same, saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+
+
+class Tagged(Tensor):
+    """A subclass of tensors."""
+
+
+def odd() -> dict[str, Any]:
+    """Tensors that only ``weights_only=False`` can read, or that hide."""
+    with_attribute = numbers(5000)
+    with_attribute.other = numbers(6000)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantisation is deprecated, files that have it are not
+        scales, zeros = torch.linspace(0.1, 1, 80).double(), torch.zeros(80, dtype=torch.long)
+        quantized = torch.quantize_per_tensor(numbers(80, 100), 40.0, 3, torch.quint8)
+        per_channel = torch.quantize_per_channel(numbers(80, 100), scales, zeros, 0, torch.qint8)
+    return {
+        "tagged": numbers(5000).as_subclass(Tagged),
+        "attribute": with_attribute,
+        "owner": Owner(numbers(5000)),
+        "model": model(),
+        "storage": numbers(5000).untyped_storage(),
+        "jagged": torch.nested.nested_tensor([numbers(5000), numbers(4000)], layout=torch.jagged),
+        "quantized": quantized,
+        "per channel": per_channel,
+    }
+
+
+def describe(value: Any) -> Any:
+    """The value of ``odd`` as plain tensors."""
+    if isinstance(value, Owner):
+        return [value.tensor]
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, torch.UntypedStorage | torch.storage.TypedStorage):
+        return bytes(value.untyped() if isinstance(value, torch.storage.TypedStorage) else value)
+    if value.is_nested:
+        return value.values()
+    return [value.dequantize()] if value.is_quantized else value
+
+
+@pytest.mark.parametrize("kind", list(kinds()))
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_tensor_of_each_kind(kind: str, weights_only: bool, tmp_path: Path) -> None:
+    """It is what torch reads, in memory that the file has nothing to do with, and it can be written to."""
+    path = tmp_path / "it.ckpt"
+    archive = saved(path, {"x": kinds()[kind], "y": [numbers(5000)]})
+    value = read_alone(archive, ANYWHERE, weights_only=weights_only)
+    assert not mapped(path)
+    path.write_bytes(b"")
+    assert same(value["x"], kinds()[kind])
+    if value["x"].layout == torch.strided and kind != "expanded":
+        value["x"].detach().zero_()
+
+
+@pytest.mark.parametrize("kind", list(odd()))
+def test_hidden_memory_is_the_processs_own(kind: str, tmp_path: Path) -> None:
+    """Inside of modules, objects, other tensors' attributes and subclasses, no tensor stays in the file."""
+    path = tmp_path / "it.ckpt"
+    value = read_alone(saved(path, {"x": odd()[kind]}), ANYWHERE, weights_only=False)
+    assert not mapped(path)
+    path.write_bytes(b"")
+    assert type(value["x"]) is type(torch.load(saved(path, {"x": odd()[kind]}).path, weights_only=False)["x"])
+    assert same(describe(value["x"]), describe(odd()[kind]))
+
+
+def test_views_still_share(tmp_path: Path) -> None:
+    """What shared memory when it was saved shares it when it is read, small and large."""
+    for size in (10, 10_000):
+        base = numbers(size)
+        content = {"whole": base, "part": base[3:], "again": base}
+        value = read_alone(saved(tmp_path / "it.ckpt", content), ANYWHERE)
+        assert same(value, content)
+        value["whole"][5] = -1
+        assert value["part"][2] == -1
+        assert value["again"] is value["whole"]
+
+
+def test_a_plain_file_is_mapped_until_it_is_let_go(tmp_path: Path) -> None:
+    """Reading takes no memory for what is large; when all is let go, so is the file, with nothing to copy."""
+    path = tmp_path / "it.ckpt"
+    content = read(saved(path, kinds()), ANYWHERE)
+    assert mapped(path)
+    assert same(content.value, kinds())
+    content.value = None
+    assert not mapped(path)
+    detach(content)
+
+
+def test_whoever_has_kept_something_keeps_it(tmp_path: Path) -> None:
+    """Tensors, views, arrays, what autograd has saved: they stay where they are and what they are, without the file."""
+    path = tmp_path / "it.ckpt"
+    names = ["tensor", "view", "array", "autograd", "csr", "changed", "dropped"]
+    archive = saved(path, {name: numbers(100, 100, start=index) for index, name in enumerate(names)})
+    archive = saved(path, {**torch.load(path), "csr": kinds()["csr"]})
+    content = read(archive, ANYWHERE)
+    value = content.value
+    tensor, view, array, sparse = value["tensor"], value["view"][7:, 1], value["array"].numpy(), value["csr"]
+    loss = value["autograd"].requires_grad_().square().sum()
+    leaf, changed = value["autograd"], value["changed"]
+    changed[0] = -1
+    addresses = tensor.data_ptr(), array.ctypes.data
+    content.value = value = None
+    detach(content)
+    assert not mapped(path)
+    path.write_bytes(b"")
+    assert (tensor.data_ptr(), array.ctypes.data) == addresses
+    assert torch.equal(tensor, numbers(100, 100))
+    assert torch.equal(view, numbers(100, 100, start=1)[7:, 1])
+    assert torch.equal(torch.from_numpy(array), numbers(100, 100, start=2))
+    assert same(sparse, kinds()["csr"])
+    assert changed[0].eq(-1).all()
+    assert torch.equal(changed[1:], numbers(100, 100, start=5)[1:])
+    loss.backward()
+    assert torch.equal(leaf.grad, 2 * numbers(100, 100, start=3))
+
+
+def test_what_has_moved_to_shared_memory_stays_there(tmp_path: Path) -> None:
+    """A tensor that was sent to another process is no longer in the file, and is left alone."""
+    content = read(saved(tmp_path / "it.ckpt", {"sent": numbers(5000), "kept": numbers(6000)}), ANYWHERE)
+    sent, kept = content.value["sent"].share_memory_(), content.value["kept"]
+    address = sent.data_ptr()
+    content.value = None
+    detach(content)
+    assert not mapped(tmp_path / "it.ckpt")
+    assert sent.data_ptr() == address
+    assert torch.equal(sent, numbers(5000))
+    assert torch.equal(kept, numbers(6000))
+
+
+def test_an_owners_memory_becomes_its_own_and_others_stay(tmp_path: Path) -> None:
+    """What an owner has is copied, shared memory once; the rest of the checkpoint is still in the file."""
+    path = tmp_path / "it.ckpt"
+    base = numbers(10_000)
+    content = read(saved(path, {"state": [base, base[5:]], "rest": numbers(7000)}), ANYWHERE)
+    first, second = content.value["state"]
+    before = first.data_ptr(), content.value["rest"].data_ptr()
+    give_own_memory(content, [content.value["state"]])
+    assert first.data_ptr() != before[0]
+    assert second.data_ptr() == first.data_ptr() + 20
+    assert content.value["rest"].data_ptr() == before[1]
+    assert mapped(path)
+    content.value = None
+    assert not mapped(path)
+    assert torch.equal(first, base)
+
+
+def test_small_tensors_are_copied_up_to_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors do not keep the file mapped, unless there are very many."""
+    monkeypatch.setattr(module, "_SMALL_IN_ALL", 100)
+    content = read(saved(tmp_path / "it.ckpt", [numbers(10), numbers(10), numbers(10), numbers(5)]), ANYWHERE)
+    assert [memory is not None and memory.mapped is not None for memory in content.memory] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert same(content.value, [numbers(10), numbers(10), numbers(10), numbers(5)])
+
+
+def test_memory_is_known_by_its_record(tmp_path: Path) -> None:
+    """However many tensors there are, each is known to be in the record that has its bytes."""
+    content = {f"t{index}": numbers(index % 4 * 3000, start=index) for index in range(25)}
+    path = tmp_path / "it.ckpt"
+    read_content = read(saved(path, content), ANYWHERE)
+    data = path.read_bytes()
+    assert [memory is None for memory in read_content.memory] == [index % 4 == 0 for index in range(25)]
+    for tensor, memory in zip(content.values(), read_content.memory, strict=True):
+        if memory is not None:
+            assert data[memory.record.offset : memory.record.offset + memory.record.size] == bytes(tensor.numpy())
+
+
+def test_damage_names_the_tensors(tmp_path: Path) -> None:
+    """All names of what lies in a changed record are told, and no other; with ``verify=False`` it is read."""
+    path = tmp_path / "it.ckpt"
+    base = numbers(5000)
+    content = {
+        "state_dict": {"a": base, "tied": base, "b": numbers(4)},
+        "opt": [{"m": numbers(3)}],
+        "s": kinds()["csr"],
+    }
+    archive = saved(path, content)
+    flip(path, archive.tensor_data[0].offset)
+    with pytest.raises(DamagedCheckpointError, match=r"damaged: state_dict.a, state_dict.tied differ from") as caught:
+        read_alone(open_archive(path), ANYWHERE)
+    assert caught.value.damaged == ("state_dict.a", "state_dict.tied")
+    assert not torch.equal(read_alone(open_archive(path), ANYWHERE, verify=False)["state_dict"]["a"], base)
+    names = [read(archive, ANYWHERE).names_of([record]) for record in archive.tensor_data]
+    assert names == [("state_dict.a", "state_dict.tied"), ("state_dict.b",), ("opt.0.m",), ("s",), ("s",), ("s",)]
+
+
+def test_a_record_of_nobody_goes_by_its_own_name(tmp_path: Path) -> None:
+    """Damage in the skeleton is found before anything is unpickled, and named after its record."""
+    path = tmp_path / "it.ckpt"
+    archive = saved(path, {"x": Bomb()})
+    (skeleton,) = (record for record in archive.skeleton if record.name == "data.pkl")
+    flip(path, skeleton.offset + skeleton.size // 2)
+    with pytest.raises(DamagedCheckpointError, match=r"damaged: data.pkl differs from what was written") as caught:
+        read_alone(open_archive(path), ANYWHERE, weights_only=False)
+    assert caught.value.damaged == ("data.pkl",)
+    assert "damaged: a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 and 2 more differ from" in str(
+        module.damage_error(archive, (f"a{index}" for index in range(12)))
+    )
+
+
+exploded: list[str] = []
+
+
+def explode(how: str) -> str:
+    exploded.append(how)
+    return how
+
+
+class Bomb:
+    """Leaves a trace when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return explode, ("boom",)
+
+
+@pytest.mark.parametrize("weights_only", [True, None])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_refused_class_is_named_and_not_run(legacy: bool, weights_only: bool | None, tmp_path: Path) -> None:
+    """The error names it and says how to allow it; what it would have run has not been run."""
+    exploded.clear()
+    archive = saved(tmp_path / "it.ckpt", {"x": Bomb()}, _use_new_zipfile_serialization=not legacy)
+    name = f"{__name__}.explode"
+    with pytest.raises(UnsafeCheckpointError, match=f"holds {name}, which weights_only=True refuses") as caught:
+        read_alone(archive, ANYWHERE, weights_only=weights_only)
+    assert f"add_safe_globals([{name}])" in str(caught.value)
+    assert exploded == []
+    assert read_alone(archive, ANYWHERE, weights_only=False) == {"x": "boom"}
+    assert exploded == ["boom"]
+
+
+def test_an_allowed_class_is_read(tmp_path: Path) -> None:
+    """What the error advises works."""
+    archive = saved(tmp_path / "it.ckpt", {"x": Bomb()})
+    with torch.serialization.safe_globals([explode]):
+        assert read_alone(archive, ANYWHERE, weights_only=True) == {"x": "boom"}
+
+
+class Elsewhere:
+    """A class whose module will be gone."""
+
+
+@pytest.mark.parametrize("how", ["no module", "no class", "broken module"])
+def test_a_class_that_cannot_be_imported_is_named(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing module, a module without the class, one that fails to import: the error says what to do."""
+    place = types.ModuleType("a_module_of_mine")
+    place.Elsewhere = Elsewhere  # type: ignore[attr-defined]
+    monkeypatch.setattr(Elsewhere, "__module__", place.__name__)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, place.__name__, place)
+        archive = saved(tmp_path / "it.ckpt", {"x": Elsewhere()})
+    if how == "no class":
+        monkeypatch.setitem(sys.modules, place.__name__, types.ModuleType(place.__name__))
+    elif how == "broken module":
+        (tmp_path / "a_module_of_mine.py").write_text("raise ImportError('libfoo.so is missing')")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match="needs a class that cannot be imported here") as caught:
+        read_alone(archive, ANYWHERE, weights_only=False)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+class Raises:
+    """Raises what it was given when it is unpickled."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __setstate__(self, state: Any) -> None:
+        raise state["error"]
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), KeyError("odd"), MemoryError(), ZeroDivisionError("odd")])
+def test_whatever_unpickling_raises_is_named(error: Exception, tmp_path: Path) -> None:
+    """Any error on the way is one of ours, and what it was is told."""
+    archive = saved(tmp_path / "it.ckpt", Raises(error))
+    with pytest.raises(DamagedCheckpointError, match=r"cannot be read: ('?odd|MemoryError)") as caught:
+        read_alone(archive, ANYWHERE, weights_only=False)
+    assert type(caught.value.__cause__) is type(error)
+
+
+@pytest.mark.parametrize("map_location", ["meta", {"cpu": "meta"}, lambda storage, location: storage.clone()])
+def test_a_map_location_is_obeyed(map_location: Any, tmp_path: Path) -> None:
+    """Tensors are where it puts them, views share there, and nothing stays in the file."""
+    path = tmp_path / "it.ckpt"
+    base = numbers(5000)
+    value = read_alone(saved(path, {"a": base, "b": base[5:], "e": torch.empty(0)}), placement(map_location))
+    assert not mapped(path)
+    if callable(map_location):
+        assert same(value, {"a": base, "b": base[5:], "e": torch.empty(0)})
+        assert value["b"].data_ptr() == value["a"].data_ptr() + 20
+    else:
+        assert {tensor.device.type for tensor in value.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("map_location", ["cuda:77", {"cpu": "cuda:77"}])
+def test_an_impossible_device_is_no_damage(map_location: Any, tmp_path: Path) -> None:
+    """The error says which device cannot be had, and does not blame the file."""
+    archive = saved(tmp_path / "it.ckpt", {"a": numbers(4)})
+    with pytest.raises(
+        CheckpointError, match=r"a tensor from cpu cannot be put on cuda:77: .*another map_loc"
+    ) as caught:
+        read_alone(archive, placement(map_location))
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
+def test_what_was_on_an_accelerator_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors below the given entries that were saved from an accelerator go to the device."""
+    monkeypatch.setattr(module, "is_accelerator", lambda location: location == "cpu")
+    saved_content = {"a": numbers(5), "b": {"c": numbers(6000)}, "m": model()}
+    content = read(saved(tmp_path / "it.ckpt", saved_content), ANYWHERE, weights_only=False)
+    content.value["new"] = numbers(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "to", lambda self, device: self.detach() + 100)
+        entries = [content.value[key] for key in ("b", "m", "new")]
+        content.move_accelerator_tensors(entries, torch.device("cpu"))
+    assert torch.equal(content.value["b"]["c"], numbers(6000) + 100)
+    assert torch.equal(content.value["m"][0].bias, torch.full((90,), 101.0))
+    assert torch.equal(content.value["m"].scratch, numbers(5000) + 100)
+    assert same([content.value["a"], content.value["new"]], [numbers(5), numbers(2)])
+
+
+def test_nothing_is_kept_of_what_was_read(tmp_path: Path) -> None:
+    """A checkpoint that is let go of is gone."""
+    content = read(saved(tmp_path / "it.ckpt", {"x": numbers(5000)}), ANYWHERE)
+    (memory,) = content.memory
+    assert memory is not None
+    assert memory.alive() is not None
+    content.value = None
+    gc.collect()
+    assert memory.alive() is None

@@ -1,0 +1,172 @@
+"""A snapshot is the checkpoint as it was at one moment, in memory that is used again."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_ddp_ext.checkpoint import snapshot as module
+from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned, take
+from tests.checkpoint.content import as_bytes, from_bytes, kinds, model, numbers, same
+
+BASE = st.lists(st.integers(0, 20), max_size=4)
+
+
+def inside(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner) | st.tuples(inner, inner)
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Any:
+    """Nested content with tensors, some of which are the same object, and some views of the same memory."""
+    bases = [numbers(length) for length in draw(BASE)]
+    views = [base[draw(st.integers(0, len(base))) :] for base in bases]
+    leaves = st.none() | st.integers() | st.text(max_size=3)
+    if bases:
+        leaves = leaves | st.sampled_from(bases) | st.sampled_from(views)
+    nested = st.recursive(leaves, inside, max_leaves=12)
+    return draw(nested)
+
+
+def tensors_of(content: Any) -> list[Tensor]:
+    if isinstance(content, Tensor):
+        return [content]
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def sharing(content: Any) -> list[tuple[bool, int | None]]:
+    """For each pair of tensors: whether they are one object, and how far apart they are in one memory, if they are."""
+    return [(one is other, distance(one, other)) for one, other in itertools.combinations(tensors_of(content), 2)]
+
+
+def distance(one: Tensor, other: Tensor) -> int | None:
+    share = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return one.data_ptr() - other.data_ptr() if share and one.numel() * other.numel() > 0 else None
+
+
+@settings(max_examples=50, deadline=None)
+@given(checkpoints(), checkpoints())
+def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
+    """Whatever is in the checkpoint and the buffer, it is equal, and shares what was shared."""
+    buffer = Buffer()
+    for content in (first, second):
+        expected, taken = copy.deepcopy(content), take(content, buffer)
+        for tensor in tensors_of(content):
+            tensor.fill_(-1)
+        if isinstance(content, (list, dict)):
+            content.clear()
+        result = taken.content()
+        assert same(result, expected)
+        assert sharing(result) == sharing(expected)
+
+
+@pytest.mark.parametrize("kind", list(kinds()))
+def test_a_tensor_of_each_kind(kind: str) -> None:
+    """It is what it was, whatever becomes of the original, and torch saves it as it would have saved that."""
+    original = kinds()[kind]
+    taken = take({"x": original}, Buffer())
+    if original.layout == torch.strided and kind != "expanded":
+        original.detach().zero_()
+    result, expected = taken.content()["x"], kinds()[kind]
+    if kind in ("conjugated", "negated"):  # it is resolved
+        expected = expected.resolve_conj().resolve_neg()
+    assert same(result, expected)
+    assert same(from_bytes(as_bytes(result)), expected)
+
+
+def test_what_hangs_on_a_tensor_is_kept() -> None:
+    """Attributes of tensors and parameters, and whether a sparse one requires gradients, are as in any save."""
+    tagged, parameter = numbers(3), nn.Parameter(numbers(3))
+    for tensor in (tagged, parameter):
+        tensor.tag, tensor.other = "mine", numbers(2)  # type: ignore[attr-defined]
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    taken = take([tagged, parameter, sparse], Buffer())
+    tagged.other.zero_()  # type: ignore[attr-defined]
+    result = taken.content()
+    assert [(value.tag, value.other.tolist()) for value in result[:2]] == [("mine", [0.0, 1.0])] * 2
+    assert type(result[1]) is nn.Parameter
+    assert result[2].requires_grad
+
+
+def test_a_tensor_in_a_graph_is_taken() -> None:
+    """What autograd has made is taken without its history."""
+    leaf = numbers(3).requires_grad_()
+    complex_leaf = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    result = take([leaf * 2, (complex_leaf * 2).conj()], Buffer()).content()
+    assert [value.is_leaf for value in result] == [True, True]
+    assert result[0].tolist() == [0.0, 2.0, 4.0]
+    assert result[1].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_arrays_that_begin_at_one_place(order: int) -> None:
+    """Tensors made from an array and from parts of it, of whatever length, are each taken whole."""
+    array = np.arange(100.0)
+    content = [torch.from_numpy(array), torch.from_numpy(array[:5]), torch.from_numpy(array[3:])][::order]
+    expected = copy.deepcopy(content)
+    taken = take(content, Buffer())
+    array[:] = -1
+    assert same(taken.content(), expected)
+
+
+def test_a_module_and_an_optimizer() -> None:
+    """Whole objects are taken with their tensors, and the result is of the same classes and tied as before."""
+    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), model())
+    network[1].weight = network[0].weight
+    optimizer = torch.optim.Adam(network[:2].parameters())
+    network[:2](numbers(2, 3)).sum().backward()
+    optimizer.step()
+    expected = copy.deepcopy([network.state_dict(), optimizer.state_dict()])
+    taken = take([network, optimizer], Buffer())
+    for parameter in network.parameters():
+        parameter.detach().zero_()
+    twin, state = taken.content()
+    assert same([twin.state_dict(), state.state_dict()], expected)
+    assert twin[1].weight is twin[0].weight
+    assert state.param_groups[0]["params"][0] is twin[0].weight
+
+
+def test_other_objects_are_those_of_the_moment() -> None:
+    """Counters and lists are pickled when the snapshot is taken, not when it is written."""
+    content = {"epoch": 1, "history": [1, 2], "x": numbers(2)}
+    taken = take(content, Buffer())
+    content["epoch"] = 2
+    content["history"].append(3)  # type: ignore[attr-defined]
+    first, second = taken.content(), taken.content()
+    assert same(first, {"epoch": 1, "history": [1, 2], "x": numbers(2)})
+    assert first["history"] is not second["history"]
+
+
+def test_what_cannot_be_pickled_raises_at_once() -> None:
+    """The error comes from the snapshot, and the buffer serves the next one."""
+    buffer = Buffer()
+    with pytest.raises(AttributeError, match="lambda"):
+        take({"x": numbers(3), "f": lambda: None}, buffer)
+    assert same(take(numbers(3), buffer).content(), numbers(3))
+
+
+def test_the_buffer_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is asked for only for a snapshot that is larger than all before."""
+    asked, fresh = list[int](), module._fresh_memory
+    monkeypatch.setattr(module, "_fresh_memory", lambda size: asked.append(size) or fresh(size))
+    buffer = Buffer()
+    for length in (1000, 1000, 10, 999, 1000, 2000, 2000, 0):
+        content = {"a": numbers(length), "b": numbers(length // 2)}
+        assert same(take(content, buffer).content(), content)
+    assert asked == [aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)]
+
+
+@given(st.integers(0, 2**40))
+def test_sizes_are_rounded_up(size: int) -> None:
+    """To the next multiple of 64, and no further."""
+    assert aligned(size) % 64 == 0
+    assert 0 <= aligned(size) - size < 64
