@@ -13,9 +13,14 @@ pytestmark = pytest.mark.lowest  # importing the package already leans on much o
 CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
 
 PUBLIC = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
     "ConfigurationError",
     "DDPExtError",
     "DDPExtStrategy",
+    "DamagedCheckpointError",
     "DisagreementError",
     "DuplicateRankError",
     "DurationError",
@@ -25,12 +30,16 @@ PUBLIC = [
     "InitMethodError",
     "MissingRanksError",
     "OptionError",
+    "RankAbsentError",
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
+    "RankZeroCheckpoint",
+    "RankZeroCheckpointIO",
     "RendezvousError",
     "StoreError",
     "Tcp",
+    "UnsafeCheckpointError",
     "World",
     "WorldError",
 ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import getpass
 import io
 import os
 import pickle
+import pwd
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,9 +184,9 @@ def _space_left(directory: Path) -> str:
 
 def _user() -> str:
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
 
 
 def _culprit(checkpoint: Any) -> str:

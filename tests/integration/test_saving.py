@@ -58,6 +58,8 @@ class SaveEachEpoch(L.Callback):
             self.errors.append(f"{type(error).__name__}: {error}")
             if not self.catch:
                 raise
+        finally:
+            os.seteuid(os.getuid())
 
 
 def fitted(side: Side, directory: Path, callback: SaveEachEpoch, io: Any, epochs: int = 2) -> dict[str, Any]:
@@ -75,8 +77,7 @@ def read_only(path: Path) -> None:
 
 
 def forbidden(path: Path) -> None:
-    os.setuid(65534)  # nobody; from root, for good
-    os.umask(0)
+    os.seteuid(65534)  # nobody
 
 
 def gone(path: Path) -> None:
