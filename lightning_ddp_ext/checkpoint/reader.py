@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from lightning_ddp_ext.checkpoint.archive import Archive, Record, find_damage
 from lightning_ddp_ext.checkpoint.device_map import Placement, is_accelerator
 from lightning_ddp_ext.checkpoint.mapping import make_own
-from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors, rebase
+from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
@@ -193,9 +193,10 @@ def _explained(archive: Archive, error: pickle.UnpicklingError, weights_only: bo
             "if you trust the file, pass weights_only=False"
         )
     name = refused[1]
+    allow = "" if "blocked" in str(error) else f"call torch.serialization.add_safe_globals([{name}]) before, or "
     return UnsafeCheckpointError(
         f"checkpoint {archive.name} holds {name}, which weights_only=True refuses; nothing of it has been run. If you "
-        f"trust the file, call torch.serialization.add_safe_globals([{name}]) before, or pass weights_only=False"
+        f"trust the file, {allow}pass weights_only=False"
     )
 
 
@@ -245,19 +246,10 @@ def _with_records(archive: Archive, pieces: list[_Piece]) -> list[Memory | None]
     return [None] * len(pieces)
 
 
-def give_own_memory(content: Content, owners: Iterable[Any]) -> None:
-    """Give memory of its own to what ``owners``, such as an optimiser's state, have from the file."""
-    copies: dict[int, UntypedStorage] = {}
-    mapped = _still_mapped(content)
-    for owner in owners if mapped else ():
-        for _, tensor in named_tensors(owner):
-            _give_own_memory(tensor, mapped, copies)
-
-
 def detach(content: Content) -> None:
     """Give memory of its own to everything that lives on and is still backed by the file, whoever has it.
 
-    To be called when the checkpoint itself has been let go of. Mostly nothing is left then, which is soon seen.
+    Addresses stay what they were. To be called when the rest of the checkpoint has been let go of.
     """
     survivors = [
         (storage, memory.record)
@@ -268,17 +260,3 @@ def detach(content: Content) -> None:
         storage, record = survivors[0]
         needed = [(storage.data_ptr(), storage.nbytes()) for storage, _ in survivors]
         make_own(storage.data_ptr() - record.offset, content.archive.size, needed)
-
-
-def _still_mapped(content: Content) -> set[int]:
-    return {
-        storage.data_ptr() for memory in content.memory if memory is not None and (storage := memory.mapped) is not None
-    }
-
-
-def _give_own_memory(tensor: Tensor, mapped: set[int], copies: dict[int, UntypedStorage]) -> None:
-    if not has_storage(tensor) or (pointer := tensor.untyped_storage().data_ptr()) not in mapped:
-        return
-    if pointer not in copies:
-        copies[pointer] = tensor.untyped_storage().clone()
-    rebase(tensor, copies[pointer])

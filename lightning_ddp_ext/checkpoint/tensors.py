@@ -84,17 +84,6 @@ def fills_its_storage(tensor: Tensor) -> bool:
     )
 
 
-def rebase(tensor: Tensor, storage: torch.UntypedStorage) -> None:
-    """Put a dense tensor, in place, on other memory that has the same content."""
-    other = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    other.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    if tensor.is_conj():
-        other = other.conj()
-    if tensor.is_neg():
-        other = torch._neg_view(other)
-    tensor.data = other
-
-
 def payload_bytes(content: Any) -> int:
     """Bytes of all tensors of a checkpoint; memory that several share counts once."""
     sizes: dict[int, int] = {}

@@ -14,7 +14,7 @@ from lightning_ddp_ext.checkpoint import device_map
 from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
 from lightning_ddp_ext.checkpoint.partial import remove_leftovers
 from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
-from lightning_ddp_ext.checkpoint.reader import give_own_memory
+from lightning_ddp_ext.checkpoint.reader import detach
 from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
 from lightning_ddp_ext.checkpoint.tensors import payload_bytes
 from lightning_ddp_ext.checkpoint.writer import PathLike, locate, remove, unwritable, write
@@ -124,7 +124,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         self.wait()
         wishes = self.wishes_for(weights_only, map_location)
         restored = restore(locate(path), Ranks(), wishes, show=self.show)
-        give_own_memory(restored.content, [restored.content.value])
+        detach(restored.content)
         return restored.content.value  # type: ignore[no-any-return]
 
     @override

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext.checkpoint.foreign import names_in_model
 from lightning_ddp_ext.checkpoint.ranks import Ranks
-from lightning_ddp_ext.checkpoint.reader import Content, detach, give_own_memory
+from lightning_ddp_ext.checkpoint.reader import Content, detach
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.writer import PathLike, locate
 from lightning_ddp_ext.errors import CheckpointMismatchError
@@ -150,14 +150,8 @@ class Checkpoints:
                 "saved, or set strict_loading = False in the LightningModule if keys may be missing"
             ) from error
 
-    def keep_optimizer_states(self) -> None:
-        """Give optimisers that were loaded from mapped tensors memory of their own."""
-        states = [list(optimizer.state.values()) for optimizer in self._strategy.optimizers]
-        for content in self._mapped:
-            give_own_memory(content, states)
-
     def release(self) -> None:
-        """Cut the last ties to files that were mapped, when restoring is over."""
+        """Cut the last ties to files that were mapped, such as an optimiser's state's, when restoring is over."""
         while self._mapped:
             detach(self._mapped.pop())
 

@@ -384,11 +384,6 @@ class DDPExtStrategy(DDPStrategy):
         self.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict)
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        self.checkpoints.keep_optimizer_states()
-
-    @override
     def on_train_start(self) -> None:
         self.checkpoints.release()
 

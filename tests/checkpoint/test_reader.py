@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext.checkpoint import reader as module
 from lightning_ddp_ext.checkpoint.archive import open_archive
 from lightning_ddp_ext.checkpoint.device_map import placement
-from lightning_ddp_ext.checkpoint.reader import detach, give_own_memory, read, read_alone
+from lightning_ddp_ext.checkpoint.reader import detach, read, read_alone
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.checkpoint.content import ANYWHERE, Owner, flip, kinds, mapped, model, numbers, same, saved
 
@@ -148,23 +148,6 @@ def test_what_has_moved_to_shared_memory_stays_there(tmp_path: Path) -> None:
     assert sent.data_ptr() == address
     assert torch.equal(sent, numbers(5000))
     assert torch.equal(kept, numbers(6000))
-
-
-def test_an_owners_memory_becomes_its_own_and_others_stay(tmp_path: Path) -> None:
-    """What an owner has is copied, shared memory once; the rest of the checkpoint is still in the file."""
-    path = tmp_path / "it.ckpt"
-    base = numbers(10_000)
-    content = read(saved(path, {"state": [base, base[5:]], "rest": numbers(7000)}), ANYWHERE)
-    first, second = content.value["state"]
-    before = first.data_ptr(), content.value["rest"].data_ptr()
-    give_own_memory(content, [content.value["state"]])
-    assert first.data_ptr() != before[0]
-    assert second.data_ptr() == first.data_ptr() + 20
-    assert content.value["rest"].data_ptr() == before[1]
-    assert mapped(path)
-    content.value = None
-    assert not mapped(path)
-    assert torch.equal(first, base)
 
 
 def test_small_tensors_are_copied_up_to_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

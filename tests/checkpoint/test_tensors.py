@@ -13,11 +13,9 @@ from lightning_ddp_ext.checkpoint.tensors import (
     fills_its_storage,
     has_storage,
     named_tensors,
-    parts_of,
     payload_bytes,
-    rebase,
 )
-from tests.checkpoint.content import Owner, kinds, model, numbers, same
+from tests.checkpoint.content import Owner, model, numbers
 
 
 @dataclasses.dataclass
@@ -83,19 +81,6 @@ def test_memory_that_is_shared_counts_once() -> None:
     assert payload_bytes({"a": base, "b": base[3:], "c": [base.reshape(2, 5)], "d": numbers(2)}) == 48
     assert payload_bytes({"s": torch.eye(4).to_sparse()}) == 2 * 4 * 8 + 4 * 4
     assert payload_bytes({"empty": torch.empty(0), "meta": torch.empty(9, device="meta")}) == 0
-
-
-@pytest.mark.parametrize("kind", [kind for kind, value in kinds().items() if value.device.type != "meta"])
-def test_rebasing_changes_nothing_but_the_memory(kind: str) -> None:
-    """On a copy of its memory a tensor of any kind is what it was, and the old memory no longer matters."""
-    tensor, expected = kinds()[kind], kinds()[kind]
-    for part in parts_of(tensor):
-        old = part.untyped_storage()
-        rebase(part, old.clone())
-        assert part.untyped_storage().data_ptr() != old.data_ptr() or part.numel() == 0
-        old.fill_(0)
-    if tensor.layout in (torch.strided, torch.sparse_coo):  # the parts of others are views
-        assert same(tensor, expected) or tensor.layout != torch.strided
 
 
 def test_who_fills_its_memory() -> None:

@@ -182,12 +182,7 @@ def _bring_along(strategy: Strategy, io: RankZeroCheckpointIO | None) -> None:
 def _install(strategy: Strategy) -> Checkpoints:
     """Have a stock strategy's own hooks do what ours do."""
     checkpoints = Checkpoints(strategy)
-    load_weights, load_optimizers = strategy.load_model_state_dict, strategy.load_optimizer_state_dict
-    teardown = strategy.teardown
-
-    def load_optimizers_and_keep(checkpoint: Mapping[str, Any]) -> None:
-        load_optimizers(checkpoint)
-        checkpoints.keep_optimizer_states()
+    load_weights, teardown = strategy.load_model_state_dict, strategy.teardown
 
     def finish_and_teardown() -> None:
         checkpoints.finish()
@@ -201,7 +196,6 @@ def _install(strategy: Strategy) -> Checkpoints:
         "load_model_state_dict": lambda checkpoint, strict=True: checkpoints.load_weights(
             load_weights, checkpoint, strict
         ),
-        "load_optimizer_state_dict": load_optimizers_and_keep,
         "teardown": finish_and_teardown,
     }
     vars(strategy).update(hooks)
