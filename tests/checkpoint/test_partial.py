@@ -165,9 +165,10 @@ def test_a_writer_that_was_looked_at_finishes(tmp_path: Path) -> None:
 
 def write_unseen(rank: int, world_size: int, directory: Path) -> str:
     if os.geteuid() == 0:
-        os.setuid(65534)
+        os.seteuid(65534)
     with replacing(directory / "it") as sink:
         sink.write(b"new")
+    os.seteuid(os.getuid())
     return (directory / "it").read_text()
 
 
