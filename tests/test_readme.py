@@ -63,7 +63,7 @@ def test_digits(strategy: str, tmp_path: Path) -> None:
 
 def test_resume_elsewhere(tmp_path: Path) -> None:
     """A run on two ranks is killed, its file is found whole, and three ranks go on at the step that was saved."""
-    completed = run_script(RESUME, "--directory", str(tmp_path / "run"), cwd=tmp_path)
+    completed = run_script(RESUME, "--directory", str(tmp_path / "run"), cwd=tmp_path, time_limit=110)
     assert completed.returncode == 0, completed.output
     assert "2 ranks begin at step 0" in completed.output
     assert "killed; what is left: " in completed.output
