@@ -8,13 +8,16 @@ removed may be the last good checkpoint.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.snapshot import Buffer, take
+from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.checkpoint.snapshot import Buffer, Snapshot, take
 
 _logger = logging.getLogger(__name__)
 
@@ -39,13 +42,28 @@ class Order:
     def remove(self, path: str, job: Job) -> None:
         """Run a removal, unless what was to come in its place does not exist."""
         if self.last_save_failed:
-            _logger.warning("keeping checkpoint %s: the one that was to take its place could not be written", path)
+            _logger.warning("leaving checkpoint %s as it is: the save before has failed", path)
         else:
             job()
 
 
+_open: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    """What was saved last is on the disk before the process ends, though nobody has waited for it."""
+    for writer in list(_open):
+        try:
+            if writer.is_of_this_process:
+                writer.wait()
+        except Exception as error:
+            _logger.error("%s", error)
+
+
 class BackgroundWriter:
     """One thread that writes one checkpoint after another, from the first until it has been waited for.
+
+    It belongs to the process that has made it: a forked one has no such thread. At the process's end it is waited for.
 
     Args:
         write: writes a checkpoint to a path.
@@ -62,6 +80,17 @@ class BackgroundWriter:
         self._is_buffer_free = threading.Event()
         self._is_buffer_free.set()
         self._error: Exception | None = None
+        self._lock = threading.RLock()
+        self.path_being_written: str | None = None
+        self._pid = os.getpid()
+        if not _open:
+            at_exit(_finish_all)
+        _open.add(self)
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether its thread is here, or in the process that this one was forked from."""
+        return self._pid == os.getpid()
 
     def save(self, checkpoint: Any, path: str) -> None:
         """Copy ``checkpoint`` now and write it to ``path`` later.
@@ -69,26 +98,29 @@ class BackgroundWriter:
         Raises:
             Exception: what pickling raises; errors of the disk come with :meth:`raise_error` and :meth:`wait`.
         """
-        self._is_buffer_free.wait()
-        snapshot = take(checkpoint, self._buffer)
-        self._is_buffer_free.clear()
+        with self._lock:
+            self._is_buffer_free.wait()
+            snapshot = take(checkpoint, self._buffer)
+            self._is_buffer_free.clear()
+            self.path_being_written = path
+            self.submit(lambda: self._write_snapshot(snapshot, path))
 
-        def job() -> None:
-            try:
-                self._order.save(lambda: self._write(snapshot.content(), path))
-            finally:
-                self._is_buffer_free.set()
-
-        self.submit(job)
+    def _write_snapshot(self, snapshot: Snapshot, path: str) -> None:
+        try:
+            self._order.save(lambda: self._write(snapshot.content(), path))
+        finally:
+            self.path_being_written = None
+            self._is_buffer_free.set()
 
     def submit(self, job: Job) -> None:
         """Have the thread do ``job`` after all that it was given before."""
-        if self._is_ending:  # somebody has interrupted who waited
-            self._end()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ddpx-checkpoints", daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
+        with self._lock:
+            if self._is_ending:  # somebody has interrupted who waited
+                self._end()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="ddpx-checkpoints", daemon=True)
+                self._thread.start()
+            self._jobs.put(job)
 
     def raise_error(self) -> None:
         """Raise the first error that has happened since the last call, if there is one."""
@@ -102,7 +134,8 @@ class BackgroundWriter:
         Raises:
             Exception: the first error that nobody has been told of.
         """
-        self._end()
+        with self._lock:
+            self._end()
         self.raise_error()
 
     def _end(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _MAY_MOVE, _FIXED = 1, 2  # of mremap
+_POPULATE_WRITE = 23  # of madvise, since Linux 5.14; before, it does nothing
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -36,9 +37,10 @@ def make_own(address: int, size: int, needed: Iterable[tuple[int, int]]) -> None
     own = _address(
         _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     )
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _libc.madvise(own, length, mmap.MADV_HUGEPAGE)
     for start, count in needed:
+        first = (own + start - address) // mmap.PAGESIZE * mmap.PAGESIZE
+        # Faster than one page fault after another; huge pages are slower, where memory has been in use for a while.
+        _libc.madvise(first, own + start - address + count - first, _POPULATE_WRITE)
         _libc.memcpy(own + start - address, start, count)
     _address(_libc.mremap(own, length, length, _MAY_MOVE | _FIXED, address))
 

@@ -81,9 +81,8 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
     partial = path.parent / f".ddpx-{secrets.token_hex(8)}.partial"
     _mine.add(partial.name)
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = _create_locked(partial)
         try:
-            _lock(descriptor)
             yield Sink(descriptor, on_progress)
             os.fsync(descriptor)
             os.replace(partial, path)
@@ -96,6 +95,15 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
         sync_directory(path.parent)
     finally:
         _mine.discard(partial.name)
+
+
+def _create_locked(partial: Path) -> int:
+    while True:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _lock(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # somebody has taken it for a leftover before it was locked, and removed it
 
 
 def sync_directory(directory: Path) -> None:

@@ -1,15 +1,13 @@
 """A checkpoint as it is at one moment, in memory that is used again for the next one.
 
 Everything but the memory of tensors is pickled, as saving would do; that memory is copied, once where several tensors
-share it, into one buffer. The buffer is asked for in huge pages: with small ones, the first use of fresh memory costs
-several times the copy.
+share it, into one buffer, whose first use costs several times the copy.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import mmap
 import pickle
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +27,17 @@ class Buffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return self._bytes.numel()
+
     def begin(self, size: int) -> None:
         """Make room for ``size`` bytes; what was in the buffer is void."""
         self._used = 0
         if size > self._bytes.numel():
             self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of the old one before there is a new one
-            self._bytes = _fresh_memory(size)
+            self._bytes = torch.empty(size, dtype=torch.uint8)
 
     def take(self, source: UntypedStorage) -> UntypedStorage:
         """A copy of ``source`` in the buffer; from another device it may still be on its way."""
@@ -48,13 +51,6 @@ class Buffer:
 def aligned(size: int) -> int:
     """So many bytes, rounded up."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _fresh_memory(size: int) -> Tensor:
-    memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

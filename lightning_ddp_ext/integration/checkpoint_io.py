@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.checkpoint import device_map
 from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
 from lightning_ddp_ext.checkpoint.partial import remove_leftovers
@@ -17,7 +16,7 @@ from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
 from lightning_ddp_ext.checkpoint.reader import detach
 from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
 from lightning_ddp_ext.checkpoint.tensors import payload_bytes
-from lightning_ddp_ext.checkpoint.writer import PathLike, locate, remove, unwritable, write
+from lightning_ddp_ext.checkpoint.writer import PathLike, link, locate, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
@@ -138,18 +137,31 @@ class RankZeroCheckpointIO(CheckpointIO):
             self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: remove(path)))
 
     def link(self, target: PathLike, path: PathLike) -> None:
-        """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step."""
-        self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: _link(Path(target), Path(path))))
+        """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
+
+        Where the file system has no links it becomes a copy.
+
+        Raises:
+            CheckpointSaveError: neither could be made.
+        """
+        with _warning_instead(self.on_save_error):
+            self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: link(target, path)))
+
+    def is_on_its_way(self, path: PathLike) -> bool:
+        """Whether a checkpoint for ``path`` has been copied, and may not be on the disk yet."""
+        writer = self._own_writer
+        return writer is not None and writer.path_being_written == os.fspath(path)
 
     def wait(self) -> None:
-        """Wait until all that was saved is on the disk.
+        """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
 
         Raises:
             CheckpointSaveError: something could not be saved, and nobody has been told so far.
         """
-        if self._writer is not None:
+        writer = self._own_writer
+        if writer is not None:
             with _warning_instead(self.on_save_error):
-                self._writer.wait()
+                writer.wait()
 
     @override
     def teardown(self) -> None:
@@ -174,7 +186,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         try:
             removed = remove_leftovers(local.parent)
         except OSError as error:
-            rank_zero_warn(f"cannot look for what killed saves have left in {local.parent}: {error}")
+            rank_zero_info(f"what killed saves have left in {local.parent} stays there, and does no harm: {error}")
             return
         if removed:
             size = sum(leftover.size for leftover in removed) / 2**20
@@ -192,21 +204,21 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     @property
     def _background(self) -> BackgroundWriter:
-        if self._writer is None:
+        if self._own_writer is None:
             self._writer = BackgroundWriter(write, self._order)
-            at_exit(self._finish)
+        assert self._writer is not None
         return self._writer
 
-    def _finish(self) -> None:
-        """What was saved after ``fit``, by hand, is on the disk before the process ends."""
-        try:
-            self.wait()
-        except Exception as error:
-            rank_zero_warn(str(error))
+    @property
+    def _own_writer(self) -> BackgroundWriter | None:
+        """That of this process; a forked one makes its own."""
+        writer = self._writer
+        return writer if writer is not None and writer.is_of_this_process else None
 
     def _raise_earlier_error(self) -> None:
-        if self._writer is not None:
-            self._writer.raise_error()
+        writer = self._own_writer
+        if writer is not None:
+            writer.raise_error()
 
     def _in_turn(self, job: Callable[[], None]) -> None:
         if self.background:
@@ -232,13 +244,6 @@ class _warning_instead:  # used as a function
             return False
         rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
         return True
-
-
-def _link(target: Path, path: Path) -> None:
-    temporary = path.with_name(f".ddpx-{os.getpid()}.link")
-    temporary.unlink(missing_ok=True)
-    os.symlink(os.path.relpath(target, path.parent), temporary)
-    os.replace(temporary, path)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

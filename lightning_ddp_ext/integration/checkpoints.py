@@ -6,6 +6,7 @@ Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheck
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_ddp_ext.checkpoint.ranks import Ranks
 from lightning_ddp_ext.checkpoint.reader import Content, detach
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.writer import PathLike, locate
-from lightning_ddp_ext.errors import CheckpointMismatchError
+from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.foreign import adapted
 from lightning_ddp_ext.integration.lightning_tree import (
@@ -32,6 +33,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.progress import progress_of
 from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 
@@ -97,14 +99,23 @@ class Checkpoints:
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
-        if self.is_interrupted:
+        if self.is_interrupted or self._world_size == 1:
             return work() if self._strategy.is_global_zero else None
         membership = current()
         if membership is not None:
             membership.begin_call(what)
-        return rank_zero_for_all(
-            work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
-        )
+        try:
+            return rank_zero_for_all(
+                work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
+            )
+        except (DDPExtError, OSError):
+            raise
+        except Exception as error:
+            if not echoes_another_rank(error):
+                raise
+            # Outside of fit and the like nobody else says which rank is to blame.
+            explanation: BaseException = explain(error)
+            raise explanation from explanation.__cause__
 
     # Reading.
 
@@ -176,9 +187,15 @@ class Checkpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        strategy = self._strategy
-        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return Ranks(strategy.global_rank if world_size > 1 else 0, world_size, strategy.root_device)  # type: ignore[attr-defined]
+        if self._world_size == 1:
+            return Ranks(device=self._strategy.root_device)
+        return Ranks(torch.distributed.get_rank(), self._world_size, self._strategy.root_device)
+
+    @property
+    def _world_size(self) -> int:
+        """The strategy's own, which may be for one device in a process that is one of several ranks elsewhere."""
+        world_size: int = getattr(self._strategy, "world_size", 1)
+        return world_size if torch.distributed.is_initialized() else 1
 
     @property
     def _trainer(self) -> Any:
@@ -187,9 +204,14 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception is being handled: some ranks may never come to a collective then."""
+        """Whether the Trainer has ended with an exception: some ranks may never come to a collective then."""
         trainer = self._trainer
         return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+
+    @property
+    def is_handling_exception(self) -> bool:
+        """Whether that is so, and the exception has not been caught yet."""
+        return self.is_interrupted and sys.exc_info()[1] is not None
 
 
 def wants_content(module: LightningModule, trainer: Any) -> bool:

@@ -408,24 +408,23 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        membership = current()
-        if membership is not None:
-            membership.begin_step()
+        _begin_step()
         return super().training_step(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
         if not self.checkpoints.is_interrupted:
+            _begin_step()
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self.checkpoints.is_interrupted else super().broadcast(obj, src)
+        return obj if self.checkpoints.is_handling_exception else super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self.checkpoints.is_interrupted else super().reduce_boolean_decision(decision, all)
+        return decision if self.checkpoints.is_handling_exception else super().reduce_boolean_decision(decision, all)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
@@ -448,6 +447,13 @@ class DDPExtStrategy(DDPStrategy):
                     start_method=start_method,
                     **options,
                 )
+
+
+def _begin_step() -> None:
+    """This rank goes on to something that every rank does: it will not make a call any more that others wait in."""
+    membership = current()
+    if membership is not None:
+        membership.begin_step()
 
 
 _SUFFIXES: dict[str, dict[str, bool]] = {

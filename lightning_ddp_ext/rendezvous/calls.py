@@ -1,8 +1,8 @@
 """Calls that every rank must make, and the rank that has gone past one without making it.
 
-A rank says over its lifeline that it begins such a call, and how many training steps it has begun until then. In a
-correct program ranks make the same calls between the same steps. So a rank that is further on, and has made fewer
-calls, will never make this one; waiting for it would never end.
+A rank says over its lifeline that it begins such a call, and how many steps it has begun until then: training steps,
+and barriers. In a correct program ranks make the same calls between the same steps. So a rank that is further on, and
+has made fewer calls, will never make this one; waiting for it would never end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Call:
     number: int
     """It is this rank's so manieth call."""
     steps: int
-    """Training steps that this rank has begun before."""
+    """Steps that this rank has begun before."""
     what: str
 
 

@@ -244,7 +244,7 @@ class Membership:
             self._lifelines.tell_call(call)
 
     def begin_step(self) -> None:
-        """This rank begins a training step.
+        """This rank begins a training step, or comes to a barrier.
 
         Raises:
             RankAbsentError: another rank waits in a call that this one should have made before.

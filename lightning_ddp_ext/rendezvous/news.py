@@ -39,8 +39,8 @@ class News:
             "failed": f"{who} failed, so this rank stops: {self.reason}",
             "left": f"{who} has finished and gone, but this rank still needs it for a collective; "
             "let every rank make the same calls in the same order",
-            "absent": f"{self.reason}, and {who} did not: it has begun another training step since; "
-            "call it on every rank, not for one rank alone",
+            "absent": f"{self.reason}, and {who} did not: it has gone on without it; "
+            "call it on every rank, not for one rank alone, and give every rank as many batches",
         }[self.kind]
         kind = _ERRORS[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)

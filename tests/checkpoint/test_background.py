@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -92,7 +94,7 @@ def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert order.last_save_failed
     with caplog.at_level(logging.WARNING):
         order.remove("old", disk.removal("old"))
-    assert caplog.messages == ["keeping checkpoint old: the one that was to take its place could not be written"]
+    assert caplog.messages == ["leaving checkpoint old as it is: the save before has failed"]
     order.save(lambda: None)
     order.remove("old", disk.removal("old"))
     assert disk.events == ["failed new", "removed old"]
@@ -200,3 +202,45 @@ def test_an_interrupted_wait_loses_nothing(waits_again: bool, monkeypatch: pytes
         writer.wait()
     assert disk.events == ["wrote first", "wrote second", "wrote third"]
     assert threads() == []
+
+
+def test_several_threads_may_save() -> None:
+    """Each checkpoint is written with the content that it was given, whoever gives it."""
+    disk = Disk()
+    with writer_on(disk) as writer:
+
+        def save(name: int) -> None:
+            writer.save({"x": numbers(9) + name}, str(name))
+
+        savers = [threading.Thread(target=save, args=(name,)) for name in range(12)]
+        for saver in savers:
+            saver.start()
+        for saver in savers:
+            saver.join()
+        writer.wait()
+    assert sorted(disk.contents, key=int) == [str(name) for name in range(12)]
+    assert all((content == numbers(9) + int(path)).all() for path, content in disk.contents.items())
+
+
+def test_a_path_is_on_its_way_until_it_is_written() -> None:
+    """Who looks for a free name can ask, before the file is there."""
+    disk = Disk(held="a")
+    with writer_on(disk) as writer:
+        writer.save({"x": numbers(3)}, "a")
+        assert disk.reached.wait(20)
+        assert writer.path_being_written == "a"
+        disk.let_go.set()
+        writer.wait()
+        assert writer.path_being_written is None
+
+
+def test_a_writer_that_nobody_needs_any_more_frees_its_memory() -> None:
+    """Though it would be waited for at the process's end, if it were still there."""
+    disk = Disk()
+    writer = BackgroundWriter(disk.write, Order())
+    writer.save({"x": numbers(9)}, "a")
+    writer.wait()
+    gone = weakref.ref(writer)
+    del writer
+    gc.collect()
+    assert gone() is None

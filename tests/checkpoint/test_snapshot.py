@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint import snapshot as module
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned, take
 from tests.checkpoint.content import as_bytes, from_bytes, kinds, model, numbers, same
 
@@ -154,15 +153,15 @@ def test_what_cannot_be_pickled_raises_at_once() -> None:
     assert same(take(numbers(3), buffer).content(), numbers(3))
 
 
-def test_the_buffer_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_buffer_is_used_again() -> None:
     """New memory is asked for only for a snapshot that is larger than all before."""
-    asked, fresh = list[int](), module._fresh_memory
-    monkeypatch.setattr(module, "_fresh_memory", lambda size: asked.append(size) or fresh(size))
-    buffer = Buffer()
-    for length in (1000, 1000, 10, 999, 1000, 2000, 2000, 0):
+    buffer, sizes = Buffer(), list[int]()
+    for length in (1000, 1000, 10, 999, 2000, 1000, 0):
         content = {"a": numbers(length), "b": numbers(length // 2)}
         assert same(take(content, buffer).content(), content)
-    assert asked == [aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)]
+        sizes.append(buffer.size)
+    small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
+    assert sizes == [small] * 4 + [large] * 3
 
 
 @given(st.integers(0, 2**40))

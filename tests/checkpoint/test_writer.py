@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint import partial
-from lightning_ddp_ext.checkpoint.writer import locate, remove, write
+from lightning_ddp_ext.checkpoint.writer import link, locate, remove, write
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, numbers, same
 
@@ -210,3 +210,38 @@ def test_a_removal_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Path, "unlink", fail)
     with pytest.raises(CheckpointError, match=r"cannot remove checkpoint .*it.ckpt: Permission denied; let user"):
         remove(tmp_path / "it.ckpt")
+
+
+def test_a_link_takes_the_place_of_whatever_is_there(tmp_path: Path) -> None:
+    """Of nothing, of another link, of a file and of a directory, in one step."""
+    target, path = tmp_path / "it.ckpt", tmp_path / "last.ckpt"
+    write({"x": 1}, target)
+    for before in (lambda: None, lambda: None, lambda: (path.unlink(), path.write_text("")), make_directory(path)):
+        before()
+        link(target, path)
+        assert path.is_symlink()
+        assert torch.load(path) == {"x": 1}
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["it.ckpt", "last.ckpt"]
+
+
+def make_directory(path: Path) -> Any:
+    def make() -> None:
+        path.unlink()
+        (path / "inner").mkdir(parents=True)
+
+    return make
+
+
+def test_where_there_are_no_links_it_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without symbolic links has the same content twice."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("lightning_ddp_ext.checkpoint.writer.os.symlink", refuse)
+    write({"x": 1}, tmp_path / "it.ckpt")
+    link(tmp_path / "it.ckpt", tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert torch.load(tmp_path / "last.ckpt") == {"x": 1}
+    with pytest.raises(CheckpointSaveError, match=r"last\.ckpt"):
+        link(tmp_path / "missing.ckpt", tmp_path / "last.ckpt")

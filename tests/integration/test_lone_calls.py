@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_ddp_ext import RankZeroCheckpoint
 from tests.integration.checkpointing import Net, strategy_for
 from tests.integration.training import make_trainer
 from tests.ranks import by_hand_env, launch_ranks, run_ranks
@@ -57,3 +59,39 @@ def test_ranks_that_all_save_are_left_alone(tmp_path: Path) -> None:
     """However late one of them comes."""
     run_ranks(fitted, 3, tmp_path, [0, 1, 2], 0, env=by_hand_env(3))
     assert (tmp_path / "it.ckpt").exists()
+
+
+def fitted_then_tested(rank: int, world_size: int, directory: Path) -> None:
+    trainer = make_trainer(strategy_for("strategy", directory), max_epochs=1)
+    trainer.fit(Net())
+    if trainer.is_global_zero:
+        trainer.save_checkpoint(directory / "it.ckpt")
+    trainer.test(trainer.lightning_module, verbose=False)
+
+
+def test_a_save_on_one_rank_between_two_calls_is_named(tmp_path: Path) -> None:
+    """After `fit`, too, where the others go on to the next call of the Trainer."""
+    outcomes = launch_ranks(fitted_then_tested, 2, tmp_path, env=by_hand_env(2), time_limit=20)
+    for outcome in outcomes:
+        assert "RankAbsentError" in outcome.story()
+        assert "rank 1 (host" in outcome.story()
+
+
+def one_device_among_ranks(rank: int, world_size: int, directory: Path) -> int:
+    """A Trainer of two ranks, one of rank 0's alone, and one of two ranks again."""
+    make_trainer(strategy_for("strategy", directory), max_epochs=1).fit(Net())
+    if rank == 0:
+        callback = RankZeroCheckpoint(directory, "alone")
+        alone = make_trainer(
+            SingleDeviceStrategy("cpu"), devices=1, max_epochs=1, callbacks=[callback], enable_checkpointing=True
+        )
+        alone.fit(Net())
+        alone.test(ckpt_path=directory / "alone.ckpt", verbose=False)
+    trainer = make_trainer(strategy_for("strategy", directory), max_epochs=1)
+    trainer.fit(Net())
+    return trainer.global_step
+
+
+def test_a_trainer_for_one_device_is_nobody_elses_business(tmp_path: Path) -> None:
+    """What rank 0 saves and restores in a Trainer of its own is no call that other ranks must make."""
+    assert run_ranks(one_device_among_ranks, 2, tmp_path, env=by_hand_env(2)) == [4, 4]

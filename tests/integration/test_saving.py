@@ -312,6 +312,7 @@ def forked(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     from lightning_ddp_ext import DDPExtStrategy
 
     io, model = RankZeroCheckpointIO(background=True), Net()
+    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
     before = model.out.weight.detach().clone()
     callback = ModelCheckpoint(directory, "it")
     trainer = make_trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +114,14 @@ class RankZeroCheckpoint(ModelCheckpoint):
         agreed: Mapping[str, Any] = trainer.strategy.broadcast({name: _on_cpu(value) for name, value in mine.items()})
         device = trainer.strategy.root_device
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in agreed.items()}
+
+    @override
+    def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
+        # In the background a file may not be there yet, and its name is taken all the same.
+        io = trainer.strategy.checkpoint_io
+        is_coming = trainer.is_global_zero and isinstance(io, RankZeroCheckpointIO) and io.is_on_its_way(filepath)
+        exists = trainer.is_global_zero and bool(self._fs.exists(filepath))
+        return bool(trainer.strategy.reduce_boolean_decision(is_coming or exists, all=False))
 
     @override
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
