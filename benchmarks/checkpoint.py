@@ -56,7 +56,7 @@ class Peak:
     """The most memory that this process has had while the block ran, over what it had before."""
 
     def __enter__(self) -> Peak:
-        self._before = self._most = own_memory()
+        self.before = self.most = own_memory()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -64,7 +64,7 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self._most = max(self._most, own_memory())
+            self.most = max(self.most, own_memory())
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -72,7 +72,7 @@ class Peak:
 
     @property
     def mebibytes(self) -> float:
-        return (self._most - self._before) / MIB
+        return (self.most - self.before) / MIB
 
 
 def run(work: Work, world_size: int, directory: Path) -> dict[str, float]:
@@ -391,10 +391,9 @@ def background(make_io: Callable[[], Any], mebibytes: int, place: Path, saves: i
                 io.save_checkpoint(content, place / f"{directory.name}.ckpt")
                 seconds.append(time.perf_counter() - begin)
                 if number == 0:
-                    before = peak._before
+                    before = peak.before
                 wait(io)
-                most = peak
-            peaks.append((most._most - before) / MIB)
+            peaks.append((peak.most - before) / MIB)
         io.teardown()
         (place / f"{directory.name}.ckpt").unlink()
         return {
@@ -422,7 +421,7 @@ def measure_background(repeats: int) -> None:
     with scratch_directory() as place:
         for size, saves in ((10, 20), (1024, 20 if repeats > 1 else 4)):
             kinds = {
-                "stock `AsyncCheckpointIO`": background(AsyncCheckpointIO_of_stock, size, Path(place), saves),
+                "stock `AsyncCheckpointIO`": background(stock_in_background, size, Path(place), saves),
                 "ours": background(lambda: ddpx.RankZeroCheckpointIO(background=True), size, Path(place), saves),
             }
             results = take_turns(kinds, 1, min(repeats, 3))
@@ -443,7 +442,7 @@ def measure_background(repeats: int) -> None:
     )
 
 
-def AsyncCheckpointIO_of_stock() -> Any:
+def stock_in_background() -> Any:
     return AsyncCheckpointIO(TorchCheckpointIO())
 
 

@@ -50,6 +50,17 @@ class Order:
 _open: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
+_process: int | None = None
+
+
+def _finish_at_exit() -> None:
+    """Once a process: a forked one does not inherit what its parent does at its end."""
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        at_exit(_finish_all)
+
+
 def _finish_all() -> None:
     """What was saved last is on the disk before the process ends, though nobody has waited for it."""
     for writer in list(_open):
@@ -83,9 +94,8 @@ class BackgroundWriter:
         self._lock = threading.RLock()
         self.path_being_written: str | None = None
         self._pid = os.getpid()
-        if not _open:
-            at_exit(_finish_all)
         _open.add(self)
+        _finish_at_exit()
 
     @property
     def is_of_this_process(self) -> bool:

@@ -44,21 +44,23 @@ def saved(path: Path, model: L.LightningModule, **options: Any) -> Any:
 def resumed(side: Side, directory: Path, path: Path, mode: Any, model: L.LightningModule) -> dict[str, Any]:
     keeper = Keeper()
     at_start = AtStart(keeper)
-    trainer = trainer_for(side, directory, RankZeroCheckpointIO(restore=mode), [keeper, at_start], max_epochs=2)
+    options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"])}
+    trainer = trainer_for(side, directory, RankZeroCheckpointIO(restore=mode), [keeper, at_start], **options)
     trainer.fit(model, ckpt_path=path)
     return {"at start": at_start.state, "step": trainer.global_step, "mapped": mapped_checkpoints()}
 
 
 @pytest.mark.lowest
-@SIDES
+@pytest.mark.parametrize(("side", "world_size"), [("strategy", 2), ("callback", 2), ("strategy", 4)])
 @MODES
-def test_a_run_continues_with_all_that_was_saved(side: Side, mode: str, tmp_path: Path) -> None:
+def test_a_run_continues_with_all_that_was_saved(side: Side, world_size: int, mode: str, tmp_path: Path) -> None:
     """Weights, optimisers, schedules, progress and every kind of tensor are on each rank what they were."""
     torch.manual_seed(1)
     before = saved(tmp_path / "it.ckpt", Net())
-    for result in on_ranks(resumed, side, tmp_path, tmp_path / "it.ckpt", mode, Net()):
+    results = on_ranks(resumed, side, tmp_path, tmp_path / "it.ckpt", mode, Net(), world_size=world_size)
+    for result in results:
         assert_same(result["at start"] | {"epoch": 0}, before | {"epoch": 0, "mapped": []})
-        assert result["step"] == before["step"] + 4, "and training goes on from there"
+        assert result["step"] == before["step"] + 8 // world_size, "and training goes on from there"
         assert result["mapped"] == []
 
 
