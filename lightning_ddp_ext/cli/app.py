@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from lightning_ddp_ext.checkpoint.ranks import show_nothing
 from lightning_ddp_ext.cli import cleaning, inspection, verification
-from lightning_ddp_ext.cli.output import finish, progress_on_stderr, without_progress
+from lightning_ddp_ext.cli.output import finish, progress_on_stderr
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(no_args_is_help=True)
@@ -40,7 +41,7 @@ def verify(path: _Path, json: _Json = False) -> None:
 
     Ends with status 0 if the file is whole, 1 if it is damaged, cut off, missing or no checkpoint.
     """
-    progress = without_progress if json else progress_on_stderr
+    progress = show_nothing if json else progress_on_stderr
     finish(verification.verify(path, progress=progress), as_json=json)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -13,9 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
-
-# Takes a description and a number of bytes; gives what is to be called with the number of bytes done so far.
-Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 # Bytes: what is smaller is checked before anybody has read a progress bar.
 _LARGE = 256 << 20
@@ -121,12 +118,6 @@ def count_text(number: int, what: str) -> str:
     ('1 tensor', '2 tensors')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-@contextmanager
-def without_progress(what: str, size: int) -> Iterator[Callable[[int], None]]:
-    """Show nothing."""
-    yield lambda done: None
 
 
 @contextmanager

@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from lightning_ddp_ext.checkpoint.archive import Archive, Record, find_damage
+from lightning_ddp_ext.checkpoint.ranks import Show
 from lightning_ddp_ext.checkpoint.reader import damage_error
 from lightning_ddp_ext.cli.files import open_file, read_file, tensors_in
-from lightning_ddp_ext.cli.output import Report, Show, add_row, count_text, size_text, table
+from lightning_ddp_ext.cli.output import Report, add_row, count_text, size_text, table
 from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
 
 

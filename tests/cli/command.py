@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from lightning_ddp_ext.checkpoint.archive import open_archive
 from lightning_ddp_ext.cli.app import app
 
 
@@ -55,17 +54,6 @@ def save(path: Path, **entries: Any) -> Path:
         "optimizer_states": [{"state": {0: {"exp_avg": torch.ones(60, 100), "step": torch.tensor(120.0)}}}],
     }
     torch.save({**content, **entries}, path)
-    return path
-
-
-def flip(path: Path, record: str) -> Path:
-    """Change one bit in the middle of a record."""
-    found = next(each for each in open_archive(path).records or () if each.name == record)
-    with path.open("r+b") as file:
-        file.seek(found.offset + found.size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
     return path
 
 

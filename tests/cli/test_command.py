@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.cli import main, output
-from tests.cli.command import checkpoint, flip, save
+from tests.cli.command import checkpoint, save
+from tests.damage import flip
 from tests.scripts import run_script
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.command import WouldRun, checkpoint, flip, save
+from tests.cli.command import WouldRun, checkpoint, save
+from tests.damage import flip
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import torch
 from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext.cli import output
-from tests.cli.command import WouldRun, checkpoint, flip, save
+from tests.cli.command import WouldRun, checkpoint, save
+from tests.damage import flip
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.archive import open_archive
+from tests.damage import flip
 from tests.integration.checkpointing import AtStart, Net, Side, on_ranks, strategy_for, trainer_for
 from tests.integration.training import assert_same, make_trainer
 from tests.network import Network
@@ -33,16 +33,6 @@ def path(tmp_path: Path) -> Path:
     trainer.fit(Net(width=64))
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     return tmp_path / "it.ckpt"
-
-
-def flip(path: Path, record: str) -> None:
-    """Change one bit in the middle of a record."""
-    found = next(each for each in open_archive(path).records or () if each.name == record)
-    with path.open("r+b") as file:
-        file.seek(found.offset + found.size // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
 
 
 class WouldRun:

@@ -1,0 +1,19 @@
+"""Damage to checkpoint files, as disks and networks do it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_ddp_ext.checkpoint.archive import open_archive
+
+
+def flip(path: Path, record: str) -> Path:
+    """Change one bit in the middle of a record."""
+    found = next(each for each in open_archive(path).records or () if each.name == record)
+    with path.open("r+b") as file:
+        file.seek(found.offset + found.size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    return path
