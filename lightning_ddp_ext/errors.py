@@ -7,7 +7,8 @@
     │   ├── InitMethodError                  init_method, DDPX_INIT_METHOD, run_id
     │   ├── WorldError                       rank, world_size, local_rank, devices, num_nodes
     │   ├── DurationError                    timeout, init_timeout
-    │   └── OptionError                      an argument that does not exist, or that this torch lacks
+    │   ├── OptionError                      an argument that does not exist, or that this torch lacks
+    │   └── SamplerError                     an argument of a sampler, or a state that is not its own
     ├── RendezvousError (RuntimeError)       the ranks could not find each other
     │   ├── StoreError                       the store cannot be opened, reached or believed
     │   ├── MissingRanksError                ranks that did not come within init_timeout
@@ -20,6 +21,10 @@
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint at all
     │   ├── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
     │   └── CheckpointMismatchError          keys or shapes are not the model's
+    ├── SamplingError (RuntimeError)         data cannot be shared out among the ranks as was asked
+    │   ├── ResumeError                      an epoch cannot be continued where it was left
+    │   ├── UnevenInputsError                ranks have different numbers of training batches
+    │   └── ExactEvaluationError             samples cannot be evaluated or predicted once each
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank has gone past a call that every rank must make
@@ -56,6 +61,10 @@ class DurationError(ConfigurationError):
 
 class OptionError(ConfigurationError, TypeError):
     """An argument of that name does not exist; also a ``TypeError``, as for any Python call."""
+
+
+class SamplerError(ConfigurationError):
+    """An argument of a sampler cannot work, or the state that it was given is another sampler's."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):
@@ -139,6 +148,22 @@ class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
 
 class CheckpointMismatchError(CheckpointError):
     """Keys are missing or unexpected, or shapes differ from the model's."""
+
+
+class SamplingError(DDPExtError, RuntimeError):
+    """Data cannot be shared out among the ranks as was asked."""
+
+
+class ResumeError(SamplingError):
+    """An epoch cannot be continued at the place where the checkpoint has left it."""
+
+
+class UnevenInputsError(SamplingError):
+    """The ranks have different numbers of training batches, and would wait for one another."""
+
+
+class ExactEvaluationError(SamplingError):
+    """Samples cannot be evaluated or predicted exactly once each."""
 
 
 class RankFailedError(DDPExtError, RuntimeError):
