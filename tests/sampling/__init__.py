@@ -1,1 +1,1 @@
-"""Tests of the room of checkpoints, without Lightning."""
+"""Tests of the room of sampling, without Lightning."""
