@@ -30,6 +30,7 @@ __all__ = [
     "Precision",
     "ProgressBar",
     "RichProgressBar",
+    "RunningStage",
     "SLURMEnvironment",
     "Accelerator",
     "Strategy",
@@ -115,7 +116,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
-    from lightning.pytorch.trainer.states import TrainerStatus
+    from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -151,7 +152,8 @@ else:
     _callbacks = import_module(f"{lightning_name}.callbacks")
     ModelCheckpoint = _callbacks.ModelCheckpoint
     ProgressBar, RichProgressBar = _callbacks.ProgressBar, _callbacks.RichProgressBar
-    TrainerStatus = import_module(f"{lightning_name}.trainer.states").TrainerStatus
+    _states = import_module(f"{lightning_name}.trainer.states")
+    RunningStage, TrainerStatus = _states.RunningStage, _states.TrainerStatus
     _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
     rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
     _launchers = f"{lightning_name}.strategies.launchers"

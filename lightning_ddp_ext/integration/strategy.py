@@ -38,6 +38,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
+from lightning_ddp_ext.integration.sampling import Order, Sampling
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -94,6 +95,10 @@ class DDPExtStrategy(DDPStrategy):
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
         start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
             ``"forkserver"`` start functions.
+        sampler: the order of training samples, where Lightning puts a sampler into a loader: ``"torch"`` for that of
+            stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
+        exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
+            a loader; stock Lightning repeats samples until the ranks have equally many.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
@@ -147,6 +152,8 @@ class DDPExtStrategy(DDPStrategy):
         init_timeout: float | timedelta = INIT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
         start_method: StartMethod = "popen",
+        sampler: Order = "torch",
+        exact_evaluation: bool = True,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -200,6 +207,7 @@ class DDPExtStrategy(DDPStrategy):
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self.checkpoints = Checkpoints(self)
+        self.sampling = Sampling(self, order=sampler, exact_evaluation=exact_evaluation)
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -374,6 +382,7 @@ class DDPExtStrategy(DDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         agree_on_path(self.lightning_module.trainer)
+        self.sampling.attach(self.lightning_module.trainer)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
@@ -403,6 +412,12 @@ class DDPExtStrategy(DDPStrategy):
     def teardown(self) -> None:
         self.checkpoints.finish()
         super().teardown()
+
+    # Data.
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.sampling.process(super().process_dataloader(dataloader))
 
     # Working together.
 
