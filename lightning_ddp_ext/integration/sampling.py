@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sized
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Sampler
 
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, refuse_missing
 
