@@ -34,9 +34,9 @@ class Restart:
     batches_that_stepped: int = 0
 
     @property
-    def in_epoch(self) -> bool:
-        """Whether an epoch is continued, and not begun."""
-        return self.done > 0
+    def is_within_epoch(self) -> bool:
+        """Whether some batches of the epoch are done, and some may be left."""
+        return self.done > 0 and not self.is_over
 
 
 def settle(fit_loop: Any, *, accumulated: int, batches: float | None) -> Restart:
