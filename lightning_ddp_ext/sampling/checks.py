@@ -1,0 +1,67 @@
+"""Is this argument of a sampler one that can work?"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, get_args
+
+from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.sampling.partition import Uneven
+
+LARGEST = 2**62  # of a length: positions beyond it, which padding reaches, still fit into 64 bits
+
+
+def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | None = None, remedy: str) -> int:
+    """``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
+
+    Raises:
+        SamplerError: it is no whole number, or outside of ``at_least`` to ``at_most``.
+
+    >>> whole_number(-1, "seed", remedy="pass seed=0")
+    Traceback (most recent call last):
+    lightning_ddp_ext.errors.SamplerError: seed must be a whole number, at least 0 (got -1); pass seed=0
+    """
+    number = _index(value)
+    if number is None or number < at_least or (at_most is not None and number > at_most):
+        bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise SamplerError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
+    return number
+
+
+def seed_of(value: Any) -> int:
+    """A seed that can be mixed with an epoch."""
+    return whole_number(value, "seed", remedy="pass the same seed on every rank, such as seed=0")
+
+
+def epoch_of(value: Any) -> int:
+    """The number of an epoch."""
+    return whole_number(value, "epoch", remedy="count epochs from 0")
+
+
+def uneven_of(value: Any) -> Uneven:
+    """One of the policies for lengths that the ranks do not divide."""
+    if not isinstance(value, str) or value not in get_args(Uneven):
+        raise SamplerError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
+    return value  # type: ignore[return-value]
+
+
+def length_of(thing: Any, field: str, remedy: str) -> int:
+    """``len(thing)``.
+
+    Raises:
+        SamplerError: it has none, or one that is too large.
+    """
+    try:
+        length = len(thing)
+    except (TypeError, NotImplementedError):
+        raise SamplerError(
+            f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
+        ) from None
+    return whole_number(length, f"the length of {field}", at_most=LARGEST, remedy=remedy)
+
+
+def _index(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

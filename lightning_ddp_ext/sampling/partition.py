@@ -1,0 +1,69 @@
+"""Which positions of the global order does a rank read?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Uneven = Literal["pad", "drop", "exact"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The positions that one rank reads from ``start`` on: the k-th is ``start + rank + k * world_size``.
+
+    Where the ranks do not divide what is left, ``uneven`` decides:
+
+    - ``"pad"``: every rank reads equally many; what is missing are the first positions of the epoch, once more;
+    - ``"drop"``: every rank reads equally many; the last positions are left out;
+    - ``"exact"``: every position is read by one rank; the first ranks may read one more than the others.
+
+    To stop and go on with another number of ranks is a new share that starts at ``position_after(consumed)``.
+
+    Args:
+        length: positions of the whole epoch.
+        world_size: number of ranks.
+        rank: this rank.
+        uneven: the policy.
+        start: the first position that has not been read, 0 to ``length``.
+
+    >>> [Share(10, 4, rank, "pad").positions(0, 3).tolist() for rank in range(4)]
+    [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    >>> Share(10, 4, 0, "pad").position_after(1)
+    4
+    >>> [Share(10, 2, rank, "exact", start=4).positions(0, 3).tolist() for rank in range(2)]
+    [[4, 6, 8], [5, 7, 9]]
+    """
+
+    length: int
+    world_size: int
+    rank: int
+    uneven: Uneven
+    start: int = 0
+
+    def __len__(self) -> int:
+        """Positions that this rank reads."""
+        left = self.length - self.start
+        if self.uneven == "drop":
+            return left // self.world_size
+        behind = self.rank if self.uneven == "exact" else 0
+        return max(0, -((behind - left) // self.world_size))
+
+    def positions(self, begin: int, end: int) -> NDArray[np.int64]:
+        """The rank's positions number ``begin`` to ``end`` (which is left out), cut at ``len(self)``."""
+        end = min(end, len(self))
+        first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
+        found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
+        return found % self.length if last - self.world_size >= self.length else found
+
+    def position_after(self, consumed: int) -> int:
+        """The first position that nobody has read when every rank has read ``consumed`` (or all) of its own.
+
+        The same on every rank, and ``length`` once the ranks are through, also where ``"drop"`` has left some out.
+        """
+        if self.uneven == "drop" and 0 < len(self) <= consumed:
+            return self.length
+        return min(self.start + consumed * self.world_size, self.length)

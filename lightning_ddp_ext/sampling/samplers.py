@@ -1,0 +1,309 @@
+"""Samplers: one global order of an epoch, shared out among the ranks, that can be entered anywhere."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.sampling.checks import length_of, uneven_of
+from lightning_ddp_ext.sampling.partition import Share, Uneven
+from lightning_ddp_ext.sampling.permutation import Permutation
+from lightning_ddp_ext.sampling.resuming import Resumable
+from lightning_ddp_ext.sampling.streams import mix, seeded, with_wrapped
+
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices that are made at once: few at first, since somebody waits for one
+
+Order = Callable[[NDArray[np.int64]], NDArray[Any]]
+
+
+class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[override]  # ranks are found when asked for
+    """Base of our samplers: a subclass says in ``_order`` what stands at a position of an epoch's global order.
+
+    It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        *,
+        num_replicas: int | None,
+        rank: int | None,
+        shuffle: bool,
+        seed: int,
+        uneven: Uneven,
+    ) -> None:
+        Resumable.__init__(self, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=uneven)
+        self.dataset = dataset
+        self._length = length
+        self._newest: _Deal | None = None
+
+    def _order(self) -> Order:
+        """The order of ``self.epoch``: a function from positions to what the sampler yields for them."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def length(self) -> int:
+        """Positions of the global order of an epoch."""
+        return self._length
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the last samples are left out where the ranks do not divide the rest."""
+        return self.uneven == "drop"
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The length, by the name that torch gives it."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """What all ranks together read from ``position`` on."""
+        return self.length - self.position if self.uneven == "exact" else len(self) * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's indices from ``position`` on; nothing is computed before the first one is asked for."""
+        return chain.from_iterable(self._blocks())
+
+    def _blocks(self) -> Iterator[Iterator[int]]:
+        deal = self._newest = _Deal(self.share(), self._order())
+        yield from deal
+
+    @override
+    def _handed_out(self) -> int:
+        return 0 if self._newest is None else self._newest.handed_out
+
+    @override
+    def _forget_iterator(self) -> None:
+        self._newest = None
+
+
+class _Deal:
+    """One pass over a share, block by block; how far it is, it reads off the block that it gave away."""
+
+    def __init__(self, share: Share, order: Order) -> None:
+        self._share = share
+        self._order = order
+        self._until = 0
+        self._block: Iterator[Any] = iter(())
+
+    @property
+    def handed_out(self) -> int:
+        return self._until - operator.length_hint(self._block)
+
+    def __iter__(self) -> Iterator[Iterator[Any]]:
+        length, size = len(self._share), FIRST_BLOCK
+        while self._until < length:
+            begin, self._until = self._until, min(self._until + size, length)
+            self._block = iter(self._order(self._share.positions(begin, self._until)).tolist())
+            yield self._block
+            size = BLOCK
+
+
+class ScalableDistributedSampler(GlobalOrderSampler):
+    """A ``DistributedSampler`` that shuffles without a list: any length costs no memory and no time to start.
+
+    The order of an epoch is a keyed permutation, see ``sampling.permutation``, that depends on ``seed`` and ``epoch``
+    alone (mixed, not added). Each rank computes only the indices that it yields. A state can be loaded on any number
+    of ranks, and what they read then is what had not been read.
+
+    Args:
+        dataset: anything with a length, up to 2**62.
+        num_replicas: number of ranks; None: the process group's when it is asked for, else 1.
+        rank: this rank; None: the process group's when it is asked for, else 0.
+        shuffle: whether the order is random, or the dataset's.
+        seed: the same on every rank, not negative.
+        drop_last: the same as ``uneven="drop"``.
+        uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
+            ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more.
+
+    Raises:
+        SamplerError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
+            ``drop_last=True`` with another policy.
+
+    >>> sampler = ScalableDistributedSampler(range(10), num_replicas=2, rank=0, seed=3)
+    >>> samples = iter(sampler)
+    >>> read = [next(samples), next(samples)]
+    >>> state = sampler.state_dict()
+    >>> state["position"]
+    4
+    >>> resumed = [ScalableDistributedSampler(range(10), num_replicas=3, rank=rank, seed=3) for rank in range(3)]
+    >>> for each in resumed:
+    ...     each.load_state_dict(state)
+    >>> [len(each) for each in resumed]
+    [2, 2, 2]
+    """
+
+    kind: ClassVar[str] = "scalable"
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        uneven: Uneven = "pad",
+    ) -> None:
+        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        if shuffle and length == 0:
+            raise SamplerError(
+                "dataset must not be empty with shuffle=True (got length 0);"
+                " look for what filters its samples out, or pass shuffle=False"
+            )
+        if drop_last and uneven_of(uneven) == "exact":
+            raise SamplerError("uneven must be 'drop' with drop_last=True (got 'exact'); leave out one of the two")
+        policy: Uneven = "drop" if drop_last else uneven_of(uneven)
+        super().__init__(
+            dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=policy
+        )
+
+    @override
+    def _order(self) -> Order:
+        if not self.shuffle:
+            return _as_it_is
+        return Permutation(self.length, mix(self.seed, self.epoch)).apply
+
+
+class ExactDistributedSampler(ScalableDistributedSampler):
+    """Each sample on exactly one rank, for evaluation: nothing is repeated and nothing left out.
+
+    Ranks may get one sample more than others, or none at all, so batch counts may differ. The arguments and errors are
+    those of ``ScalableDistributedSampler``; without ``shuffle`` the dataset may be empty.
+
+    >>> [list(ExactDistributedSampler(range(5), num_replicas=2, rank=rank)) for rank in range(2)]
+    [[0, 2, 4], [1, 3]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, uneven="exact")
+
+
+class TorchOrderSampler(GlobalOrderSampler):
+    """Bit for bit the order of ``torch.utils.data.DistributedSampler``, entered at any position by any number of ranks.
+
+    The arguments are that one's. An epoch's order takes 8 bytes a sample, and the time to draw it.
+    """
+
+    kind: ClassVar[str] = "torch"
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        uneven: Uneven = "drop" if drop_last else "pad"
+        super().__init__(
+            dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=uneven
+        )
+
+    @override
+    def _order(self) -> Order:
+        if not self.shuffle:
+            return _as_it_is
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order: NDArray[np.int64] = torch.randperm(self.length, generator=generator).numpy()
+        return order.__getitem__
+
+
+class SharedSampler(GlobalOrderSampler):
+    """Shares out what any other sampler yields; all ranks deal out the same list, whatever their generators.
+
+    The list of an epoch is drawn whole on every rank, with all generators that the sampler can reach seeded from
+    ``seed`` and the epoch.
+
+    Args:
+        sampler: any sampler with a length; ``set_epoch`` and ``resume_at`` tell it the epoch if it has ``set_epoch``.
+        num_replicas: as for ``ScalableDistributedSampler``.
+        rank: as for ``ScalableDistributedSampler``.
+        seed: the same on every rank, not negative.
+        uneven: as for ``ScalableDistributedSampler``.
+
+    Raises:
+        SamplerError: the sampler has no length; when iterated: it yields fewer indices than that.
+
+    >>> weighted = torch.utils.data.WeightedRandomSampler([1.0, 0.0, 2.0], 6)
+    >>> len(SharedSampler(weighted, num_replicas=2, rank=0))
+    3
+    """
+
+    kind: ClassVar[str] = "shared"
+
+    def __init__(
+        self,
+        sampler: Sampler[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        uneven: Uneven = "pad",
+    ) -> None:
+        self.sampler = sampler
+        super().__init__(
+            sampler, self.length, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven
+        )
+
+    @property
+    @override
+    def length(self) -> int:
+        """The wrapped sampler's length, now."""
+        return length_of(self.sampler, "sampler", "give it a __len__ that says how many indices it yields")
+
+    @override
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch here and below."""
+        super().set_epoch(epoch)
+        tell_epoch(self.sampler, self.epoch)
+
+    @override
+    def resume_at(self, epoch: int, position: int) -> None:
+        """Go to a place in an epoch, and tell the wrapped sampler which epoch it is."""
+        super().resume_at(epoch, position)
+        tell_epoch(self.sampler, self.epoch)
+
+    @override
+    def _order(self) -> Order:
+        length = self.length
+        with seeded(mix(self.seed, self.epoch), *with_wrapped(self.sampler)):
+            drawn = np.fromiter(islice(self.sampler, length), dtype=object)
+        if len(drawn) < length:
+            raise SamplerError(
+                f"sampler must yield as many indices as its length, {length} (got {len(drawn)});"
+                f" correct {type(self.sampler).__name__}.__len__"
+            )
+        return drawn.__getitem__
+
+
+def tell_epoch(sampler: Any, epoch: int) -> None:
+    """Set the epoch of something that may have no way to be told."""
+    if callable(getattr(sampler, "set_epoch", None)):
+        sampler.set_epoch(epoch)
+
+
+def _as_it_is(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    return positions

@@ -1,0 +1,137 @@
+"""Seeds that are mixed and not added, and random generators that follow one for a while."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from lightning_ddp_ext.errors import SamplerError
+
+
+def mix(*words: int) -> int:
+    """One 64-bit seed from several whole numbers of any size; their order, number and grouping all count.
+
+    Raises:
+        SamplerError: a word is negative.
+
+    >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
+    (False, False)
+    """
+    if any(word < 0 for word in words):
+        raise SamplerError(f"seeds and epochs must not be negative (got {words}); count from 0")
+    text = ",".join(f"{word:x}" for word in words)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def seeded(seed: int, *owners: object) -> AbstractContextManager[None]:
+    """Inside, the generators of this process and of ``owners`` are seeded; afterwards they are as they were.
+
+    Seeded are the global ones of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator`` and
+    ``RandomState`` and ``random.Random`` that is an attribute of an owner, each from a stream of its own.
+
+    >>> with seeded(1):
+    ...     first = random.random()
+    >>> with seeded(1):
+    ...     print(random.random() == first)
+    True
+    """
+    return Streams(seed, *owners).running()
+
+
+class Streams:
+    """Generators of this process and of ``owners`` as ``seeded`` seeds them, which run whenever they are let to.
+
+    A context of ``running()`` continues where the one before has ended, whatever happened to the generators between.
+    """
+
+    def __init__(self, seed: int, *owners: object) -> None:
+        self._generators: list[_Generator] = []
+        self._states: list[Any] = []
+        known: set[int] = set()
+        for words, found in _named_generators(owners):
+            generator = None if id(found) in known else _access(found)
+            known.add(id(found))
+            if generator is not None:
+                self._generators.append(generator)
+                self._states.append(generator.fresh(mix(seed, *words)))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Put our states in for the block, and then the others' back."""
+        outside = [generator.get() for generator in self._generators]
+        self._put(self._states)
+        try:
+            yield
+        finally:
+            self._states = [generator.get() for generator in self._generators]
+            self._put(outside)
+
+    def _put(self, states: list[Any]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.put(state)
+
+
+def with_wrapped(sampler: object) -> list[object]:
+    """The sampler, and the samplers that are attributes of it, at any depth."""
+    found = [sampler]
+    for owner in found:
+        inner = [value for name, value in sorted(_attributes(owner).items()) if _is_sampler(name, value)]
+        found += [value for value in inner if not any(value is other for other in found)]
+    return found
+
+
+@dataclass(frozen=True)
+class _Generator:
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    fresh: Callable[[int], Any]  # the state of such a generator with that seed
+
+
+def _named_generators(owners: tuple[object, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
+    """Candidates, each with numbers that name its place and so do not depend on what else there is."""
+    yield (0, 0), random
+    yield (0, 1), np.random
+    yield (0, 2), torch.default_generator
+    for number, owner in enumerate(owners, start=1):
+        for name, value in _attributes(owner).items():
+            yield (number, int.from_bytes(name.encode(), "little")), value
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    found = dict(getattr(owner, "__dict__", {}))
+    found.setdefault("generator", getattr(owner, "generator", None))
+    return found
+
+
+def _is_sampler(name: str, value: object) -> bool:
+    return isinstance(value, Sampler) or (name in ("sampler", "batch_sampler") and hasattr(value, "__iter__"))
+
+
+def _access(found: Any) -> _Generator | None:
+    if found is random or (isinstance(found, random.Random) and not isinstance(found, random.SystemRandom)):
+        return _Generator(found.getstate, found.setstate, lambda seed: random.Random(seed).getstate())
+    if found is np.random or isinstance(found, np.random.RandomState):
+        return _Generator(lambda: found.get_state(legacy=False), found.set_state, _fresh_bits(found.get_state(False)))
+    if isinstance(found, np.random.Generator):
+        bits = found.bit_generator
+        return _Generator(lambda: bits.state, lambda state: setattr(bits, "state", state), _fresh_bits(bits.state))
+    if isinstance(found, torch.Generator):
+        return _Generator(found.get_state, found.set_state, lambda seed: _fresh_torch(found, seed))
+    return None
+
+
+def _fresh_bits(state: Any) -> Callable[[int], Any]:
+    kind = getattr(np.random, state["bit_generator"])
+    return lambda seed: kind(seed).state
+
+
+def _fresh_torch(like: torch.Generator, seed: int) -> torch.Tensor:
+    return torch.Generator(like.device).manual_seed(seed).get_state()
