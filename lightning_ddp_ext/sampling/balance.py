@@ -1,0 +1,208 @@
+"""How do ranks that hold different numbers of samples come to equal numbers of batches?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Steps that all ranks make together, and the ranks that have no batch of their own in the last ones.
+
+    Args:
+        batches: by rank, how many batches hold samples of its own.
+        divided: the ranks whose last batch comes in two, so that they have as many as the others.
+
+    >>> Balance.dealt(5, 2, 2)  # rank 0 has samples 0, 2, 4; rank 1 has 1, 3
+    Balance(batches=(2, 2), divided=frozenset({1}))
+    >>> Balance.dealt(5, 2, 1).absent(2)
+    (1,)
+    """
+
+    batches: tuple[int, ...]
+    divided: frozenset[int] = frozenset()
+
+    @classmethod
+    @lru_cache(maxsize=128)
+    def dealt(
+        cls, samples: int, ranks: int, batch_size: int, *, drop_last: bool = False, divide: bool = True
+    ) -> Balance:
+        """For samples that are dealt out to the ranks in turn, so that the first ranks may have one more.
+
+        Numbers of batches then differ by one at most, and where they do, the last batch of a rank that has fewer is
+        full: it comes in two, unless ``batch_size`` is 1 or the rank has no sample at all.
+
+        Args:
+            samples: of all ranks together.
+            ranks: how many there are.
+            batch_size: samples in a batch of one rank.
+            drop_last: whether incomplete batches are left out: all ranks then have as many as the one with fewest.
+            divide: whether batches may come in two.
+        """
+        owned = [len(range(rank, samples, ranks)) for rank in range(ranks)]
+        if drop_last:
+            return cls((owned[-1] // batch_size,) * ranks)
+        whole = [-(-own // batch_size) for own in owned]
+        steps = max(whole)
+        few = (rank for rank, batches in enumerate(whole) if 0 < batches < steps)
+        divided = frozenset(few) if divide and batch_size > 1 else frozenset()
+        return cls(tuple(steps if rank in divided else batches for rank, batches in enumerate(whole)), divided)
+
+    @property
+    def steps(self) -> int:
+        """How many batches each rank takes part in."""
+        return max(self.batches)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank has a batch of its own in every step."""
+        return min(self.batches) == self.steps
+
+    def absent(self, step: int) -> tuple[int, ...]:
+        """The ranks that have no batch of their own in this step, counted from 0."""
+        return tuple(rank for rank, batches in enumerate(self.batches) if batches <= step)
+
+
+class BalancedBatchSampler(BatchSampler):
+    """Batches of a sampler with ``uneven="exact"``, equally many on every rank.
+
+    A rank that has no samples for a batch that others have yields one that must not count, with a sample that it or
+    another rank has read already; ``balance`` tells which these are.
+
+    Args:
+        sampler: one of ours with ``uneven="exact"``.
+        batch_size: samples in a batch of one rank.
+        drop_last: whether incomplete batches are left out.
+        divide: whether a batch may come in two; of no use where the last batches are not reached.
+
+    >>> from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+    >>> samplers = [ExactDistributedSampler(range(9), num_replicas=2, rank=rank) for rank in range(2)]
+    >>> [list(BalancedBatchSampler(sampler, 4, drop_last=False)) for sampler in samplers]
+    [[[0, 2, 4, 6], [8]], [[1, 3], [5, 7]]]
+    """
+
+    sampler: GlobalOrderSampler
+
+    def __init__(
+        self, sampler: GlobalOrderSampler, batch_size: int, drop_last: bool = False, *, divide: bool = True
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self.divide = divide
+
+    @property
+    def balance(self) -> Balance:
+        """Who has how many batches, from the sampler's position on; the same on every rank."""
+        total, ranks = self.sampler.total_size, self.sampler.num_replicas
+        return Balance.dealt(total, ranks, self.batch_size, drop_last=self.drop_last, divide=self.divide)
+
+    def __len__(self) -> int:
+        return self.balance.steps
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        balance, rank = self.balance, self.sampler.rank
+        own = balance.batches[rank]
+        if own < balance.steps and not own:
+            yield [first_sample(self.sampler)]
+            return
+        samples = iter(self.sampler)
+        batch: list[Any] = []
+        for step in range(own):
+            batch = self._next(samples, step, own if rank in balance.divided else None)
+            yield batch
+        for _ in range(own, balance.steps):
+            yield batch[:1]
+
+    def _next(self, samples: Iterator[Any], step: int, own: int | None) -> list[Any]:
+        """The next batch; of a rank's ``own`` batches the last two share what would have been one."""
+        before_last = own is not None and step == own - 2
+        last = own is not None and step == own - 1
+        size = (self.batch_size + 1) // 2 if before_last else self.batch_size // 2 if last else self.batch_size
+        return list(islice(samples, size))
+
+
+class LevelledBatchSampler(Sampler[list[Any]]):
+    """Any batch sampler, with batches that must not count at its end until all ranks have equally many.
+
+    Args:
+        batch_sampler: over a sampler of ours, which its attribute ``sampler`` names.
+        lengths: by rank, its length there.
+        rank: this one.
+    """
+
+    def __init__(self, batch_sampler: Any, lengths: Sequence[int], rank: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.balance = Balance(tuple(lengths))
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)  # sampler, batch_size, set_epoch, and what its author has added
+
+    def __len__(self) -> int:
+        return self.balance.steps
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = self.balance.batches[self._rank]
+        filler: list[Any] | None = None
+        for batch in islice(self.batch_sampler, own):
+            filler = filler or list(batch[:1])
+            yield batch
+        for _ in range(own, self.balance.steps):
+            yield filler or [first_sample(self.batch_sampler.sampler)]
+
+
+class LevelledSampler(Sampler[Any]):
+    """A sampler for loaders without batches, whose samples are steps; those at its end that must not count included.
+
+    Args:
+        sampler: one of ours with ``uneven="exact"``.
+    """
+
+    def __init__(self, sampler: GlobalOrderSampler) -> None:
+        self.sampler = sampler
+        self._steps = BalancedBatchSampler(sampler, 1)
+
+    @property
+    def balance(self) -> Balance:
+        """See ``BalancedBatchSampler``."""
+        return self._steps.balance
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the sampler which epoch it is."""
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (sample for (sample,) in self._steps)
+
+
+def is_exact(sampler: object) -> bool:
+    """Whether this is a sampler of ours whose ranks may have different numbers of samples."""
+    return isinstance(sampler, GlobalOrderSampler) and sampler.uneven == "exact"
+
+
+def first_sample(sampler: GlobalOrderSampler) -> Any:
+    """What the epoch's global order begins with: a sample that exists, for a rank that has none itself."""
+    return sampler._order()(np.zeros(1, dtype=np.int64)).tolist()[0]
+
+
+def set_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
+    """Put a batch sampler into a loader that has one already, which ``DataLoader`` itself refuses."""
+    object.__setattr__(loader, "batch_sampler", batch_sampler)
+
+
+def set_sampler(loader: DataLoader[Any], sampler: Any) -> None:
+    """The same for the sampler of a loader without batches."""
+    object.__setattr__(loader, "sampler", sampler)
