@@ -10,9 +10,11 @@ the middle of an epoch with so many batches done.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_ddp_ext.integration.lightning_tree import Loop
+
+At = Literal["begin", "within", "end"]
 
 
 @dataclass(frozen=True)
@@ -20,23 +22,16 @@ class Restart:
     """Where training goes on.
 
     Args:
-        epoch: the epoch that is continued, or begun.
+        at: whether the epoch begins, goes on, or has only its end to come.
+        epoch: which one.
         done: batches of this epoch that have been trained on, and count.
-        rewound: batches that have been trained on and do not count, as no optimiser step followed.
-        is_over: whether nothing is left of the epoch, and only its end is still to come.
         batches_that_stepped: Lightning's count for loggers, as it is to be at the first batch.
     """
 
+    at: At
     epoch: int
     done: int
-    rewound: int = 0
-    is_over: bool = False
-    batches_that_stepped: int = 0
-
-    @property
-    def is_within_epoch(self) -> bool:
-        """Whether some batches of the epoch are done, and some may be left."""
-        return self.done > 0 and not self.is_over
+    batches_that_stepped: int
 
 
 def settle(fit_loop: Any, *, accumulated: int, batches: float | None) -> Restart:
@@ -78,7 +73,7 @@ def _begin_epoch(fit_loop: Any) -> Restart:
         progress.ready = progress.started
         progress.completed = progress.processed
     _set_restarting(fit_loop, False)
-    return Restart(epoch.current.processed, 0, batches_that_stepped=fit_loop.epoch_loop._batches_that_stepped)
+    return Restart("begin", epoch.current.processed, 0, fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _close_epoch(fit_loop: Any) -> None:
@@ -95,12 +90,9 @@ def _at_validation(fit_loop: Any) -> Restart:
     """Saved while the batches of an epoch were validated, or after it: from there Lightning goes on rightly."""
     _set_restarting(fit_loop, True)
     loop = fit_loop.epoch_loop
-    return Restart(
-        epoch=fit_loop.epoch_progress.current.processed,
-        done=loop.batch_progress.current.processed,
-        is_over=loop.batch_progress.is_last_batch,
-        batches_that_stepped=loop._batches_that_stepped + 1,
-    )
+    at: At = "end" if loop.batch_progress.is_last_batch else "within"
+    epoch, done = fit_loop.epoch_progress.current.processed, loop.batch_progress.current.processed
+    return Restart(at, epoch, done, loop._batches_that_stepped + 1)
 
 
 def _continue_epoch(fit_loop: Any, accumulated: int, *, is_counted: bool) -> Restart:
@@ -118,7 +110,7 @@ def _continue_epoch(fit_loop: Any, accumulated: int, *, is_counted: bool) -> Res
         _take_back_zero_grad(loop)
     _set_restarting(fit_loop, True)
     stepped = loop._batches_that_stepped + (0 if rewound or is_counted else 1)
-    return Restart(fit_loop.epoch_progress.current.processed, done, rewound, False, stepped)
+    return Restart("within", fit_loop.epoch_progress.current.processed, done, stepped)
 
 
 def _set(progress: Any, *, ready: int, others: int) -> None:

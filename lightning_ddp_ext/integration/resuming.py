@@ -66,12 +66,14 @@ class Resuming:
 
     # Saving.
 
-    def add_to(self, checkpoint: dict[str, Any], *, seed: int, to_rank_zero: Callable[[Any], Any] | None) -> None:
+    def add_to(
+        self, checkpoint: dict[str, Any], *, seed: int | None, to_rank_zero: Callable[[Any], Any] | None
+    ) -> None:
         """Put into a checkpoint where each rank's data are. Collective, unless ``to_rank_zero`` is ``None``.
 
         Args:
             checkpoint: what Lightning has put together.
-            seed: of the orders of samples.
+            seed: of the orders of samples, if there are any.
             to_rank_zero: gives rank 0 the objects of all ranks, by rank.
         """
         loop = self._trainer.fit_loop
@@ -120,7 +122,7 @@ class Resuming:
         accumulated = self._section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
         restart = settle(self._trainer.fit_loop, accumulated=accumulated, batches=self._section.get("batches"))
         self._restart = restart
-        if restart.is_within_epoch:
+        if restart.at == "within":
             self._hand_out_loader_states(restart)
 
     def _hand_out_loader_states(self, restart: Restart) -> None:
@@ -172,9 +174,9 @@ class Resuming:
         if self._has_other_lengths:
             self._put_lengths_right([_length_of(loader) for loader in loaders])
         restart = self._restart
-        if restart is not None and restart.done == 0:
+        if restart is not None and restart.at == "begin":
             self._restore_random()
-        if restart is not None and restart.is_within_epoch and not self._must_replay:
+        if restart is not None and restart.at == "within" and not self._must_replay:
             self._go_on(restart)
 
     def _go_on(self, restart: Restart) -> None:
@@ -249,9 +251,9 @@ class Resuming:
         restart = self._restart
         if restart is None:
             return
-        if restart.is_within_epoch and self._must_replay:
+        if restart.at == "within" and self._must_replay:
             self._replay(restart)
-        if restart.done == 0 or restart.is_over:
+        if restart.at != "within":
             self._restore_random()
 
     def _replay(self, restart: Restart) -> None:
@@ -289,11 +291,11 @@ class Resuming:
 
     def _arrive(self, restart: Restart) -> None:
         put_counts_right(self._trainer.fit_loop.epoch_loop, restart)
-        if restart.is_within_epoch:
+        if restart.at == "within":
             self._restore_random()
-        elif restart.done == 0 and self._of_this_rank("random") is not None:
+        elif restart.at == "begin" and restart.epoch > 0 and self._of_this_rank("random") is not None:
             for loader in self._loaders:
-                if isinstance(loader, DataLoader) and not (loader.persistent_workers and restart.epoch > 0):
+                if isinstance(loader, DataLoader) and not loader.persistent_workers:
                     draw_base_seed(loader)  # as the iterators would have done now, had there been no restore
 
     def _restore_random(self) -> None:

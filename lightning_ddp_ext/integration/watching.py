@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-def watch(loader: Any, before: Callable[[Any], None]) -> Callable[[], None]:
-    """Have ``before(loader)`` called whenever an iterator of ``loader`` is made, until the returned function is called.
+def watch(loader: Any, before: Callable[[Any], None]) -> bool:
+    """Have ``before(loader)`` called whenever an iterator of ``loader`` is made.
 
     The loader stays the object that it is, and an instance of its class: it gets a class made from its own. What has
     no Python class of its own, such as a list of batches, is left alone.
+
+    Returns:
+        Whether that is so.
     """
     unwatch(loader)
     own = type(loader)
@@ -21,10 +24,10 @@ def watch(loader: Any, before: Callable[[Any], None]) -> Callable[[], None]:
 
     body = {"__iter__": __iter__, "__module__": own.__module__, "__qualname__": own.__qualname__, "_ddpx_own": own}
     try:
-        loader.__class__ = type(own.__name__, (own,), body)
+        loader.__class__ = type(own)(own.__name__, (own,), body)  # type: ignore[misc]
     except TypeError:  # built-in types, and those with slots
-        return lambda: None
-    return lambda: unwatch(loader)
+        return False
+    return True
 
 
 def unwatch(loader: Any) -> None:
