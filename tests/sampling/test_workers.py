@@ -250,6 +250,18 @@ def test_a_start_set_later_can_be_chained_too() -> None:
     assert [set(samples) for samples in read(loader, epochs, 2)] == [{0}, {1}]
 
 
+def test_of_two_the_one_in_use_counts() -> None:
+    """Where another run has left its epochs installed, ours are followed, and ours alone are undone."""
+    loader = loader_of(MapEpochs(), 1)
+    left_over = installed(loader)
+    left_over.set(7)
+    theirs = loader.worker_init_fn
+    assert [set(samples) for samples in read(loader, installed(loader), 3)] == [{0}, {1}, {2}]
+    ours = loader.worker_init_fn
+    left_over.uninstall(loader)
+    assert loader.worker_init_fn is ours is not theirs
+
+
 def test_what_is_no_dataloader_is_left_alone() -> None:
     """Installing on a list of batches, or undoing it, does nothing."""
     batches = [[1, 2], [3]]
