@@ -173,7 +173,7 @@ class _WorkerStart:
         if self.former is not None:
             self.former(worker)
         info = get_worker_info()
-        if info is None or isinstance(info.dataset, _Watched):
+        if info is None:
             return
         watch = _Watch(self.epochs, info.dataset, worker)
         watch.look()
@@ -205,12 +205,6 @@ class _Watch:
         return self.epochs.seed is not None or bool(epoch_takers(self.dataset))
 
 
-class _Watched:
-    """Marks datasets that look at the epoch before they are read."""
-
-    __slots__ = ()
-
-
 def _look_before_reading(dataset: object, watch: _Watch) -> None:
     """Make the dataset, in this process, an instance of a subclass of its class that looks before it reads."""
     try:
@@ -229,7 +223,7 @@ def _watched(cls: type, watch: _Watch) -> type:
     # No slots keep the memory layout, which a change of class needs. Methods come afterwards, because the metaclass of
     # torch's data pipes wraps an __iter__ that it finds, and theirs is wrapped already.
     names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    watched = type(cls)(cls.__name__, (cls, _Watched), names)
+    watched = type(cls)(cls.__name__, (cls,), names)
     reading = ("__iter__",) if issubclass(cls, IterableDataset) else ("__getitem__", "__getitems__")
     for name in reading:
         if callable(method := getattr(cls, name, None)):

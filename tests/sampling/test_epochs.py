@@ -340,3 +340,20 @@ def test_a_shuffler_held_by_another_is_named_too() -> None:
     inner = Shuffling()
     outer = ShufflingBatches(inner)
     assert unseedable_shufflers(DataLoader(range(4), batch_sampler=outer)) == [inner, outer]
+
+
+def test_a_shuffler_of_any_class_in_a_batch_sampler_is_named() -> None:
+    """What a batch sampler holds under another name is a sampler, Sampler or not."""
+    inner = ShufflingBatches()
+    assert unseedable_shufflers(DataLoader(range(4), batch_sampler=ShufflingBatches(inner)))[0] is inner
+
+
+def test_what_a_samplers_dataset_holds_is_no_sampler() -> None:
+    """A reader that shuffles, below the dataset that a sampler knows, is not named."""
+    assert unseedable_shufflers(DataLoader(range(4), sampler=SequentialSampler(Wrapper(ShufflingBatches())))) == []
+
+
+def test_long_lists_of_lists_are_judged_by_the_first_element_inside() -> None:
+    """Forty lists of datasets are followed."""
+    taker = MapDataset()
+    assert epoch_takers([[DataLoader(taker)]] * 40) == [taker]
