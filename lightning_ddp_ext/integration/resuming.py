@@ -38,6 +38,7 @@ class Resuming:
         self._fresh: set[int] = set()
         self._has_other_lengths = False
         self._window: RandomState | None = None
+        self._after_iterators: RandomState | None = None
         self._states: dict[int, list[Any]] = {}
 
     @property
@@ -159,6 +160,11 @@ class Resuming:
         elif index not in self._fresh and (place := self._places[index]) is not None:
             place.begin(begun_at=self._fetcher.fetched, epoch=epoch)
         self._fresh.discard(index)
+
+    def after_iterator(self) -> None:
+        """A training loader's iterator has been made, which may have drawn random numbers."""
+        if self._restart is not None and self._restart.at == "begin":
+            self._after_iterators = RandomState.take(self._device)
 
     def _begin_epoch(self, epoch: int) -> None:
         self.put_back()
@@ -293,10 +299,18 @@ class Resuming:
         put_counts_right(self._trainer.fit_loop.epoch_loop, restart)
         if restart.at == "within":
             self._restore_random()
-        elif restart.at == "begin" and restart.epoch > 0 and self._of_this_rank("random") is not None:
-            for loader in self._loaders:
-                if isinstance(loader, DataLoader) and not loader.persistent_workers:
-                    draw_base_seed(loader)  # as the iterators would have done now, had there been no restore
+        elif restart.at == "begin" and restart.epoch > 0 and (own := self._of_this_rank("random")) is not None:
+            self._draw_as_iterators_did(RandomState.from_dict(own))
+
+    def _draw_as_iterators_did(self, before: RandomState) -> None:
+        """After a restore the iterators were made first; else they would have been made now, after the hooks."""
+        persist = any(getattr(loader, "persistent_workers", False) for loader in self._loaders)  # and draw nothing then
+        if self._after_iterators is not None and not persist and RandomState.take(self._device) == before:
+            self._after_iterators.restore(self._device)
+            return
+        for loader in self._loaders:
+            if isinstance(loader, DataLoader) and not loader.persistent_workers:
+                draw_base_seed(loader)
 
     def _restore_random(self) -> None:
         own = self._of_this_rank("random")
