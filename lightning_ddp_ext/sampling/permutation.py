@@ -54,7 +54,7 @@ class Permutation:
         return self._length
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """What stands at these positions; any shape, whole numbers from 0 to ``length - 1``."""
+        """What stands at these positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         self._check(positions)
         return self._table[positions] if self._is_small else self._walk(positions, range(ROUNDS))
 
@@ -89,11 +89,11 @@ class Permutation:
     def _walk(self, start: NDArray[Any], turns: range) -> NDArray[np.int64]:
         """Cycle walking: a value beyond the length goes through the rounds until it is one below."""
         values = self._rounds(start.astype(np.uint64), turns)
-        beyond = np.nonzero(values >= np.uint64(self._length))
-        while beyond[0].size:
+        beyond = np.flatnonzero(values >= np.uint64(self._length))
+        while beyond.size:
             again = self._rounds(values[beyond], turns)
             values[beyond] = again
-            beyond = tuple(axis[again >= np.uint64(self._length)] for axis in beyond)
+            beyond = beyond[again >= np.uint64(self._length)]
         return values.view(np.int64)
 
     def _rounds(self, values: Words, turns: range) -> Words:
