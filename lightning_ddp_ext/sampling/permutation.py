@@ -48,7 +48,6 @@ class Permutation:
         self._key = whole_number(key, "key", at_most=2**64 - 1, remedy="make one with mix(seed, epoch)")
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
-        self._round_keys = [_round_key(key, turn) for turn in range(ROUNDS)]
 
     def __len__(self) -> int:
         return self._length
@@ -62,6 +61,10 @@ class Permutation:
         """Where these values stand."""
         self._check(values)
         return self._inverse_table[values] if self._is_small else self._walk(values, range(ROUNDS)[::-1])
+
+    @cached_property
+    def _round_keys(self) -> list[tuple[np.uint32, np.uint32, np.uint32]]:
+        return [_round_key(self._key, turn) for turn in range(ROUNDS)]
 
     @property
     def _is_small(self) -> bool:
