@@ -87,7 +87,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         if not self.replacement:
             return _without_replacement(self.weights, self.length, key).__getitem__
         bounds = self._bounds
-        return lambda places: np.searchsorted(bounds, uniforms(key, places) * bounds[-1], side="right")
+        return lambda places: _find(bounds, uniforms(key, places) * bounds[-1])
 
     @cached_property
     def _bounds(self) -> NDArray[np.float64]:
@@ -96,6 +96,14 @@ class DistributedWeightedSampler(GlobalOrderSampler):
     @override
     def _identity(self) -> dict[str, int | bool | str]:
         return {**super()._identity(), "replacement": self.replacement, "weights": len(self.weights)}
+
+
+def _find(bounds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """How many bounds are not above each value. Ascending values find theirs near those before: twice as quick."""
+    ascending = np.argsort(values)
+    found = np.empty(len(values), dtype=np.int64)
+    found[ascending] = np.searchsorted(bounds, values[ascending], side="right")
+    return found
 
 
 def _without_replacement(weights: NDArray[np.float64], count: int, key: int) -> NDArray[np.int64]:

@@ -163,8 +163,23 @@ def test_positions_and_states_count_batches() -> None:
     assert (resumed.position, len(resumed), resumed.state_dict()["position"]) == (0, 6, 0)
 
 
-def test_only_the_first_batches_are_drawn_that_a_rank_needs() -> None:
-    """Batches are drawn as they are asked for: an endless epoch can be begun."""
+def test_batches_that_are_one_list_filled_anew_stay_apart() -> None:
+    """A batch sampler may use its list again: what it has yielded before does not change."""
+
+    class Reusing(list[Any]):
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0]
+            for batch[0] in range(len(self)):
+                yield batch
+
+    assert dealt(lambda w, r: DistributedBatchSamplerWrapper(Reusing([0] * 9), w, r), 2) == [
+        [[0], [2], [4], [6], [8]],
+        [[1], [3], [5], [7], [0]],
+    ]
+
+
+def test_only_some_batches_are_drawn_ahead() -> None:
+    """Batches are drawn as they are asked for: an epoch of any length can be begun."""
     endless = BatchSampler(SequentialSampler(Sized(10**9)), 2, drop_last=False)
     assert take(DistributedBatchSamplerWrapper(endless, 2, 1), 2) == [[2, 3], [6, 7]]
 
