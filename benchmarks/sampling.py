@@ -26,7 +26,8 @@ from measuring import fork_ranks, print_table, scratch_directory, spread, status
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.injected import TorchOrderSampler
+from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 
 MIB = 1 << 20

@@ -13,7 +13,8 @@ from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy,
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.watching import Watch
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
 
 Order = Literal["torch", "scalable"]
 

@@ -18,7 +18,8 @@ from lightning_ddp_ext.sampling.balance import (
     is_exact,
     set_batch_sampler,
 )
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler, SharedSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler
+from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 
 SAMPLES, RANKS, BATCH_SIZES = st.integers(0, 120), st.integers(1, 9), st.integers(1, 8)
 
