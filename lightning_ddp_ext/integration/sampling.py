@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, refuse_missing
 
 Order = Literal["torch", "scalable"]
@@ -26,6 +27,7 @@ class Sampling:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
+        self.evaluation = Evaluation(strategy)
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
@@ -41,11 +43,16 @@ class Sampling:
             return resolve_own(connector, dataloader, shuffle, mode)
 
         connector._resolve_sampler = resolve
+        self.evaluation.attach(trainer)
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage | None) -> Sampler[int] | None:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
+        if stage in EVALUATED and self._exact_evaluation:
+            return self.evaluation.sampler_for(loader, shuffle)
         return None
 
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
+        if isinstance(loader, DataLoader):
+            self.evaluation.balance(loader)
         return loader

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler
 
@@ -161,14 +162,17 @@ class LevelledBatchSampler(Sampler[list[Any]]):
             yield filler or [first_sample(self.batch_sampler.sampler)]
 
 
-class LevelledSampler(Sampler[Any]):
+class LevelledSampler(DistributedSampler[Any]):
     """A sampler for loaders without batches, whose samples are steps; those at its end that must not count included.
+
+    It is a ``DistributedSampler`` because Lightning would share it out once more.
 
     Args:
         sampler: one of ours with ``uneven="exact"``.
     """
 
     def __init__(self, sampler: GlobalOrderSampler) -> None:
+        # Not torch's __init__: what it would set is the sampler's.
         self.sampler = sampler
         self._steps = BalancedBatchSampler(sampler, 1)
 
