@@ -70,7 +70,8 @@ class Measured(L.LightningModule):
             measures.update(x, label)
             self.log_metrics(measures)
             self.log_values(x, label)
-            assert self.all_gather(torch.tensor(1.0)).sum() == self.trainer.world_size
+            everywhere: Any = self.all_gather(torch.tensor(1.0))
+            assert everywhere.sum() == self.trainer.world_size
 
     def log_metrics(self, measures: Any) -> None:
         self.log("mean_metric", measures.mean, on_step=True, on_epoch=True)
@@ -98,7 +99,8 @@ class Measured(L.LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
-        return self.layer(batch["x"].unsqueeze(1)).square().mean()
+        out: Tensor = self.layer(batch["x"].unsqueeze(1))
+        return out.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
