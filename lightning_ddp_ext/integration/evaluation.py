@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,6 +47,11 @@ _NEUTRAL: dict[str, Callable[[Tensor], float]] = {
 class Evaluation:
     """Evaluation and prediction on a strategy's ranks.
 
+    Where a rank has no batch for a step that others make, it takes part with a sample that does not count: what
+    ``self.log`` and torchmetrics hold is put back afterwards, and reductions leave it out. What the user's own code
+    gathers in lists or sends to callbacks cannot be put back, and the value of a single step of a metric with
+    ``dist_sync_on_step`` includes it.
+
     Args:
         strategy: whose ranks.
 
@@ -69,6 +74,7 @@ class Evaluation:
         """Each sample on one rank, in the order in which the loader would read them all."""
         place = self._place() | {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))}
         if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+            shuffle = shuffle and len(cast(Sized, loader.dataset)) > 0
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **place)
         return SharedSampler(cast(Sampler[Any], loader.sampler), uneven="exact", **place)
 

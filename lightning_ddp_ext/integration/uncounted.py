@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat
 
-_KEPT = {"_modules", "_parameters"}  # what a metric is made of, rather than what it has counted
+# What a metric is made of, rather than what it has counted. Of buffers the wrapper of DDP keeps references.
+_KEPT = {"_modules", "_parameters", "_buffers", "_defaults"}
 
 
 @contextmanager
@@ -59,7 +62,8 @@ class _Copies:
 
     def of(self, metric: nn.Module) -> dict[str, Any]:
         """What is to be put back; tensors are cloned, because metrics may add to them in place."""
-        return {name: self._copy(value) for name, value in vars(metric).items() if name not in _KEPT}
+        with torch.inference_mode(False):  # else a metric of training could not add to its states any more
+            return {name: self._copy(value) for name, value in vars(metric).items() if name not in _KEPT}
 
     def _copy(self, value: Any) -> Any:
         if id(value) not in self._by_id:
@@ -69,12 +73,12 @@ class _Copies:
     def _fresh(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.detach().clone()
-        if isinstance(value, dict):  # of buffers, say, or of the groups of a collection
+        if isinstance(value, dict):  # such as the groups of a collection
             fresh = copy.copy(value)
             fresh.update((name, self._copy(each)) for name, each in value.items())
             return fresh
         # A list holds batches that were appended; these stay what they are.
-        return copy.copy(value) if isinstance(value, (list, set)) else value
+        return copy.copy(value) if isinstance(value, (list, set, deque)) else value
 
 
 def _put_back(metric: nn.Module, before: dict[str, Any]) -> None:

@@ -145,7 +145,7 @@ class Unreduced(Measured):
 
 def watched_without_reduction(make: Make) -> Found:
     """A rank without samples has a finite number of its own, which does not stop the others."""
-    trainer, model = make(max_epochs=3), Unreduced()
+    trainer, model = make(max_epochs=3, num_sanity_val_steps=0), Unreduced()
     trainer.fit(model, loader(6, 1), loader(2, 4))
     assert trainer.current_epoch == 3
     found = measured(trainer, model)

@@ -71,6 +71,17 @@ def test_a_metric_goes_on_as_if_nothing_had_been(kind: str, how: str) -> None:
     assert getattr(metric, "calls", None) == getattr(expected, "calls", None)
 
 
+def test_a_metric_of_training_is_not_touched_by_inference() -> None:
+    """States that are put back in inference mode can be added to in training, and buffers are the same objects."""
+    metric = InPlace()
+    metric.register_buffer("weight", torch.ones(()))
+    weight = metric.weight
+    with torch.inference_mode(), uncounted({}, metric):
+        pass
+    metric.update(SCORES, LABELS)
+    assert metric.weight is weight
+
+
 def test_groups_of_a_collection_are_found_by_steps_that_count() -> None:
     """What a sample that does not count makes equal by chance is not taken for one and the same metric."""
     metrics = collection()
