@@ -13,12 +13,12 @@ from lightning_ddp_ext.errors import SamplerError
 from lightning_ddp_ext.sampling.checks import LARGEST, whole_number
 from lightning_ddp_ext.sampling.streams import mix
 
-ROUNDS = 10  # with 8, whole orders of a few positions are not uniform
-_TABLE = 1 << 16  # up to this length a table is as quick, and every order as likely
-_HALF = np.uint64(32)
-_ODD = np.uint64(0xD6E8FEB86659FD93)
+ROUNDS = 10
+_TABLE = 1 << 16
+_ONE, _HALF = np.uint32(1), np.uint32(16)
 
 Words = NDArray[np.uint64]
+Halves = NDArray[np.uint32]
 
 
 class Permutation:
@@ -26,7 +26,8 @@ class Permutation:
 
     A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉, and ten Feistel rounds add, modulo a
     and b in turn, a hash of one half to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-    The few pairs beyond ``length`` are permuted again until they fall below it. Up to 65,536 it is a table.
+    The few pairs beyond ``length`` are permuted again until they fall below it. Up to a length of 65,536 it is a table
+    instead, because ten rounds do not make all orders of a few positions equally likely, whatever the hash.
 
     Args:
         length: 0 to 2**62.
@@ -47,13 +48,12 @@ class Permutation:
         self._key = whole_number(key, "key", at_most=2**64 - 1, remedy="make one with mix(seed, epoch)")
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
-        self._round_keys = [(np.uint64(mix(key, turn, 0)), np.uint64(mix(key, turn, 1) | 1)) for turn in range(ROUNDS)]
 
     def __len__(self) -> int:
         return self._length
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """What stands at these positions; any shape, whole numbers from 0 to ``length - 1``."""
+        """What stands at these positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         self._check(positions)
         return self._table[positions] if self._is_small else self._walk(positions, range(ROUNDS))
 
@@ -61,6 +61,10 @@ class Permutation:
         """Where these values stand."""
         self._check(values)
         return self._inverse_table[values] if self._is_small else self._walk(values, range(ROUNDS)[::-1])
+
+    @cached_property
+    def _round_keys(self) -> list[tuple[np.uint32, np.uint32, np.uint32]]:
+        return [_round_key(self._key, turn) for turn in range(ROUNDS)]
 
     @property
     def _is_small(self) -> bool:
@@ -88,45 +92,61 @@ class Permutation:
     def _walk(self, start: NDArray[Any], turns: range) -> NDArray[np.int64]:
         """Cycle walking: a value beyond the length goes through the rounds until it is one below."""
         values = self._rounds(start.astype(np.uint64), turns)
-        beyond = np.nonzero(values >= np.uint64(self._length))
-        while beyond[0].size:
+        beyond = np.flatnonzero(values >= np.uint64(self._length))
+        while beyond.size:
             again = self._rounds(values[beyond], turns)
             values[beyond] = again
-            beyond = tuple(axis[again >= np.uint64(self._length)] for axis in beyond)
+            beyond = beyond[again >= np.uint64(self._length)]
         return values.view(np.int64)
 
     def _rounds(self, values: Words, turns: range) -> Words:
         columns = np.uint64(self._columns)
-        left = values // columns
-        right = values - left * columns
-        one, other = np.empty_like(left), np.empty_like(left)
+        quotients = values // columns
+        left = quotients.astype(np.uint32)
+        quotients *= columns
+        values -= quotients
+        right = values.astype(np.uint32)
+        hashes, scratch = np.empty_like(left), np.empty_like(left)
+        change = _add if turns.step > 0 else _subtract
         for turn in turns:
             changed, read, size = (left, right, self._rows) if turn % 2 == 0 else (right, left, self._columns)
-            self._hash(read, turn, size, one, other)
-            _shift(changed, one, other, np.uint64(size), forwards=turns.step > 0)
-        left *= columns
-        left += right
-        return left
+            self._hash(read, turn, hashes, scratch)
+            change(changed, hashes, scratch, np.uint32(size))
+        np.copyto(values, left)
+        values *= columns
+        values += right
+        return values
 
-    def _hash(self, values: Words, turn: int, size: int, out: Words, scratch: Words) -> None:
-        """Numbers below ``size``, at most 2**31, from values and the keys of a round."""
-        offset, factor = self._round_keys[turn]
-        np.bitwise_xor(values, offset, out=out)
-        out *= factor
+    def _hash(self, values: Halves, turn: int, out: Halves, scratch: Halves) -> None:
+        """31 bits each; a multiplication carries upwards, so the upper half is brought down between two of them."""
+        first, offset, second = self._round_keys[turn]
+        np.multiply(values, first, out=out)
+        out += offset
         np.right_shift(out, _HALF, out=scratch)
         out ^= scratch
-        out *= _ODD
-        out >>= _HALF
-        out *= np.uint64(size)
-        out >>= _HALF
+        out *= second
+        out >>= _ONE
 
 
-def _shift(values: Words, by: Words, scratch: Words, size: np.uint64, *, forwards: bool) -> None:
-    """Add or subtract modulo ``size``: unsigned, what has left the range is huge and loses to its other form."""
-    if forwards:
-        values += by
-        np.subtract(values, size, out=scratch)
-    else:
-        values -= by
-        np.add(values, size, out=scratch)
-    np.minimum(values, scratch, out=values)
+def _add(values: Halves, by: Halves, scratch: Halves, size: np.uint32) -> None:
+    """Add 31 bits modulo ``size``, which is at most 2**31."""
+    by += values
+    np.floor_divide(by, size, out=scratch)  # far quicker than a remainder
+    scratch *= size
+    np.subtract(by, scratch, out=values)
+
+
+def _subtract(values: Halves, by: Halves, scratch: Halves, size: np.uint32) -> None:
+    """Undo ``_add``."""
+    np.floor_divide(by, size, out=scratch)
+    scratch *= size
+    by -= scratch
+    values -= by
+    np.add(values, size, out=scratch)
+    np.minimum(values, scratch, out=values)  # unsigned: what has fallen below 0 is huge
+
+
+def _round_key(key: int, turn: int) -> tuple[np.uint32, np.uint32, np.uint32]:
+    """An odd factor, an offset, and another odd factor."""
+    word = mix(key, turn)
+    return np.uint32(word & 0xFFFFFFFF | 1), np.uint32(mix(word) & 0xFFFFFFFF), np.uint32(word >> 32 | 1)

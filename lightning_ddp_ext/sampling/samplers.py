@@ -21,7 +21,8 @@ from lightning_ddp_ext.sampling.permutation import Permutation
 from lightning_ddp_ext.sampling.resuming import Resumable
 from lightning_ddp_ext.sampling.streams import mix, seeded, with_wrapped
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices that are made at once: few at first, since somebody waits for one
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices that are computed at once: few at first, since somebody waits for one
+PIECE = 1 << 10  # and that are Python numbers at once: so few that their memory is used again while it is in the cache
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
@@ -106,9 +107,12 @@ class _Deal:
     def __iter__(self) -> Iterator[Iterator[Any]]:
         length, size = len(self._share), FIRST_BLOCK
         while self._until < length:
-            begin, self._until = self._until, min(self._until + size, length)
-            self._block = iter(self._order(self._share.positions(begin, self._until)).tolist())
-            yield self._block
+            indices = self._order(self._share.positions(self._until, self._until + size))
+            for begin in range(0, len(indices), PIECE):
+                piece = indices[begin : begin + PIECE].tolist()
+                self._until += len(piece)
+                self._block = iter(piece)
+                yield self._block
             size = BLOCK
 
 
