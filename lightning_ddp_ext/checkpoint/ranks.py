@@ -45,6 +45,14 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def to_rank_zero(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0)
+        return values
+
     def from_rank_zero(self, value: Any) -> Any:
         """Rank 0's value. Collective."""
         if self.world_size == 1:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,13 +102,24 @@ class Checkpoints:
         """
         if self.is_interrupted or self._world_size == 1:
             return work() if self._strategy.is_global_zero else None
+        with self._every_rank(what):
+            return rank_zero_for_all(
+                work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
+            )
+
+    def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
+        """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
+        with self._every_rank(what):
+            return self._ranks.to_rank_zero(value)
+
+    @contextmanager
+    def _every_rank(self, what: str) -> Iterator[None]:
+        """A call that every rank must make: one that will not come is named, and one that fails."""
         membership = current()
         if membership is not None:
             membership.begin_call(what)
         try:
-            return rank_zero_for_all(
-                work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
-            )
+            yield
         except (DDPExtError, OSError):
             raise
         except Exception as error:

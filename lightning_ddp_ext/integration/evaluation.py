@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sized
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ from lightning_ddp_ext.sampling.balance import (
     BalancedBatchSampler,
     LevelledBatchSampler,
     LevelledSampler,
+    is_dealt_exactly,
     is_exact,
-    set_batch_sampler,
-    set_sampler,
 )
+from lightning_ddp_ext.sampling.continued import index_sampler_name, put_index_sampler
 from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, SharedSampler
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class Evaluation:
     def __init__(self, strategy: Any) -> None:
         self._strategy: DDPStrategy = strategy
         self.absent: tuple[int, ...] = ()
+        self._found: WeakKeyDictionary[DataLoader[Any], Any] = WeakKeyDictionary()
 
     @property
     def _trainer(self) -> Any:
@@ -70,16 +71,14 @@ class Evaluation:
 
     # Loaders.
 
-    def sampler_for(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
+    def sampler_for(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> Sampler[int]:
         """Each sample on one rank, in the order in which the loader would read them all."""
-        place = self._place() | {"seed": int(os.environ.get("PL_GLOBAL_SEED", "0"))}
+        strategy = self._strategy
+        place = {"num_replicas": strategy.world_size, "rank": strategy.global_rank, "seed": seed}
         if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             shuffle = shuffle and len(cast(Sized, loader.dataset)) > 0
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **place)
         return SharedSampler(cast(Sampler[Any], loader.sampler), uneven="exact", **place)
-
-    def _place(self) -> dict[str, int]:
-        return {"num_replicas": self._strategy.world_size, "rank": self._strategy.global_rank}
 
     def balance(self, loader: DataLoader[Any]) -> None:
         """Have all ranks make equally many steps over a loader with a sampler that deals out unevenly.
@@ -96,9 +95,11 @@ class Evaluation:
         stage = self._trainer.state.stage
         if loader.batch_sampler is None:
             if is_exact(loader.sampler):
-                set_sampler(loader, LevelledSampler(loader.sampler))  # type: ignore[arg-type]
-        elif is_exact(getattr(loader.batch_sampler, "sampler", None)):
-            self._balance_batches(loader, is_predicting=stage == RunningStage.PREDICTING)
+                self._put(loader, LevelledSampler(loader.sampler))  # type: ignore[arg-type]
+        elif stage == RunningStage.PREDICTING:
+            self._balance_predictions(loader)
+        elif is_dealt_exactly(loader.batch_sampler):
+            self._put(loader, self._balanced(loader.batch_sampler))
         balance = balance_of(loader)
         if stage == RunningStage.TRAINING and balance is not None and not balance.is_even:
             raise UnevenInputsError(
@@ -107,19 +108,30 @@ class Evaluation:
                 "for every rank"
             )
 
-    def _balance_batches(self, loader: DataLoader[Any], *, is_predicting: bool) -> None:
+    def _balance_predictions(self, loader: DataLoader[Any]) -> None:
+        """Have no rank end up without batches, for which Lightning refuses a loader."""
         batch_sampler: Any = loader.batch_sampler
-        if not is_predicting:
-            set_batch_sampler(loader, self._balanced(batch_sampler))
-            return
-        track = type(batch_sampler)  # Lightning's, around the one that makes the batches; it keeps their indices
-        balanced = self._balanced(batch_sampler._batch_sampler)
-        if 0 in balanced.balance.batches:  # Lightning refuses a loader that is empty on one rank alone
-            set_batch_sampler(loader, track(balanced))
+        inner = getattr(batch_sampler, "_batch_sampler", None)  # below Lightning's, which keeps indices
+        if inner is not None and is_dealt_exactly(inner):
+            balanced = self._balanced(inner)
+            if 0 in balanced.balance.batches:
+                put_index_sampler(loader, type(batch_sampler)(balanced))
+
+    def _put(self, loader: DataLoader[Any], index_sampler: Any) -> None:
+        self._found.setdefault(loader, getattr(loader, index_sampler_name(loader)))
+        put_index_sampler(loader, index_sampler)
+
+    def put_back(self) -> None:
+        """Leave loaders that are the user's as they were found."""
+        for loader, index_sampler in self._found.items():
+            put_index_sampler(loader, index_sampler)
+        self._found.clear()
 
     def _balanced(self, batch_sampler: Any) -> BalancedBatchSampler | LevelledBatchSampler:
+        if isinstance(batch_sampler, LevelledBatchSampler):  # the same loader, a second time
+            batch_sampler = batch_sampler.batch_sampler
         if type(batch_sampler) not in (BatchSampler, BalancedBatchSampler):
-            return self._levelled(batch_sampler)
+            return LevelledBatchSampler(batch_sampler, self._lengths(batch_sampler), self._strategy.global_rank)
         balanced = BalancedBatchSampler(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
         balanced.divide = self._is_read_to_the_end(len(balanced))
         return balanced
@@ -130,20 +142,20 @@ class Evaluation:
         limit: float = getattr(self._trainer, _LIMITS.get(stage, "limit_val_batches"))
         return limit >= (batches if isinstance(limit, int) else 1.0)
 
-    def _levelled(self, batch_sampler: Any) -> LevelledBatchSampler:
-        if isinstance(batch_sampler, LevelledBatchSampler):  # the same loader, a second time
-            batch_sampler = batch_sampler.batch_sampler
+    def _lengths(self, batch_sampler: Any) -> list[int]:
+        """How many batches each rank has, by rank. Collective."""
         try:
             length = len(batch_sampler)
         except (TypeError, NotImplementedError):
             length = -1
-        lengths = self._strategy.all_gather(torch.tensor(length, device=self._strategy.root_device)).flatten().tolist()
+        by_rank: Any = self._strategy.all_gather(torch.tensor(length, device=self._strategy.root_device))
+        lengths: list[int] = by_rank.flatten().tolist()
         if -1 in lengths:
             raise ExactEvaluationError(
                 f"batch_sampler must have a length on every rank (got {type(batch_sampler).__name__} without one); "
                 "give it a __len__, or set exact_evaluation=False"
             )
-        return LevelledBatchSampler(batch_sampler, lengths, self._strategy.global_rank)
+        return lengths
 
     # Steps.
 

@@ -25,6 +25,7 @@ __all__ = [
     "DDPStrategy",
     "LightningEnvironment",
     "LightningModule",
+    "Loop",
     "ModelCheckpoint",
     "MultiProcessingLauncher",
     "Precision",
@@ -105,6 +106,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+    from lightning.pytorch.loops.loop import _Loop as Loop
     from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers.multiprocessing import (
@@ -160,6 +162,7 @@ else:
     MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
     SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
+    Loop = _private(f"{lightning_name}.loops.loop", "_Loop")
     TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
     _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"
     check_missing_main_guard = _private(_multiprocessing, "_check_missing_main_guard")

@@ -1,15 +1,21 @@
-"""What a strategy's ranks do about data together: which sampler a loader gets, and what comes of it."""
+"""What a strategy's ranks do about data together: which sampler a loader gets, and where it is read from."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sized
+import weakref
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.integration.checkpoints import Checkpoints
+from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, refuse_missing
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
+from lightning_ddp_ext.integration.resuming import Resuming
+from lightning_ddp_ext.integration.watching import unwatch, watch
+from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, SharedSampler, TorchOrderSampler
 
 Order = Literal["torch", "scalable"]
 
@@ -19,21 +25,38 @@ class Sampling:
 
     Args:
         strategy: whose ranks.
+        checkpoints: what these do about checkpoints.
         order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
         exact_evaluation: whether evaluation sees each sample once.
     """
 
-    def __init__(self, strategy: Strategy, *, order: Order = "torch", exact_evaluation: bool = True) -> None:
+    def __init__(
+        self, strategy: Strategy, checkpoints: Checkpoints, *, order: Order = "torch", exact_evaluation: bool = True
+    ) -> None:
         self._strategy = strategy
+        self._checkpoints = checkpoints
         self._order = order
         self._exact_evaluation = exact_evaluation
+        self._watched: list[weakref.ref[Any]] = []
+        self._agreed_seed: int | None = None
+        self._trainer: Any = None
+        self.resuming = Resuming(strategy)
+        self.epochs = Epochs()
         self.evaluation = Evaluation(strategy)
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
+        self._trainer = trainer
+        self._agreed_seed = None
+        self.resuming.attach(trainer)
+        self.epochs.attach(trainer)
         connector = trainer._data_connector
         refuse_missing(type(connector), "_resolve_sampler", "_requires_distributed_sampler")
-        resolve_own = type(connector)._resolve_sampler
+        requires_own, resolve_own = type(connector)._requires_distributed_sampler, type(connector)._resolve_sampler
+
+        def requires(dataloader: DataLoader[Any]) -> bool:
+            is_ours = isinstance(dataloader.batch_sampler, DistributedBatchSamplerWrapper)
+            return not is_ours and requires_own(connector, dataloader)
 
         def resolve(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
             if connector._requires_distributed_sampler(dataloader):
@@ -42,17 +65,74 @@ class Sampling:
                     return chosen
             return resolve_own(connector, dataloader, shuffle, mode)
 
+        connector._requires_distributed_sampler = requires
         connector._resolve_sampler = resolve
         self.evaluation.attach(trainer)
 
+    def detach(self) -> None:
+        """Leave the loaders as they were found."""
+        self.resuming.put_back()
+        self.evaluation.put_back()
+        while self._watched:
+            loader = self._watched.pop()()
+            if loader is not None:
+                unwatch(loader)
+                self.epochs.forget(loader)
+
+    def add_to(self, checkpoint: dict[str, Any], what: str) -> None:
+        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
+        is_alone = self._checkpoints.is_interrupted
+        to_rank_zero = None if is_alone else lambda value: self._checkpoints.to_rank_zero(value, what)
+        self.resuming.add_to(checkpoint, seed=self._agreed_seed, to_rank_zero=to_rank_zero)
+
+    # Which sampler.
+
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage | None) -> Sampler[int] | None:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
+        if stage == RunningStage.TRAINING:
+            return self._training_sampler(loader, shuffle)
         if stage in EVALUATED and self._exact_evaluation:
-            return self.evaluation.sampler_for(loader, shuffle)
+            return self.evaluation.sampler_for(loader, shuffle, self.seed)
         return None
+
+    def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
+        ranks = self._trainer.distributed_sampler_kwargs
+        if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+            return SharedSampler(loader.sampler, seed=self.seed, **ranks)
+        if self._order == "scalable":
+            return ScalableDistributedSampler(loader.dataset, shuffle=shuffle, seed=self.seed, **ranks)
+        return TorchOrderSampler(loader.dataset, shuffle=shuffle, seed=self.seed, **ranks)
+
+    @property
+    def seed(self) -> int:
+        """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
+        if self._agreed_seed is None:
+            chosen: int = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            self._agreed_seed = chosen if self.resuming.seed is None else self.resuming.seed
+            if self._agreed_seed != chosen:
+                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {self._agreed_seed}, not {chosen}")
+        return self._agreed_seed
+
+    # Before a loader is read.
 
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
         if isinstance(loader, DataLoader):
             self.evaluation.balance(loader)
+        if self._trainer.training:
+            self.epochs.warn_of_same_orders(loader)
+        if watch(loader, self._before_iterator):
+            self._watched = [known for known in self._watched if known() is not None] + [weakref.ref(loader)]
         return loader
+
+    def _before_iterator(self, loader: object) -> None:
+        self.epochs.tell(loader)
+        index = self._training_index(loader)
+        if index is not None:
+            self.resuming.before_iterator(index, self.epochs.now)
+
+    def _training_index(self, loader: object) -> int | None:
+        combined = self._trainer.fit_loop._combined_loader
+        if not self._trainer.training or combined is None:
+            return None
+        return next((index for index, other in enumerate(combined.flattened) if other is loader), None)

@@ -207,7 +207,7 @@ class DDPExtStrategy(DDPStrategy):
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self.checkpoints = Checkpoints(self)
-        self.sampling = Sampling(self, order=sampler, exact_evaluation=exact_evaluation)
+        self.sampling = Sampling(self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation)
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -371,6 +371,7 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
+        self.sampling.add_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -395,6 +396,7 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self.checkpoints.release()
+        self.sampling.resuming.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
@@ -411,6 +413,7 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self.checkpoints.finish()
+        self.sampling.detach()
         super().teardown()
 
     # Data.

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
+from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
 from tests.ranks import by_hand_env, run_ranks
@@ -102,10 +103,18 @@ def without_batches(make: Make) -> Found:
 
 
 def by_the_users_exact_sampler(make: Make) -> Found:
-    """A loader that Lightning leaves alone, used twice."""
+    """A loader that Lightning leaves alone, used twice, and found again as it was."""
     mine = loader(10, 3, sampler=ExactDistributedSampler(Scores(10)))
     validate(make(), mine)
+    assert type(mine.batch_sampler) is BatchSampler
     return validate(make(), mine)
+
+
+def by_dealt_batches(make: Make) -> Found:
+    """Whole batches that are dealt out: two of the first loader, one of the second, for as many ranks as there are."""
+    batches = [DistributedBatchSamplerWrapper(BatchSampler(range(n), 3, False), uneven="exact") for n in (13, 3)]
+    loaders: Any = [DataLoader(Scores(16), batch_sampler=each) for each in batches]
+    return validate(make(), loaders, Measured(2))
 
 
 class Combined(Measured):
@@ -155,7 +164,8 @@ def watched_without_reduction(make: Make) -> Found:
 
 SAME = (
     fitted, read_by_a_worker, of_a_subset, shuffled, by_a_users_batch_sampler, without_batches,
-    by_the_users_exact_sampler, in_max_size_mode, in_min_size_mode_of_equal_loaders, watched_without_reduction,
+    by_the_users_exact_sampler, by_dealt_batches, in_max_size_mode, in_min_size_mode_of_equal_loaders,
+    watched_without_reduction,
 )  # fmt: skip
 
 # Evaluations on several ranks alone.
@@ -163,7 +173,7 @@ SAME = (
 
 def limited(make: Make, limit: float) -> Found:
     trainer = make(limit_val_batches=limit)
-    found = validate(trainer, loaders_of([(16, 3), (7, 1)]), Measured(2))
+    found = validate(trainer, loaders_of([(19, 3), (7, 1)]), Measured(2))
     return Found({**found.values, "totals": trainer.num_val_batches}, found.sizes)
 
 
@@ -299,17 +309,13 @@ def test_a_subset_stays_one(ranks: list[dict[str, Found]]) -> None:
     assert ranks[0]["of_a_subset"].values["seen"] == [[30, 31, 32, 33, 34, 35, 39]]
 
 
-def test_limits_leave_whole_batches(ranks: list[dict[str, Found]]) -> None:
-    """A limit that is reached leaves each rank that many full batches, as many on every rank, and a total to match."""
-    for name in ("limited_to_two", "limited_to_three_quarters"):
-        found = [rank[name] for rank in ranks]
-        if name == "limited_to_two":  # all batches of the first loader, whose last ones come in two
-            assert [each.values["totals"] for each in found] == [[2, 2]] * RANKS
-            assert [each.sizes for each in found] == [[3, 3, 1, 1], [3, 2, 1, 1], [3, 2, 1, 1]]
-            assert found[0].values["seen"] == [list(range(16)), list(range(6))]
-        else:
-            assert [each.values["totals"] for each in found] == [[1, 2]] * RANKS
-            assert [each.sizes for each in found] == [[3, 1, 1]] * RANKS
+@pytest.mark.parametrize("limit", ["limited_to_two", "limited_to_three_quarters"])
+def test_limits_leave_whole_batches(limit: str, ranks: list[dict[str, Found]]) -> None:
+    """A limit below the number of batches leaves each rank that many full ones, and progress bars as many."""
+    found = [rank[limit] for rank in ranks]
+    assert [each.values["totals"] for each in found] == [[2, 2]] * RANKS
+    assert [each.sizes for each in found] == [[3, 3, 1, 1]] * RANKS
+    assert found[0].values["seen"] == [list(range(18)), list(range(6))]
 
 
 def test_incomplete_batches_are_dropped(ranks: list[dict[str, Found]]) -> None:

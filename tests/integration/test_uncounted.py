@@ -8,8 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_ddp_ext.integration.uncounted import uncounted
 
@@ -33,6 +34,22 @@ class InPlace(Metric):
 
     def compute(self) -> Tensor:
         return self.total
+
+
+class Rows(Metric):
+    """Keeps all that it is given."""
+
+    rows: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", [], "cat")
+
+    def update(self, rows: Tensor) -> None:
+        self.rows.append(rows)
+
+    def compute(self) -> Tensor:
+        return dim_zero_cat(self.rows)
 
 
 def collection() -> MetricCollection:
@@ -97,12 +114,12 @@ def test_groups_of_a_collection_are_found_by_steps_that_count() -> None:
 
 def test_empty_lists_keep_their_type_and_shape() -> None:
     """A list state without samples has no rows, of the type and width that those of other ranks have."""
-    metric = CatMetric()
+    metric = Rows()
     with uncounted({}, metric):
         metric.update(torch.ones(2, 3, dtype=torch.float64))
-    assert [tuple(state.shape) for state in metric.value] in ([(0, 3)], [(0,)])
-    metric.update(torch.ones(1, 3))
-    assert metric.update_count == 1
+    assert [(state.shape, state.dtype) for state in metric.rows] == [((0, 3), torch.float64)]
+    metric.update(torch.ones(1, 3, dtype=torch.float64))
+    assert metric.compute().tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_a_metric_that_the_step_makes_is_empty() -> None:

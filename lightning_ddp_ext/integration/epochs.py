@@ -1,0 +1,65 @@
+"""Telling everything below a Trainer's loaders which epoch it is, before they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
+from lightning_ddp_ext.sampling.epochs import set_epoch, unseedable_shufflers
+from lightning_ddp_ext.sampling.workers import WorkerEpochs, seed_generators
+
+
+class Epochs:
+    """The epoch of a Trainer's training, and optional random streams that belong to it.
+
+    Args:
+        seed: with one, Python's, NumPy's and torch's generators are seeded at the beginning of each epoch, on each rank
+            and in each worker with numbers of their own.
+    """
+
+    def __init__(self, *, seed: int | None = None) -> None:
+        self.seed = seed
+        self._named: set[str] = set()
+
+    def attach(self, trainer: Any) -> None:
+        """Whose epoch it is."""
+        self._trainer = trainer
+        self._in_workers = WorkerEpochs(rank=trainer.global_rank, seed=self.seed)
+
+    @property
+    def now(self) -> int:
+        """The epoch that is trained, or that is trained next."""
+        epoch: int = self._trainer.fit_loop.epoch_progress.current.processed
+        return epoch
+
+    def tell(self, loader: object) -> None:
+        """Tell everything below ``loader``; in workers, too, when they start, or, if they persist, when they read."""
+        set_epoch(loader, self.now)
+        self._in_workers.set(self.now)
+        if (
+            isinstance(loader, DataLoader)
+            and loader.num_workers
+            and (loader.persistent_workers or self.seed is not None)
+        ):
+            self._in_workers.install(loader)
+
+    def forget(self, loader: object) -> None:
+        """Leave a loader as it was before :meth:`tell`; what was told stays."""
+        self._in_workers.uninstall(loader)
+
+    def seed_epoch(self) -> None:
+        """Seed this rank's generators for the epoch, if that was asked for."""
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=self.now, rank=self._trainer.global_rank)
+
+    def warn_of_same_orders(self, loader: object) -> None:
+        """Name samplers that shuffle and cannot be told the epoch, once each."""
+        names = {type(sampler).__name__ for sampler in unseedable_shufflers(loader)} - self._named
+        self._named |= names
+        for name in sorted(names):
+            rank_zero_warn(
+                f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
+                "method set_epoch(epoch) that its order depends on"
+            )

@@ -1,0 +1,359 @@
+"""Which objects below a loader are told the epoch, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
+
+from lightning_ddp_ext.sampling.epochs import epoch_takers, set_epoch, unseedable_shufflers
+
+
+class Taker:
+    """Takes epochs, and remembers them; may hold anything."""
+
+    def __init__(self, held: object = None) -> None:
+        self._held = held
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class MapDataset(Taker, Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(Taker, IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class TakingSampler(Taker, Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Wrapper(Dataset[int]):
+    """A dataset of the user's own, around anything, under a private name."""
+
+    def __init__(self, held: object) -> None:
+        self.__inner = held
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Slotted:
+    """A loader that is no DataLoader and has no __dict__."""
+
+    __slots__ = ("_empty", "_inside")
+
+    def __init__(self, inside: object) -> None:
+        self._inside = inside
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Broken:
+    """A loader whose properties all fail."""
+
+    def __init__(self, inside: object) -> None:
+        self.inside = inside
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def _fail(self) -> object:
+        raise RuntimeError("not ready")
+
+    dataset = property(_fail)
+    sampler = property(_fail)
+    batch_sampler = property(_fail)
+    iterables = property(_fail)
+    set_epoch = property(_fail)
+    shuffle = property(_fail)
+
+
+class Delegate:
+    """A loader that holds nothing itself and has the dataset of something that is not found otherwise."""
+
+    def __init__(self, dataset: object) -> None:
+        self.find = lambda: dataset
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    @property
+    def dataset(self) -> object:
+        return self.find()
+
+
+class CountingList(list[Any]):
+    """Counts how many of its elements were looked at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for element in super().__iter__():
+            self.looked_at += 1
+            yield element
+
+
+TAKER_IN = {
+    "sampler": lambda taker: DataLoader(range(4), sampler=taker),
+    "sampler of the batch sampler": lambda taker: DataLoader(range(4), batch_sampler=BatchSampler(taker, 2, False)),
+    "batch sampler": lambda taker: DataLoader(range(4), batch_sampler=taker),
+    "wrapped twice": lambda taker: DataLoader(
+        range(4), batch_sampler=BatchSampler(BatchSampler(taker, 2, False), 2, False)
+    ),
+    "dataset": lambda taker: DataLoader(taker),
+    "subset": lambda taker: DataLoader(Subset(Subset(taker, range(3)), range(2))),
+    "wrapper": lambda taker: DataLoader(Wrapper(Wrapper(taker))),
+    "dict of lists in a wrapper": lambda taker: DataLoader(Wrapper({"name": "a", "parts": [1, (None, taker)]})),
+    "list": lambda taker: [DataLoader(range(4)), DataLoader(taker)],
+    "nested": lambda taker: {"a": [DataLoader(range(4)), (DataLoader(taker),)]},
+    "combined": lambda taker: CombinedLoader({"a": DataLoader(range(4)), "b": [DataLoader(taker)]}),
+    "loader of its own": lambda taker: Slotted([taker]),
+    "loader of which all else fails": lambda taker: Broken(taker),
+    "property": lambda taker: [Delegate(taker)],
+    "the loader itself": lambda taker: taker,
+    "object with iterables": lambda taker: type("Combined", (), {"iterables": [taker]})(),
+    "no dataset at all": lambda taker: DataLoader(Wrapper(Taker(taker))),
+}
+
+
+@pytest.mark.parametrize("place", TAKER_IN)
+def test_what_takes_epochs_is_found_wherever_it_is(place: str) -> None:
+    """An object with set_epoch gets the epoch exactly once, wherever below the loaders it is."""
+    taker = TakingSampler()
+    set_epoch(TAKER_IN[place](taker), 7)
+    assert taker.epochs == [7]
+
+
+def test_several_datasets_are_all_told() -> None:
+    """Each part of concatenated and of chained datasets gets the epoch."""
+    parts = [MapDataset(), MapDataset()]
+    streams = [Stream(), Stream()]
+    set_epoch([DataLoader(ConcatDataset(parts)), DataLoader(ChainDataset(streams))], 3)
+    assert [taker.epochs for taker in (*parts, *streams)] == [[3]] * 4
+
+
+def test_many_concatenated_datasets_are_all_told() -> None:
+    """A long list is followed to its end if its first element is a dataset."""
+    parts = [MapDataset() for _ in range(100)]
+    assert len(epoch_takers(DataLoader(ConcatDataset(parts)))) == 100
+
+
+def test_inside_of_takers_is_told_too_and_first() -> None:
+    """What a taker holds gets the epoch before the taker does, also where it is reached in another way before."""
+    inner = TakingSampler()
+    middle = MapDataset(inner)
+    outer = MapDataset([inner, middle])
+    assert epoch_takers([inner, DataLoader(outer)]) == [inner, middle, outer]
+    assert epoch_takers([DataLoader(outer), inner]) == [inner, middle, outer]
+
+
+def test_forwarding_and_a_direct_call_agree() -> None:
+    """Something that hands its epoch on and what it hands it to end up in the same epoch."""
+
+    class Forwarding(MapDataset):
+        def set_epoch(self, epoch: int) -> None:
+            super().set_epoch(epoch)
+            self._held.set_epoch(epoch)
+
+    inner = MapDataset()
+    outer = Forwarding(inner)
+    set_epoch(DataLoader(outer), 5)
+    assert outer.epochs == [5]
+    assert set(inner.epochs) == {5}
+
+
+def test_cycles_end() -> None:
+    """Datasets that hold each other, or themselves in a list, are told once."""
+    first, second = MapDataset(), MapDataset()
+    first._held, second._held = [second], {"back": first}
+    loop: list[object] = [first]
+    loop.append(loop)
+    set_epoch(loop, 1)
+    assert first.epochs == second.epochs == [1]
+
+
+def test_long_chains_of_wrappers_are_followed() -> None:
+    """Wrappers may be nested deeper than Python's recursion goes."""
+    taker = MapDataset()
+    dataset: Dataset[int] = taker
+    for _ in range(3000):
+        dataset = Wrapper(dataset)
+    assert epoch_takers(DataLoader(dataset)) == [taker]
+
+
+def test_strangers_are_not_told() -> None:
+    """Modules, trainers and data modules that a dataset holds are told nothing, nor is anything below them."""
+
+    class Module(Taker, LightningModule):
+        def __init__(self, held: object) -> None:
+            LightningModule.__init__(self)
+            Taker.__init__(self, held)
+
+    class Training(Taker, Trainer):
+        def __init__(self, held: object) -> None:
+            Taker.__init__(self, held)
+
+    class Data(Taker, LightningDataModule):
+        pass
+
+    beyond = MapDataset()
+    strangers = [Module(beyond), Training(beyond), Data(beyond), Module]
+    assert epoch_takers(DataLoader(Wrapper(strangers))) == []
+    assert epoch_takers(strangers) == []
+    assert epoch_takers(strangers[0]) == []
+
+
+def test_what_only_promises_set_epoch_is_not_asked() -> None:
+    """An object that answers to any name, and one whose set_epoch is no function, are not among the takers."""
+
+    class Anything(Dataset[int]):
+        set_epoch = None
+
+    class Answering(Dataset[int]):
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: pytest.fail("was asked")
+
+    set_epoch([DataLoader(Anything()), DataLoader(Answering())], 0)
+
+
+def test_data_is_not_walked_through() -> None:
+    """Of lists of a million values and of big object graphs in a dataset, next to nothing is looked at."""
+    numbers = CountingList([0] * 1_000_000)
+    records = CountingList({"image": [index], "box": (1, 2)} for index in range(100_000))
+    lists = CountingList([numbers] * 1000)
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    module.inside = CountingList([MapDataset()])
+    taker = MapDataset([numbers, {"records": records}, lists, module, torch.zeros(9)])
+    assert epoch_takers(DataLoader(taker)) == [taker]
+    assert 0 < numbers.looked_at + records.looked_at + lists.looked_at <= 10
+    assert module.inside.looked_at == 0
+
+
+class Shuffling(Sampler[int]):
+    """Says that it shuffles, and cannot be told the epoch."""
+
+    def __init__(self, shuffle: object = True, held: object = None) -> None:
+        self.shuffle = shuffle
+        self.held = held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class ShufflingBatches:
+    """A batch sampler that is no Sampler."""
+
+    shuffle = True
+
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+
+class ShufflingDataset(MapDataset):
+    shuffle = True
+    set_epoch = None  # type: ignore[assignment]
+
+
+SHUFFLER_IN = {
+    "sampler": lambda shuffler: DataLoader(range(4), sampler=shuffler),
+    "batch sampler": lambda shuffler: DataLoader(range(4), batch_sampler=shuffler),
+    "wrapped": lambda shuffler: DataLoader(range(4), batch_sampler=BatchSampler(shuffler, 2, False)),
+    "in a list": lambda shuffler: [
+        DataLoader(range(4)),
+        {"a": CombinedLoader([DataLoader(range(4), sampler=shuffler)])},
+    ],
+}
+
+
+@pytest.mark.parametrize("place", SHUFFLER_IN)
+@pytest.mark.parametrize("shuffler", [Shuffling(), ShufflingBatches()], ids=["a Sampler", "no Sampler"])
+def test_shufflers_that_cannot_be_told_are_named(place: str, shuffler: object) -> None:
+    """A sampler that shuffles and has no set_epoch is named once, wherever it is."""
+    assert unseedable_shufflers(SHUFFLER_IN[place](shuffler)) == [shuffler]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(range(4), sampler=RandomSampler(range(4))),
+        DataLoader(range(4), sampler=SequentialSampler(range(4))),
+        DataLoader(range(4), shuffle=True),
+        DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=True)),
+        DataLoader(range(4), sampler=Shuffling(shuffle=False)),
+        DataLoader(range(4), sampler=Shuffling(shuffle=lambda: None)),
+        DataLoader(range(4), sampler=Broken(None)),
+        DataLoader(range(4), sampler=TakingSampler(Shuffling())),
+        DataLoader(ShufflingDataset()),
+        DataLoader(ShufflingDataset(), sampler=SequentialSampler(ShufflingDataset())),
+        range(4),
+        None,
+    ],
+)
+def test_samplers_that_can_be_told_or_do_not_shuffle_are_not_named(loader: object) -> None:
+    """No word of torch's own samplers, of those that take epochs and what these hold, nor of datasets."""
+    assert unseedable_shufflers(loader) == []
+
+
+def test_a_shuffler_held_by_another_is_named_too() -> None:
+    """Both a shuffling batch sampler and the shuffling sampler in it are named."""
+    inner = Shuffling()
+    outer = ShufflingBatches(inner)
+    assert unseedable_shufflers(DataLoader(range(4), batch_sampler=outer)) == [inner, outer]
+
+
+def test_a_shuffler_of_any_class_in_a_batch_sampler_is_named() -> None:
+    """What a batch sampler holds under another name is a sampler, Sampler or not."""
+    inner = ShufflingBatches()
+    assert unseedable_shufflers(DataLoader(range(4), batch_sampler=ShufflingBatches(inner)))[0] is inner
+
+
+def test_what_a_samplers_dataset_holds_is_no_sampler() -> None:
+    """A reader that shuffles, below the dataset that a sampler knows, is not named."""
+    assert unseedable_shufflers(DataLoader(range(4), sampler=SequentialSampler(Wrapper(ShufflingBatches())))) == []
+
+
+def test_long_lists_of_lists_are_judged_by_the_first_element_inside() -> None:
+    """Forty lists of datasets are followed."""
+    taker = MapDataset()
+    assert epoch_takers([[DataLoader(taker)]] * 40) == [taker]
