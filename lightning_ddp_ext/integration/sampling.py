@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
 from lightning_ddp_ext.integration.epochs import Epochs
+from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.watching import Watch
@@ -41,6 +42,7 @@ class Sampling:
         self._trainer: Any = None
         self.resuming = Resuming(strategy)
         self.epochs = Epochs()
+        self.evaluation = Evaluation(strategy)
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
@@ -65,10 +67,12 @@ class Sampling:
 
         connector._requires_distributed_sampler = requires
         connector._resolve_sampler = resolve
+        self.evaluation.attach(trainer)
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
         self.resuming.put_back()
+        self.evaluation.put_back()
         for loader in self._watch.end():
             self.epochs.forget(loader)
 
@@ -84,6 +88,8 @@ class Sampling:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
+        if stage in EVALUATED and self._exact_evaluation:
+            return self.evaluation.sampler_for(loader, shuffle, self.seed)
         return None
 
     def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
@@ -108,6 +114,8 @@ class Sampling:
 
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
+        if isinstance(loader, DataLoader):
+            self.evaluation.balance(loader)
         if self._trainer.training:
             self.epochs.warn_of_same_orders(loader)
         self._watch.add(loader)
