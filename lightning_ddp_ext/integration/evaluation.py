@@ -250,7 +250,8 @@ class Evaluation:
 
 def balance_of(loader: object) -> Balance | None:
     """What the ranks make of a loader together; ``None`` where that is nothing of ours."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     sampler = getattr(sampler, "_batch_sampler", sampler)
     if isinstance(sampler, (BalancedBatchSampler, LevelledBatchSampler, LevelledSampler)):
         return sampler.balance

@@ -71,7 +71,7 @@ class Sampling:
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
-        self.resuming.put_back()
+        self.resuming.detach()
         self.evaluation.put_back()
         for loader in self._watch.end():
             self.epochs.forget(loader)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
+from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Moment, Numbers, Run, Saver, Stream, fit
 from tests.integration.training import make_strategy
 from tests.ranks import by_hand_env, run_ranks
@@ -154,3 +155,75 @@ def test_a_resumed_run_reads_what_was_left_and_ends_with_the_same_weights(names:
     """At whatever point a checkpoint was saved, the batches after it are the same, and the weights to the last bit."""
     found = run_ranks(run_cases, 2, tmp_path, names, env=by_hand_env(2), time_limit=110)
     assert found == [{name: [] for name in names}] * 2
+
+
+def save_in_the_middle(rank: int, world_size: int, directory: Path, options: dict[str, Any]) -> Run:
+    return Case(shuffled(37), **options).run(directory, saver=Saver("train_batch_end", directory))
+
+
+def resume(rank: int, world_size: int, directory: Path, options: dict[str, Any], path: str) -> Run:
+    place = directory / f"{world_size}"
+    place.mkdir(exist_ok=True)
+    return Case(shuffled(37), **options).run(place, ckpt_path=path, devices=world_size)
+
+
+def of_epoch(runs: list[Run], epoch: int) -> list[int]:
+    """All samples that the ranks have read in an epoch."""
+    return sorted(sample for run in runs for read, _, *samples in run.steps if read == epoch for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {}),
+        (3, {"strategy": {"sampler": "scalable"}}),
+        (4, {"limit_train_batches": 8, "val_check_interval": 0.5, "limit_val_batches": 1.0}),
+    ],
+    ids=["1 rank", "3 ranks, scalable", "4 ranks, limited"],
+)
+def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
+    world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks."""
+    before = run_ranks(save_in_the_middle, 2, tmp_path, options, env=by_hand_env(2))
+    path, done = before[0].saved[3]
+    assert done == 4
+    args = (tmp_path, {"max_epochs": 3, **options}, path)
+    after = run_ranks(resume, world_size, *args, env=by_hand_env(world_size))
+    read = [Run(run.steps[:done], run.weights, ()) for run in before] + after
+    counts = [of_epoch(read, 0).count(sample) for sample in range(37)]
+    samples = 32 if "limit_train_batches" in options else 37
+    assert len([count for count in counts if count]) == samples
+    assert sum(counts) - samples < 2 * world_size
+    batches = min(options.get("limit_train_batches", 37), -(-37 // (2 * world_size)))
+    for epoch in (1, 2):
+        assert [len([step for step in run.steps if step[0] == epoch]) for run in after] == [batches] * world_size
+
+
+def refuses_another_number_of_ranks(rank: int, world_size: int, directory: Path, path: str, stream: bool) -> str:
+    def loaders() -> DataLoader[Any]:
+        return DataLoader(Stream(9, rank), batch_size=2) if stream else shuffled(37)()
+
+    with pytest.raises(ResumeError) as raised:
+        Case(loaders, use_distributed_sampler=False).run(directory, ckpt_path=path, devices=world_size)
+    return str(raised.value)
+
+
+def save_streams(rank: int, world_size: int, directory: Path, stream: bool) -> Run:
+    def loaders() -> DataLoader[Any]:
+        return DataLoader(Stream(9, rank), batch_size=2) if stream else shuffled(37)()
+
+    return Case(loaders, use_distributed_sampler=False).run(directory, saver=Saver("train_batch_end", directory))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bool, tmp_path: Path) -> None:
+    """The middle of an epoch over them goes on with as many ranks as before, or says so on every rank."""
+    saved = run_ranks(save_streams, 2, tmp_path, stream, env=by_hand_env(2))
+    (tmp_path / "one").mkdir()
+    (message,) = run_ranks(
+        refuses_another_number_of_ranks, 1, tmp_path / "one", saved[0].saved[1][0], stream, env=by_hand_env(1)
+    )
+    assert "cannot be shared out" in message
+    assert "2 ranks" in message
+    assert "resume with" in message
