@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class Resuming:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._trainer: Any = None
+        self._quiet = ExitStack()
         self._reset({})
 
     def _reset(self, section: Mapping[str, Any]) -> None:
@@ -61,7 +64,8 @@ class Resuming:
         epoch_loop._on_before_fetch = on_before_fetch
 
     def detach(self) -> None:
-        """Leave the loaders as they were found."""
+        """Leave the loaders, and what is warned of, as they were found."""
+        self._quiet.close()
         self._data.put_back()
 
     # Saving.
@@ -180,10 +184,14 @@ class Resuming:
             self._data.replay(restart.done, self._saved_by)
         if restart.at != "within":
             self._restore_random()
+        # Lightning says next that the loaders cannot be resumed.
+        self._quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
 
     def _before_fetch(self) -> None:
         """The next batch is about to be fetched, and nobody else comes before it."""
         if self._restart is not None:
+            self._quiet.close()
             self._arrive(self._restart)
             self._restart = None
         accumulated = self._trainer.accumulate_grad_batches

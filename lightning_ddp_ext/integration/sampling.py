@@ -86,6 +86,8 @@ class Sampling:
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage | None) -> Sampler[int] | None:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
+        if set(self._trainer.distributed_sampler_kwargs) != {"num_replicas", "rank"}:
+            return None  # a strategy of the user's own, that wants something else of Lightning's
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
         if stage in EVALUATED and self._exact_evaluation:
