@@ -25,7 +25,8 @@ from lightning_ddp_ext.sampling.balance import (
     is_exact,
 )
 from lightning_ddp_ext.sampling.continued import index_sampler_name, put_index_sampler
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, SharedSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler
+from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ class Evaluation:
         if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             shuffle = shuffle and len(cast(Sized, loader.dataset)) > 0
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **place)
-        return SharedSampler(cast(Sampler[Any], loader.sampler), uneven="exact", **place)
+        return SharedSampler(loader.sampler, uneven="exact", **place)
 
     def balance(self, loader: DataLoader[Any]) -> None:
         """Have all ranks make equally many steps over a loader with a sampler that deals out unevenly.
@@ -255,7 +256,8 @@ def _is_divisible(tensor: Tensor) -> bool:
 
 def balance_of(loader: object) -> Balance | None:
     """What the ranks make of a loader together; ``None`` where that is nothing of ours."""
-    sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
     for each in (sampler, getattr(sampler, "_batch_sampler", None)):  # the latter below Lightning's, in predictions
         if isinstance(each, (BalancedBatchSampler, LevelledBatchSampler, LevelledSampler)):
             return each.balance

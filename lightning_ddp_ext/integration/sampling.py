@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -13,10 +12,11 @@ from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
-from lightning_ddp_ext.integration.watching import unwatch, watch
+from lightning_ddp_ext.integration.watching import Watch
 from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
 
 Order = Literal["torch", "scalable"]
 
@@ -38,7 +38,7 @@ class Sampling:
         self._checkpoints = checkpoints
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._watched: list[weakref.ref[Any]] = []
+        self._watch = Watch(self._before_iterator, self._after_iterator)
         self._agreed_seed: int | None = None
         self._trainer: Any = None
         self.resuming = Resuming(strategy)
@@ -72,13 +72,10 @@ class Sampling:
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
-        self.resuming.put_back()
+        self.resuming.detach()
         self.evaluation.put_back()
-        while self._watched:
-            loader = self._watched.pop()()
-            if loader is not None:
-                unwatch(loader)
-                self.epochs.forget(loader)
+        for loader in self._watch.end():
+            self.epochs.forget(loader)
 
     def add_to(self, checkpoint: dict[str, Any], what: str) -> None:
         """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
@@ -122,8 +119,7 @@ class Sampling:
             self.evaluation.balance(loader)
         if self._trainer.training:
             self.epochs.warn_of_same_orders(loader)
-        if watch(loader, self._before_iterator):
-            self._watched = [known for known in self._watched if known() is not None] + [weakref.ref(loader)]
+        self._watch.add(loader)
         return loader
 
     def _before_iterator(self, loader: object) -> None:
@@ -131,6 +127,10 @@ class Sampling:
         index = self._training_index(loader)
         if index is not None:
             self.resuming.before_iterator(index, self.epochs.now)
+
+    def _after_iterator(self, loader: object) -> None:
+        if self._training_index(loader) is not None:
+            self.resuming.after_iterator()
 
     def _training_index(self, loader: object) -> int | None:
         combined = self._trainer.fit_loop._combined_loader

@@ -20,7 +20,8 @@ from lightning_ddp_ext.sampling.balance import (
 )
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.continued import put_index_sampler
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler, SharedSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler
+from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 
 SAMPLES, RANKS, BATCH_SIZES = st.integers(0, 120), st.integers(1, 9), st.integers(1, 8)
 

@@ -25,11 +25,10 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.sampling.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
-    SharedSampler,
-    TorchOrderSampler,
 )
 from tests.ranks import run_ranks
 from tests.sampling.data import Sized, dealt, in_turn, stop_and_go, take

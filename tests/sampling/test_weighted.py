@@ -14,7 +14,7 @@ from scipy import stats
 
 from lightning_ddp_ext.errors import SamplerError
 from lightning_ddp_ext.sampling.uniforms import uniforms
-from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler, _find
 from tests.sampling.data import dealt, in_turn, stop_and_go
 
 WEIGHTS = [0.0, 3.0, 1.0, 0.0, 0.5, 7.5, 0.0]
@@ -160,3 +160,9 @@ def test_states_of_other_draws_are_refused(other: Any, says: str) -> None:
     """A place in one sequence is no place in another."""
     with pytest.raises(SamplerError, match=says):
         DistributedWeightedSampler([1.0] * 5, 3).load_state_dict(other(1, 0).state_dict())
+
+
+def test_a_number_that_is_exactly_a_bound_draws_what_lies_above_it() -> None:
+    """What weighs nothing is not drawn by a uniform number of exactly 0 either; values come in any order."""
+    bounds = np.cumsum([0.0, 0.0, 1.0, 0.0, 1.0])
+    assert _find(bounds, np.array([1.0, 0.0, 1.5, 0.5])).tolist() == [4, 2, 4, 2]
