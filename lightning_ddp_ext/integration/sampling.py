@@ -13,6 +13,7 @@ from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.watching import Watch
+from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
@@ -55,7 +56,7 @@ class Sampling:
         requires_own, resolve_own = type(connector)._requires_distributed_sampler, type(connector)._resolve_sampler
 
         def requires(dataloader: DataLoader[Any]) -> bool:
-            is_ours = isinstance(dataloader.batch_sampler, DistributedBatchSamplerWrapper)
+            is_ours = isinstance(dataloader.batch_sampler, (DistributedBatchSamplerWrapper, LevelledBatchSampler))
             return not is_ours and requires_own(connector, dataloader)
 
         def resolve(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
