@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_ddp_ext  # noqa: F401  # registers the strategies whose names begin with ddp_ext
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+
 
 Batch = tuple[Tensor, Tensor]
 
