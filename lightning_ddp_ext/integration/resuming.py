@@ -39,6 +39,7 @@ class Resuming:
         self._has_other_lengths = False
         self._window: RandomState | None = None
         self._states: dict[int, list[Any]] = {}
+        self.count_drawn: Callable[[], int] | None = None  # where batches are drawn before Lightning fetches them
 
     @property
     def seed(self) -> int | None:
@@ -157,7 +158,7 @@ class Resuming:
         if epoch != self._epoch:
             self._begin_epoch(epoch)
         elif index not in self._fresh and (place := self._places[index]) is not None:
-            place.begin(begun_at=self._fetcher.fetched, epoch=epoch)
+            place.begin(begun_at=self._drawn, epoch=epoch)
         self._fresh.discard(index)
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -224,8 +225,13 @@ class Resuming:
     @property
     def _must_replay(self) -> bool:
         """Whether some loader can neither be entered in the middle, nor keeps a state of its own."""
-        pairs = zip(self._places, self._loaders, strict=True)
-        return any(place is None and not is_stateful(loader) for place, loader in pairs)
+        return not all(has_place(loader) or is_stateful(loader) for loader in self._loaders)
+
+    @property
+    def entered_at(self) -> int:
+        """Batches of the epoch that lie before what the iterators give that are made now."""
+        restart = self._restart
+        return restart.done if restart is not None and restart.at == "within" and not self._must_replay else 0
 
     def _put_lengths_right(self, lengths: list[float]) -> None:
         """The rest of an epoch had another number of batches; now come whole ones."""
@@ -285,9 +291,14 @@ class Resuming:
         accumulated = self._trainer.accumulate_grad_batches
         if accumulated > 1 and self._batch_progress.current.ready % accumulated == 0:
             self._window = RandomState.take(self._device)
+        if self.count_drawn is None:
+            self.before_draw(self._fetcher.fetched)
+
+    def before_draw(self, number: int) -> None:
+        """The loaders are about to be asked for the batch with this number, from 0, of the epoch."""
         if any(is_stateful(loader) for loader in self._loaders):
-            self._states[self._fetcher.fetched] = self._combined._state_dicts()
-            self._states.pop(self._fetcher.fetched - accumulated - 2, None)
+            self._states[number] = self._combined._state_dicts()
+            self._states.pop(number - self._trainer.accumulate_grad_batches - 4, None)
 
     def _arrive(self, restart: Restart) -> None:
         put_counts_right(self._trainer.fit_loop.epoch_loop, restart)
@@ -320,6 +331,12 @@ class Resuming:
     @property
     def _fetcher(self) -> Any:
         return self._trainer.fit_loop._data_fetcher
+
+    @property
+    def _drawn(self) -> int:
+        """Batches of the epoch that the loaders have given."""
+        fetched: int = self._fetcher.fetched
+        return fetched if self.count_drawn is None else self.count_drawn()
 
     @property
     def _combined(self) -> Any:

@@ -12,6 +12,7 @@ from lightning_ddp_ext.integration.checkpoints import Checkpoints
 from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
+from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
 from lightning_ddp_ext.integration.watching import unwatch, watch
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, SharedSampler, TorchOrderSampler
@@ -27,10 +28,17 @@ class Sampling:
         checkpoints: what these do about checkpoints.
         order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
         exact_evaluation: whether evaluation sees each sample once.
+        uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
     """
 
     def __init__(
-        self, strategy: Strategy, checkpoints: Checkpoints, *, order: Order = "torch", exact_evaluation: bool = True
+        self,
+        strategy: Strategy,
+        checkpoints: Checkpoints,
+        *,
+        order: Order = "torch",
+        exact_evaluation: bool = True,
+        uneven_inputs: UnevenInputs | None = None,
     ) -> None:
         self._strategy = strategy
         self._checkpoints = checkpoints
@@ -40,6 +48,7 @@ class Sampling:
         self._agreed_seed: int | None = None
         self._trainer: Any = None
         self.resuming = Resuming(strategy)
+        self.inputs = Inputs(strategy, self.resuming, uneven=uneven_inputs)
         self.epochs = Epochs()
 
     def attach(self, trainer: Any) -> None:
@@ -47,6 +56,7 @@ class Sampling:
         self._trainer = trainer
         self._agreed_seed = None
         self.resuming.attach(trainer)
+        self.inputs.attach(trainer)
         self.epochs.attach(trainer)
         connector = trainer._data_connector
         refuse_missing(type(connector), "_resolve_sampler", "_requires_distributed_sampler")
@@ -68,6 +78,7 @@ class Sampling:
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
+        self.inputs.detach(interrupted=self._checkpoints.is_interrupted)
         self.resuming.put_back()
         while self._watched:
             loader = self._watched.pop()()
@@ -112,6 +123,7 @@ class Sampling:
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
         if self._trainer.training:
+            self.inputs.check(loader)
             self.epochs.warn_of_same_orders(loader)
         if watch(loader, self._before_iterator):
             self._watched = [known for known in self._watched if known() is not None] + [weakref.ref(loader)]
