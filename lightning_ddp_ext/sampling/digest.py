@@ -75,7 +75,7 @@ def _leaf(value: Any) -> tuple[str, bytes | memoryview] | None:
         return type(value).__name__, repr(value).encode(errors="surrogatepass")
     if isinstance(value, Tensor):
         data = value.detach().to_dense().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return f"{value.dtype}{tuple(value.shape)}", memoryview(data.numpy())
+        return f"{value.dtype}{tuple(value.shape)}", data.numpy().data
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype}{value.shape}", np.ascontiguousarray(value).tobytes()
     return None
@@ -85,7 +85,7 @@ def _parts(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
         return value
     if isinstance(value, np.ndarray):
-        return value.ravel().tolist()  # type: ignore[no-any-return]
+        return value.ravel().tolist()
     if isinstance(value, type):
         return ()
     named = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
