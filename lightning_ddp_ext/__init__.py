@@ -36,10 +36,14 @@ from lightning_ddp_ext.errors import (
     WorldError,
 )
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
+from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
+from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
+from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.world import World
 
@@ -53,9 +57,12 @@ __all__ = [
     "DDPExtStrategy",
     "DamagedCheckpointError",
     "DisagreementError",
+    "DistributedBatchSamplerWrapper",
+    "DistributedWeightedSampler",
     "DuplicateRankError",
     "DurationError",
     "Env",
+    "ExactDistributedSampler",
     "ExactEvaluationError",
     "File",
     "GroupInUseError",
@@ -70,8 +77,10 @@ __all__ = [
     "RankZeroCheckpointIO",
     "RendezvousError",
     "ResumeError",
+    "SamplerEpochSeeding",
     "SamplerError",
     "SamplingError",
+    "ScalableDistributedSampler",
     "StoreError",
     "Tcp",
     "UnevenInputsError",

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DIGITS = ROOT / "examples" / "digits.py"
 RESUME = ROOT / "examples" / "resume_elsewhere.py"
+METRICS = ROOT / "examples" / "exact_metrics.py"
 
 
 def first_code_block() -> str:
@@ -72,3 +73,15 @@ def test_resume_elsewhere(tmp_path: Path) -> None:
     assert int(begun[1]) % 30 == 0
     assert int(begun[1]) > 0
     assert len(re.findall(r"^epoch \d+ ends", completed.output.partition("3 ranks begin")[2], re.MULTILINE)) == 2
+
+
+def test_exact_metrics(tmp_path: Path) -> None:
+    """Four ranks with stock count 44 of 41 images or divide by 40; ours gives the accuracies of one process."""
+    completed = run_script(METRICS, cwd=tmp_path, time_limit=60)
+    assert completed.returncode == 0, completed.output
+    rows = re.findall(r"^│ (.+?) +│ (\d+) +│ ([\d.]+)% +│ ([\d.]+)% +│$", completed.output, re.MULTILINE)
+    alone, stock, unrepeated, ours = (tuple(map(float, row[1:])) for row in rows)
+    assert ours == alone
+    assert (ours[0], stock[0], unrepeated[0]) == (41, 44, 41)
+    assert ours[1] == ours[2] != stock[1]
+    assert unrepeated[1] == pytest.approx(ours[1] * 41 / 40, abs=0.01)

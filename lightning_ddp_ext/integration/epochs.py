@@ -26,7 +26,12 @@ class Epochs:
     def attach(self, trainer: Any) -> None:
         """Whose epoch it is."""
         self._trainer = trainer
-        self._in_workers = WorkerEpochs(rank=trainer.global_rank, seed=self.seed)
+        self.seed_with(self.seed)
+
+    def seed_with(self, seed: int | None) -> None:
+        """Seed generators from now on, or not."""
+        self.seed = seed
+        self._in_workers = WorkerEpochs(rank=self._trainer.global_rank, seed=seed)
 
     @property
     def now(self) -> int:

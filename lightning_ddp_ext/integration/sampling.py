@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-import weakref
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
 from lightning_ddp_ext.integration.epochs import Epochs
+from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
-from lightning_ddp_ext.integration.watching import unwatch, watch
+from lightning_ddp_ext.integration.watching import Watch
+from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler, SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
 
 Order = Literal["torch", "scalable"]
 
@@ -44,12 +46,13 @@ class Sampling:
         self._checkpoints = checkpoints
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._watched: list[weakref.ref[Any]] = []
+        self._watch = Watch(self._before_iterator, self._after_iterator)
         self._agreed_seed: int | None = None
         self._trainer: Any = None
         self.resuming = Resuming(strategy)
         self.inputs = Inputs(strategy, self.resuming, uneven=uneven_inputs)
         self.epochs = Epochs()
+        self.evaluation = Evaluation(strategy)
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
@@ -63,7 +66,7 @@ class Sampling:
         requires_own, resolve_own = type(connector)._requires_distributed_sampler, type(connector)._resolve_sampler
 
         def requires(dataloader: DataLoader[Any]) -> bool:
-            is_ours = isinstance(dataloader.batch_sampler, DistributedBatchSamplerWrapper)
+            is_ours = isinstance(dataloader.batch_sampler, (DistributedBatchSamplerWrapper, LevelledBatchSampler))
             return not is_ours and requires_own(connector, dataloader)
 
         def resolve(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
@@ -75,16 +78,15 @@ class Sampling:
 
         connector._requires_distributed_sampler = requires
         connector._resolve_sampler = resolve
+        self.evaluation.attach(trainer)
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
         self.inputs.detach(interrupted=self._checkpoints.is_interrupted)
-        self.resuming.put_back()
-        while self._watched:
-            loader = self._watched.pop()()
-            if loader is not None:
-                unwatch(loader)
-                self.epochs.forget(loader)
+        self.resuming.detach()
+        self.evaluation.put_back()
+        for loader in self._watch.end():
+            self.epochs.forget(loader)
 
     def add_to(self, checkpoint: dict[str, Any], what: str) -> None:
         """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
@@ -96,8 +98,12 @@ class Sampling:
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage | None) -> Sampler[int] | None:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
+        if set(self._trainer.distributed_sampler_kwargs) != {"num_replicas", "rank"}:
+            return None  # a strategy of the user's own, that wants something else of Lightning's
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
+        if stage in EVALUATED and self._exact_evaluation:
+            return self.evaluation.sampler_for(loader, shuffle, self.seed)
         return None
 
     def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
@@ -122,11 +128,12 @@ class Sampling:
 
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
+        if isinstance(loader, DataLoader):
+            self.evaluation.balance(loader)
         if self._trainer.training:
             self.inputs.check(loader)
             self.epochs.warn_of_same_orders(loader)
-        if watch(loader, self._before_iterator):
-            self._watched = [known for known in self._watched if known() is not None] + [weakref.ref(loader)]
+        self._watch.add(loader)
         return loader
 
     def _before_iterator(self, loader: object) -> None:
@@ -134,6 +141,10 @@ class Sampling:
         index = self._training_index(loader)
         if index is not None:
             self.resuming.before_iterator(index, self.epochs.now)
+
+    def _after_iterator(self, loader: object) -> None:
+        if self._training_index(loader) is not None:
+            self.resuming.after_iterator()
 
     def _training_index(self, loader: object) -> int | None:
         combined = self._trainer.fit_loop._combined_loader

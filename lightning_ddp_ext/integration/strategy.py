@@ -457,6 +457,10 @@ class DDPExtStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         return decision if self.checkpoints.is_handling_exception else super().reduce_boolean_decision(decision, all)
 
+    @override
+    def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
+        return self.sampling.evaluation.reduce(super().reduce, tensor, group, reduce_op)
+
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,8 +10,11 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.sampling.ranks import LazyRanks
 from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler
 
 
@@ -133,7 +137,7 @@ class LevelledBatchSampler(Sampler[list[Any]]):
     """Any batch sampler, with batches that must not count at its end until all ranks have equally many.
 
     Args:
-        batch_sampler: over a sampler of ours, which its attribute ``sampler`` names.
+        batch_sampler: over a sampler of ours, which its attribute ``sampler`` names, or one of ours itself.
         lengths: by rank, its length there.
         rank: this one.
     """
@@ -144,7 +148,7 @@ class LevelledBatchSampler(Sampler[list[Any]]):
         self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # a copy that has nothing yet
+        if name.startswith("__") or name == "batch_sampler":  # a copy that has nothing yet
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)  # sampler, batch_size, set_epoch, and what its author has added
 
@@ -158,17 +162,21 @@ class LevelledBatchSampler(Sampler[list[Any]]):
             filler = filler or list(batch[:1])
             yield batch
         for _ in range(own, self.balance.steps):
-            yield filler or [first_sample(self.batch_sampler.sampler)]
+            filler = filler or first_batch(self.batch_sampler)[:1]
+            yield filler
 
 
-class LevelledSampler(Sampler[Any]):
+class LevelledSampler(DistributedSampler[Any]):
     """A sampler for loaders without batches, whose samples are steps; those at its end that must not count included.
+
+    It is a ``DistributedSampler`` because Lightning would share it out once more.
 
     Args:
         sampler: one of ours with ``uneven="exact"``.
     """
 
     def __init__(self, sampler: GlobalOrderSampler) -> None:
+        # Not torch's __init__: what it would set is the sampler's.
         self.sampler = sampler
         self._steps = BalancedBatchSampler(sampler, 1)
 
@@ -193,16 +201,24 @@ def is_exact(sampler: object) -> bool:
     return isinstance(sampler, GlobalOrderSampler) and sampler.uneven == "exact"
 
 
+def is_dealt_exactly(batch_sampler: Any) -> bool:
+    """Whether the numbers of its batches may differ by rank, because we deal out its samples or whole batches so."""
+    if isinstance(batch_sampler, LevelledBatchSampler):
+        return True
+    if isinstance(batch_sampler, DistributedBatchSamplerWrapper):
+        return batch_sampler.uneven == "exact"
+    return is_exact(getattr(batch_sampler, "sampler", None))
+
+
 def first_sample(sampler: GlobalOrderSampler) -> Any:
     """What the epoch's global order begins with: a sample that exists, for a rank that has none itself."""
     return sampler._order()(np.zeros(1, dtype=np.int64)).tolist()[0]
 
 
-def set_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> None:
-    """Put a batch sampler into a loader that has one already, which ``DataLoader`` itself refuses."""
-    object.__setattr__(loader, "batch_sampler", batch_sampler)
-
-
-def set_sampler(loader: DataLoader[Any], sampler: Any) -> None:
-    """The same for the sampler of a loader without batches."""
-    object.__setattr__(loader, "sampler", sampler)
+def first_batch(batch_sampler: Any) -> list[Any]:
+    """A batch that exists, for a rank that has none itself: of another rank's samples, or of the first one alone."""
+    if not isinstance(batch_sampler, DistributedBatchSamplerWrapper):
+        return [first_sample(batch_sampler.sampler)]
+    of_rank_zero = copy.copy(batch_sampler)
+    of_rank_zero._ranks = LazyRanks(batch_sampler.num_replicas, 0)
+    return list(next(iter(of_rank_zero)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, ClassVar
 
 from torch.utils.data import Sampler
@@ -11,18 +12,20 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import SamplerError
 from lightning_ddp_ext.sampling.checks import length_of
+from lightning_ddp_ext.sampling.epochs import tell_epoch
 from lightning_ddp_ext.sampling.partition import Share, Uneven
 from lightning_ddp_ext.sampling.resuming import Resumable
-from lightning_ddp_ext.sampling.samplers import tell_epoch
 from lightning_ddp_ext.sampling.streams import Streams, mix, with_wrapped
+
+MOST_AT_ONCE = 64  # batches drawn ahead: putting generators in and out takes as long as drawing twenty
 
 
 class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
     """Deals the batches of any batch sampler out to the ranks, for ``DataLoader(batch_sampler=...)``.
 
-    Every rank draws the batches of all, one by one, with all generators that it can reach seeded from ``seed`` and the
-    epoch, and hands out its own: the k-th batch goes to rank k modulo the number of ranks. ``position`` counts batches
-    of all ranks. Resuming draws what comes before again.
+    Every rank draws the batches of all, some at a time, with all generators that it can reach seeded from ``seed`` and
+    the epoch, and hands out its own: the k-th batch goes to rank k modulo the number of ranks. ``position`` counts
+    batches of all ranks. Resuming draws what comes before again.
 
     Args:
         batch_sampler: anything that yields batches and has a length; it and what it wraps are told the epoch.
@@ -90,16 +93,18 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
         streams = Streams(mix(self.seed, self.epoch), *with_wrapped(self.batch_sampler))
         with streams.running():
             batches = iter(self.batch_sampler)
-        for number in range(length):
+        drawn, size = 0, 1
+        while drawn < length:
             with streams.running():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    raise SamplerError(
-                        f"batch_sampler must yield as many batches as its length, {length} (got {number});"
-                        f" correct {type(self.batch_sampler).__name__}.__len__"
-                    ) from None
-            yield batch
+                some = [copy.copy(batch) for batch in islice(batches, min(size, length - drawn))]
+            yield from some
+            drawn += len(some)
+            if len(some) < size and drawn < length:
+                raise SamplerError(
+                    f"batch_sampler must yield as many batches as its length, {length} (got {drawn});"
+                    f" correct {type(self.batch_sampler).__name__}.__len__"
+                )
+            size = min(2 * size, MOST_AT_ONCE)
 
     def _tell_wrapped(self) -> None:
         for sampler in with_wrapped(self.batch_sampler):
@@ -120,7 +125,7 @@ def _dealt_to(share: Share, batches: Iterator[Any]) -> Iterator[Any]:
     mine = range(share.start + share.rank, share.start + share.rank + len(share) * share.world_size, share.world_size)
     for number, batch in zip(range(min(mine[-1] + 1, share.length)), batches, strict=False):
         if share.uneven == "pad" and number < share.world_size:
-            first.append(copy.copy(batch))
+            first.append(batch)
         if number in mine:
             yield batch
     yield from (first[number % share.length] for number in mine if number >= share.length)

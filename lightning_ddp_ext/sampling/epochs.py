@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["epoch_takers", "set_epoch", "unseedable_shufflers"]
+__all__ = ["epoch_takers", "set_epoch", "tell_epoch", "unseedable_shufflers"]
 
 _DATA_CLASSES = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -70,6 +70,12 @@ def set_epoch(loaders: object, epoch: int) -> None:
     """
     for taker in epoch_takers(loaders):
         taker.set_epoch(epoch)  # type: ignore[attr-defined]
+
+
+def tell_epoch(thing: object, epoch: int) -> None:
+    """Give ``epoch`` to this one thing, if it takes one."""
+    if _takes_epochs(thing):
+        thing.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 def unseedable_shufflers(loaders: object) -> list[object]:

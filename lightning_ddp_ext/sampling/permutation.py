@@ -48,13 +48,12 @@ class Permutation:
         self._key = whole_number(key, "key", at_most=2**64 - 1, remedy="make one with mix(seed, epoch)")
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
-        self._round_keys = [_round_key(key, turn) for turn in range(ROUNDS)]
 
     def __len__(self) -> int:
         return self._length
 
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """What stands at these positions; any shape, whole numbers from 0 to ``length - 1``."""
+        """What stands at these positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         self._check(positions)
         return self._table[positions] if self._is_small else self._walk(positions, range(ROUNDS))
 
@@ -62,6 +61,10 @@ class Permutation:
         """Where these values stand."""
         self._check(values)
         return self._inverse_table[values] if self._is_small else self._walk(values, range(ROUNDS)[::-1])
+
+    @cached_property
+    def _round_keys(self) -> list[tuple[np.uint32, np.uint32, np.uint32]]:
+        return [_round_key(self._key, turn) for turn in range(ROUNDS)]
 
     @property
     def _is_small(self) -> bool:
@@ -89,11 +92,11 @@ class Permutation:
     def _walk(self, start: NDArray[Any], turns: range) -> NDArray[np.int64]:
         """Cycle walking: a value beyond the length goes through the rounds until it is one below."""
         values = self._rounds(start.astype(np.uint64), turns)
-        beyond = np.nonzero(values >= np.uint64(self._length))
-        while beyond[0].size:
+        beyond = np.flatnonzero(values >= np.uint64(self._length))
+        while beyond.size:
             again = self._rounds(values[beyond], turns)
             values[beyond] = again
-            beyond = tuple(axis[again >= np.uint64(self._length)] for axis in beyond)
+            beyond = beyond[again >= np.uint64(self._length)]
         return values.view(np.int64)
 
     def _rounds(self, values: Words, turns: range) -> Words:

@@ -122,7 +122,7 @@ class Place:
             start = skip = last.start + trained
             rest = whole - skip
         else:
-            raise ResumeError(self._cannot_share(state["samples"], world_size))
+            raise ResumeError(self._cannot_share(state["world_size"], world_size))
         if not is_same and left is not None:
             rest = min(rest, -(-int(left * state["samples"]) // (self._unit * world_size)))
         length = whole if is_same else done + rest if last.is_first else max(whole, done)
@@ -158,15 +158,15 @@ class Place:
             draw_base_seed(self._loader)
             yield
 
-    def _cannot_share(self, samples: int, world_size: int) -> str:
+    def _cannot_share(self, saved_by: int, world_size: int) -> str:
         name = type(self._index_sampler).__name__
         sampler = getattr(self._index_sampler, "sampler", None)
-        of = f" over {type(sampler).__name__}" if sampler is not None else ""
+        over = f" over {type(sampler).__name__}" if sampler is not None else ""
         return (
-            f"the rest of the epoch cannot be shared out: {name}{of} gives each rank its own order, and a step took "
-            f"{samples} samples before and takes {self._unit * world_size} on {world_size} ranks; resume with the same "
-            "number of ranks and batch size, from a checkpoint at the end of an epoch, or with a sampler of "
-            "lightning_ddp_ext, such as ScalableDistributedSampler"
+            f"the rest of the epoch cannot be shared out: {name}{over} gives each rank an order of its own, the "
+            f"checkpoint is of {saved_by} ranks, and these are {world_size}, or their batches have another size; resume "
+            "with as many ranks and the same batch size, from a checkpoint at the end of an epoch, or with a sampler "
+            "of lightning_ddp_ext, such as ScalableDistributedSampler"
         )
 
 

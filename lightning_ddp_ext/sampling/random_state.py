@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RandomState:
     """The state of the global generators of Python, NumPy, torch and one CUDA device.
 
@@ -56,6 +56,14 @@ class RandomState:
         torch.set_rng_state(self.torch_bytes.cpu())
         if self.cuda_bytes is not None and device is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda_bytes.cpu(), device)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RandomState) and all(
+            torch.equal(mine, theirs) if isinstance(mine, Tensor) and isinstance(theirs, Tensor) else mine == theirs
+            for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint can hold."""

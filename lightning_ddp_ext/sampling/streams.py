@@ -83,8 +83,9 @@ def with_wrapped(sampler: object) -> list[object]:
     """The sampler, and the samplers that are attributes of it, at any depth."""
     found = [sampler]
     for owner in found:
-        inner = [value for name, value in sorted(_attributes(owner).items()) if _is_sampler(name, value)]
-        found += [value for value in inner if not any(value is other for other in found)]
+        for name, value in sorted(_attributes(owner).items()):
+            if _is_sampler(name, value) and not any(value is other for other in found):
+                found.append(value)
     return found
 
 

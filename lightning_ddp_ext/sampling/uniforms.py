@@ -31,4 +31,6 @@ def uniforms(key: int, places: NDArray[Any]) -> NDArray[np.float64]:
     words ^= words >> np.uint64(27)
     words *= _SECOND
     words ^= words >> np.uint64(31)
-    return np.multiply(words >> np.uint64(11), 2.0**-53, dtype=np.float64)
+    numbers = (words >> np.uint64(11)).astype(np.float64)
+    numbers *= 2.0**-53
+    return numbers

@@ -15,10 +15,13 @@ from lightning_ddp_ext.sampling.balance import (
     LevelledBatchSampler,
     LevelledSampler,
     first_sample,
+    is_dealt_exactly,
     is_exact,
-    set_batch_sampler,
 )
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler, SharedSampler
+from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.sampling.continued import put_index_sampler
+from lightning_ddp_ext.sampling.injected import SharedSampler
+from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 
 SAMPLES, RANKS, BATCH_SIZES = st.integers(0, 120), st.integers(1, 9), st.integers(1, 8)
 
@@ -113,7 +116,7 @@ def test_first_sample_is_one_that_the_users_sampler_yields() -> None:
 def test_a_loader_reads_through_a_balanced_batch_sampler_again_and_again(num_workers: int) -> None:
     """Put into a loader that exists already, it is iterated over each epoch, with workers too."""
     loader = DataLoader(range(9), 4, sampler=ExactDistributedSampler(range(9), 2, 1), num_workers=num_workers)
-    set_batch_sampler(loader, BalancedBatchSampler(loader.sampler, 4))
+    put_index_sampler(loader, BalancedBatchSampler(loader.sampler, 4))
     epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
     assert epochs == [[[1, 3], [5, 7]]] * 2
     assert len(loader) == 2
@@ -145,6 +148,16 @@ def test_any_batch_sampler_is_filled_up(own: int, filler: list[int]) -> None:
     assert list(levelled) == list(batches) + [filler] * (4 - own)
     assert (len(levelled), levelled.sampler, levelled.batch_size, levelled.colour) == (4, sampler, 2, "red")
     assert [levelled.balance.absent(step) for step in range(4)] == [()] * own + [(0,)] * (4 - own)
+
+
+def test_whole_batches_are_filled_up() -> None:
+    """Where whole batches are dealt out, a rank without any repeats a sample of the first one."""
+    batches = BatchSampler(range(5, 8), 2, False)
+    dealt = [DistributedBatchSamplerWrapper(batches, 3, rank, uneven="exact") for rank in range(3)]
+    assert all(map(is_dealt_exactly, dealt))
+    assert [list(LevelledBatchSampler(each, (1, 1, 0), rank)) for rank, each in enumerate(dealt)] == [
+        [[5, 6]], [[7]], [[5]],
+    ]  # fmt: skip
 
 
 def test_samples_without_batches_are_filled_up() -> None:
