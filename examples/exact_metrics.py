@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_ddp_ext  # noqa: F401  # registers the strategies whose names begin with ddp_ext
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+import lightning_ddp_ext as ddpx  # registers the strategies whose names begin with ddp_ext
 
 Batch = tuple[Tensor, Tensor]
 
@@ -86,7 +85,7 @@ def main() -> None:
     model = Classifier()
     trainer(max_epochs=20).fit(model, DataLoader(learn, 20, shuffle=True))
 
-    loader, unrepeated = DataLoader(test, 8), DataLoader(test, 8, sampler=ExactDistributedSampler(test))
+    loader, unrepeated = DataLoader(test, 8), DataLoader(test, 8, sampler=ddpx.ExactDistributedSampler(test))
     rows = {
         "one process": measure(model, loader),
         f"ddp, {ranks} ranks": measure(model, loader, strategy="ddp_fork", devices=ranks),

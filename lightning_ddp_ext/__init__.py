@@ -38,6 +38,7 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
+from lightning_ddp_ext.integration.predictions import gather_predictions
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
@@ -87,6 +88,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "World",
     "WorldError",
+    "gather_predictions",
 ]
 
 _register()

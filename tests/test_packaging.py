@@ -52,6 +52,7 @@ PUBLIC = [
     "UnsafeCheckpointError",
     "World",
     "WorldError",
+    "gather_predictions",
 ]
 
 

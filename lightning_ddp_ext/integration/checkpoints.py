@@ -110,6 +110,9 @@ class Checkpoints:
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
         with self._every_rank(what):
+            # A rank that has gone on without this call waits for rank 0 in the loop's own broadcast. This one lets it
+            # go on to its next step, where it finds out.
+            self._ranks.from_rank_zero(None)
             return self._ranks.to_rank_zero(value)
 
     @contextmanager

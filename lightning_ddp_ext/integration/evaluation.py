@@ -229,15 +229,17 @@ class Evaluation:
         op = "mean" if op == "avg" else op
         if not isinstance(tensor, Tensor) or op is None or not dist.is_initialized():
             return stock(tensor, group, reduce_op)  # type: ignore[no-any-return]
-        whole = not (tensor.is_floating_point() or tensor.is_complex())
-        absent = self._absent_of(group)
+        absent, is_mean_of_integers = self._absent_of(group), op == "mean" and not _is_divisible(tensor)
+        counted: Tensor = tensor
+        if is_mean_of_integers:
+            counted = tensor.int() if tensor.dtype == torch.bool else tensor.clone()
         if self._strategy.global_rank in absent and op in _NEUTRAL:
-            tensor.fill_(_NEUTRAL[op](tensor))
-        if op != "mean" or not (absent or whole):
-            return stock(tensor, group, reduce_op)  # type: ignore[no-any-return]
+            counted.fill_(_NEUTRAL[op](counted))
+        if op != "mean" or not (absent or is_mean_of_integers):
+            return stock(counted, group, reduce_op)  # type: ignore[no-any-return]
         count = dist.get_world_size(group) - len(absent)
-        total: Any = stock(tensor.int() if tensor.dtype == torch.bool else tensor, group, "sum")
-        return total / count if whole else total.div_(count)  # type: ignore[no-any-return]
+        total: Any = stock(counted, group, "sum")
+        return total / count if is_mean_of_integers else total.div_(count)  # type: ignore[no-any-return]
 
     def _absent_of(self, group: Any) -> tuple[int, ...]:
         """Those of a group, unless none of them has a batch that counts."""
@@ -248,11 +250,15 @@ class Evaluation:
         return absent if len(absent) < len(ranks) else ()
 
 
+def _is_divisible(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def balance_of(loader: object) -> Balance | None:
     """What the ranks make of a loader together; ``None`` where that is nothing of ours."""
     sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(loader, "sampler", None) if sampler is None else sampler
-    sampler = getattr(sampler, "_batch_sampler", sampler)
-    if isinstance(sampler, (BalancedBatchSampler, LevelledBatchSampler, LevelledSampler)):
-        return sampler.balance
+    for each in (sampler, getattr(sampler, "_batch_sampler", None)):  # the latter below Lightning's, in predictions
+        if isinstance(each, (BalancedBatchSampler, LevelledBatchSampler, LevelledSampler)):
+            return each.balance
     return None

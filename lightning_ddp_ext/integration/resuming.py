@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ class Resuming:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._trainer: Any = None
+        self._quiet = ExitStack()
         self._reset({})
 
     def _reset(self, section: Mapping[str, Any]) -> None:
@@ -62,7 +65,8 @@ class Resuming:
         epoch_loop._on_before_fetch = on_before_fetch
 
     def detach(self) -> None:
-        """Leave the loaders as they were found."""
+        """Leave the loaders, and what is warned of, as they were found."""
+        self._quiet.close()
         self._data.put_back()
 
     # Saving.
@@ -183,16 +187,41 @@ class Resuming:
             self._data.replay(restart.done, self._saved_by)
         if restart.at != "within":
             self._restore_random()
+        # Lightning says next that the loaders cannot be resumed.
+        self._quiet.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
 
     def _before_fetch(self) -> None:
         """The next batch is about to be fetched, and nobody else comes before it."""
         if self._restart is not None:
+            self._quiet.close()
             self._arrive(self._restart)
             self._restart = None
         accumulated = self._trainer.accumulate_grad_batches
         if accumulated > 1 and self._batch_progress.current.ready % accumulated == 0:
             self._last_step = RandomState.take(self._device)
-        self._data.remember_states()
+        if self.count_drawn is None:
+            self.before_draw(self._trainer.fit_loop._data_fetcher.fetched)
+
+    def before_draw(self, number: int) -> None:
+        """The loaders are about to be asked for the batch with this number, from 0, of the epoch."""
+        self._data.remember_states(number)
+
+    @property
+    def count_drawn(self) -> Callable[[], int] | None:
+        """Counts the epoch's batches that loaders have given, where they are drawn before Lightning fetches them."""
+        return self._data.count_drawn
+
+    @count_drawn.setter
+    def count_drawn(self, count: Callable[[], int] | None) -> None:
+        self._data.count_drawn = count
+
+    @property
+    def entered_at(self) -> int:
+        """Batches of the epoch that lie before what the iterators give that are made now."""
+        restart = self._restart
+        is_entered = restart is not None and restart.at == "within" and not self._data.must_replay
+        return restart.done if restart is not None and is_entered else 0
 
     def _arrive(self, restart: Restart) -> None:
         put_counts_right(self._trainer.fit_loop.epoch_loop, restart)

@@ -12,7 +12,9 @@ from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
+from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
 from lightning_ddp_ext.integration.watching import Watch
+from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
@@ -28,10 +30,17 @@ class Sampling:
         checkpoints: what these do about checkpoints.
         order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
         exact_evaluation: whether evaluation sees each sample once.
+        uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
     """
 
     def __init__(
-        self, strategy: Strategy, checkpoints: Checkpoints, *, order: Order = "torch", exact_evaluation: bool = True
+        self,
+        strategy: Strategy,
+        checkpoints: Checkpoints,
+        *,
+        order: Order = "torch",
+        exact_evaluation: bool = True,
+        uneven_inputs: UnevenInputs | None = None,
     ) -> None:
         self._strategy = strategy
         self._checkpoints = checkpoints
@@ -41,6 +50,7 @@ class Sampling:
         self._agreed_seed: int | None = None
         self._trainer: Any = None
         self.resuming = Resuming(strategy)
+        self.inputs = Inputs(strategy, self.resuming, uneven=uneven_inputs)
         self.epochs = Epochs()
         self.evaluation = Evaluation(strategy)
 
@@ -49,13 +59,14 @@ class Sampling:
         self._trainer = trainer
         self._agreed_seed = None
         self.resuming.attach(trainer)
+        self.inputs.attach(trainer)
         self.epochs.attach(trainer)
         connector = trainer._data_connector
         refuse_missing(type(connector), "_resolve_sampler", "_requires_distributed_sampler")
         requires_own, resolve_own = type(connector)._requires_distributed_sampler, type(connector)._resolve_sampler
 
         def requires(dataloader: DataLoader[Any]) -> bool:
-            is_ours = isinstance(dataloader.batch_sampler, DistributedBatchSamplerWrapper)
+            is_ours = isinstance(dataloader.batch_sampler, (DistributedBatchSamplerWrapper, LevelledBatchSampler))
             return not is_ours and requires_own(connector, dataloader)
 
         def resolve(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
@@ -71,6 +82,7 @@ class Sampling:
 
     def detach(self) -> None:
         """Leave the loaders as they were found."""
+        self.inputs.detach(interrupted=self._checkpoints.is_interrupted)
         self.resuming.detach()
         self.evaluation.put_back()
         for loader in self._watch.end():
@@ -86,6 +98,8 @@ class Sampling:
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage | None) -> Sampler[int] | None:
         """Our sampler in the place of Lightning's; ``None`` for Lightning's own."""
+        if set(self._trainer.distributed_sampler_kwargs) != {"num_replicas", "rank"}:
+            return None  # a strategy of the user's own, that wants something else of Lightning's
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
         if stage in EVALUATED and self._exact_evaluation:
@@ -117,6 +131,7 @@ class Sampling:
         if isinstance(loader, DataLoader):
             self.evaluation.balance(loader)
         if self._trainer.training:
+            self.inputs.check(loader)
             self.epochs.warn_of_same_orders(loader)
         self._watch.add(loader)
         return loader

@@ -39,6 +39,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
 from lightning_ddp_ext.integration.sampling import Order, Sampling
+from lightning_ddp_ext.integration.uneven import UnevenInputs
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -99,6 +100,10 @@ class DDPExtStrategy(DDPStrategy):
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
             a loader; stock Lightning repeats samples until the ranks have equally many.
+        uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
+            loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
+            step that each of them has a batch for. ``None``: loaders with lengths that differ are refused when training
+            begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
@@ -132,6 +137,7 @@ class DDPExtStrategy(DDPStrategy):
         DurationError: a timeout is not positive.
         WorldError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit together.
         OptionError: an argument of that name does not exist, here or in the installed torch.
+        ConfigurationError: ``uneven_inputs`` is none of its values.
 
     Example::
 
@@ -154,6 +160,7 @@ class DDPExtStrategy(DDPStrategy):
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
         exact_evaluation: bool = True,
+        uneven_inputs: UnevenInputs | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -207,7 +214,9 @@ class DDPExtStrategy(DDPStrategy):
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self.checkpoints = Checkpoints(self)
-        self.sampling = Sampling(self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation)
+        self.sampling = Sampling(
+            self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
+        )
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -397,6 +406,10 @@ class DDPExtStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         self.checkpoints.release()
         self.sampling.resuming.on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.sampling.inputs.on_train_batch_start(batch)
 
     @override
     def on_validation_start(self) -> None:

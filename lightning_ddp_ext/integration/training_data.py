@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,6 +18,9 @@ class TrainingData:
     Args:
         trainer: whose.
         world_size: number of ranks.
+
+    Attributes:
+        count_drawn: counts the epoch's batches that loaders have given; ``None``: as many as Lightning has fetched.
     """
 
     def __init__(self, trainer: Any, world_size: int) -> None:
@@ -28,6 +31,7 @@ class TrainingData:
         self._unread: set[int] = set()
         self._has_other_lengths = False
         self._states: dict[int, list[Any]] = {}
+        self.count_drawn: Callable[[], int] | None = None
 
     # Iterators.
 
@@ -54,7 +58,8 @@ class TrainingData:
         place = self._places[index]
         if index not in self._unread and place is not None:
             assert self._epoch is not None
-            place.begin(begun_at=self._fetcher.fetched, epoch=self._epoch)
+            drawn = self._fetcher.fetched if self.count_drawn is None else self.count_drawn()
+            place.begin(begun_at=drawn, epoch=self._epoch)
         self._unread.discard(index)
 
     def put_back(self) -> None:
@@ -84,14 +89,14 @@ class TrainingData:
         """By loader, what only this rank knows."""
         return [None if place is None else place.own_state_dict() for place in self._places]
 
-    def remember_states(self) -> None:
-        """Before a fetch: what loaders with a state of their own say now, for when only later batches count less."""
+    def remember_states(self, number: int) -> None:
+        """Keep what loaders with a state of their own say before they are asked for the batch with this number."""
         if any(is_stateful(loader) for loader in self._loaders):
-            self._states[self._fetcher.fetched] = self._combined._state_dicts()
-            self._states.pop(self._fetcher.fetched - self._trainer.accumulate_grad_batches - 2, None)
+            self._states[number] = self._combined._state_dicts()
+            self._states.pop(number - self._trainer.accumulate_grad_batches - 4, None)
 
     def states_after(self, batches: int) -> list[Any] | None:
-        """What loaders with a state of their own have said when so many batches of the epoch had been fetched."""
+        """What loaders with a state of their own have said after so many batches of the epoch."""
         now = self._combined._state_dicts()
         return self._states.get(batches, now) if now else None
 
@@ -100,8 +105,7 @@ class TrainingData:
     @property
     def must_replay(self) -> bool:
         """Whether some loader can neither be entered in the middle, nor keeps a state of its own."""
-        pairs = zip(self._places, self._loaders, strict=True)
-        return any(place is None and not is_stateful(loader) for place, loader in pairs)
+        return not all(has_place(loader) or is_stateful(loader) for loader in self._loaders)
 
     def go_on(self, done: int, section: Mapping[str, Any], own: Sequence[Any] | None) -> None:
         """Have the loaders, which are about to be iterated over, go on where a checkpoint has left them.

@@ -74,7 +74,9 @@ class Membership:
         self._lifelines: Lifelines | None = None
         self._groups = 0
         self._group: object = None
-        self._group_sockets: Sockets | None = None
+        self._side_group: dist.ProcessGroup | None = None
+        self._kept: list[object] = []
+        self._sockets: list[Sockets] = []
         self._is_forming = False
         self._news: News | None = None
         self._departed: News | None = None
@@ -110,6 +112,8 @@ class Membership:
             self._form_group(request, Deadline(request.init_timeout.total_seconds()))
         elif request.timeout != self._request.timeout:
             _set_collective_timeout(request.timeout)
+            if self._side_group is not None:
+                _set_collective_timeout(request.timeout, self._side_group)
         self._request = self.as_met(request)
 
     def as_met(self, request: Request) -> Request:
@@ -142,8 +146,9 @@ class Membership:
 
     def _form_group(self, request: Request, deadline: Deadline) -> None:
         self._groups += 1
+        self._sockets = []
         store = PrefixStore(f"group/{self._groups}", self.store)
-        with self._forming(), sockets_opened() as self._group_sockets, self._interface_for_gloo(deadline):
+        with self._forming(), self._noted_sockets(), self._interface_for_gloo(deadline):
             dist.init_process_group(
                 request.backend,
                 store=store,
@@ -158,6 +163,29 @@ class Membership:
             self._group = dist.group.WORLD
             _check_group(request)
         _set_collective_timeout(request.timeout)
+
+    def side_group(self) -> dist.ProcessGroup:
+        """A gloo group of all ranks beside the default one; it ends with that one. Collective, the first time.
+
+        For small collectives on CPU memory that are under way while others are.
+        """
+        if self._side_group is None:
+            deadline = Deadline(self._request.init_timeout.total_seconds())
+            with self._forming(), self._noted_sockets(), self._interface_for_gloo(deadline):
+                self._side_group = dist.new_group(backend="gloo", timeout=deadline.as_timedelta())
+            _set_collective_timeout(self._request.timeout, self._side_group)
+        return self._side_group
+
+    @contextmanager
+    def _noted_sockets(self) -> Iterator[None]:
+        """The sockets of a group that is formed in the block: they can be severed from now on."""
+        with sockets_opened() as sockets:
+            self._sockets.append(sockets)
+            yield
+
+    def _sever_groups(self) -> None:
+        for sockets in self._sockets:
+            sockets.sever()
 
     @contextmanager
     def _forming(self) -> Iterator[None]:
@@ -272,9 +300,8 @@ class Membership:
     def close_group(self) -> None:
         """End this rank's part of the group: whoever waits for it in a collective is released."""
         self.observe()
-        if self._group_sockets is not None:
-            # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
-            self._group_sockets.sever()
+        # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
+        self._sever_groups()
         self._destroy_group()
 
     def observe(self) -> None:
@@ -315,8 +342,7 @@ class Membership:
             self._exit_timer.name = "ddpx-exit"
             self._exit_timer.daemon = True
             self._exit_timer.start()
-        if self._group_sockets is not None:
-            self._group_sockets.sever()
+        self._sever_groups()
         if self._is_forming:
             self.opened_store.sockets.sever()
         if "nccl" in self._request.backend and dist.is_initialized():
@@ -335,6 +361,7 @@ class Membership:
     def retire(self) -> None:
         """Say goodbye and let go of the lifelines, once the group is closed; in the store the ranks may meet again."""
         self._group = None
+        self._kept.clear()
         if self._lifelines is not None:
             self._lifelines.close()
         self.observe()
@@ -362,6 +389,8 @@ class Membership:
             _abort_group()
         else:
             dist.destroy_process_group()
+        self._kept.append(self._side_group)  # as long as the default one, and for the same reason
+        self._side_group = None
         gc.collect()
 
 
@@ -409,7 +438,7 @@ def _check_group(request: Request) -> None:
         )
 
 
-def _set_collective_timeout(timeout: timedelta | None) -> None:
+def _set_collective_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:
     setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     default = getattr(dist.distributed_c10d, "_get_default_timeout", None)
     if setter is None or default is None:
@@ -418,7 +447,7 @@ def _set_collective_timeout(timeout: timedelta | None) -> None:
             torch.__version__,
         )
         return
-    setter(timeout or default(dist.get_backend()))
+    setter(timeout or default(dist.get_backend(group)), group)
 
 
 def _abort_group() -> None:

@@ -148,7 +148,7 @@ class LevelledBatchSampler(Sampler[list[Any]]):
         self._rank = rank
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # a copy that has nothing yet
+        if name.startswith("__") or name == "batch_sampler":  # a copy that has nothing yet
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)  # sampler, batch_size, set_epoch, and what its author has added
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import pytest
@@ -19,7 +20,7 @@ from tests.integration.training import Kind, assert_same, make_strategy, make_tr
 from tests.ranks import by_hand_env, run_ranks
 
 WORLD_SIZES = (2, 3, 4, 5)
-CASES = {world_size: cases(world_size) for world_size in WORLD_SIZES}
+CASES = {world_size: cases(world_size, 13 - world_size) for world_size in WORLD_SIZES}
 
 
 def evaluate(rank: int, world_size: int, directory: Path, numbers: list[Case], run: str = "validate") -> Values:
@@ -64,50 +65,41 @@ class Mean(L.LightningModule):
         self.log("logged", x.mean(), sync_dist=True)
 
 
-def of_five(kind: Kind, directory: Path) -> list[dict[str, float]]:
-    """Means of 0 to 4 by the samplers of the strategy, and by one that repeats nothing."""
+class Told(NamedTuple):
+    """Means of 0 to 4, by the strategy's samplers and by one that repeats nothing; and what its reduce makes."""
+
+    means: list[dict[str, float]]
+    whole: list[Tensor]
+    others: list[Any]
+
+
+def of_five(kind: Kind, directory: Path) -> Told:
     numbers: Any = torch.arange(5.0)
-    samplers = (None, ExactDistributedSampler(numbers))
-    return [
-        dict(make_trainer(make_strategy(kind, directory)).test(Mean(), DataLoader(numbers, 4, sampler=each))[0])
-        for each in samplers
-    ]
+    trainer = make_trainer(make_strategy(kind, directory))
+    loaders = [DataLoader(numbers, 4, sampler=sampler) for sampler in (None, ExactDistributedSampler(numbers))]
+    means = [dict(trainer.test(Mean(), loader, verbose=False)[0]) for loader in loaders]
+    return Told(means, *reduced(trainer.global_rank, trainer.strategy.reduce))
 
 
+def reduced(rank: int, reduce: Callable[..., Any]) -> tuple[list[Tensor], list[Any]]:
+    """Means of integers and booleans, and everything else, of tensors that differ by rank."""
+    whole = [torch.tensor([1 + rank, 4]), torch.tensor(rank == 0)]
+    half, in_place = torch.tensor(0.5 * rank, dtype=torch.half), torch.tensor(float(rank))
+    reduce(in_place, reduce_op="mean")
+    others = [reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)]
+    return [reduce(each, reduce_op=op) for each in whole for op in ("mean", "avg")], [reduce(half), in_place, *others]
+
+
+@pytest.mark.lowest
 def test_five_samples_on_two_ranks(tmp_path: Path) -> None:
-    """Where stock's padding gives 5/3, and its floor division 5/2 without padding, the mean of 0 to 4 is 2."""
-    ours, stock = on_both(of_five, tmp_path)
-    for rank in ours:
-        assert rank == [{"metric": 2.0, "logged": 2.0}] * 2
-    for rank in stock:
-        padded, floored = rank
+    """Where stock's padding gives 5/3, and its floor division 5/2, the mean of 0 to 4 is 2; so is that of integers."""
+    for ours, stock in zip(*on_both(of_five, tmp_path), strict=True):
+        assert ours.means == [{"metric": 2.0, "logged": 2.0}] * 2
+        padded, floored = stock.means
         assert padded == pytest.approx({"metric": 5 / 3, "logged": 5 / 3})
         assert floored == {"metric": 2.0, "logged": 2.5}
-
-
-def reduced(kind: Kind, directory: Path) -> list[Tensor]:
-    """What the strategy's reduce makes of tensors of several types, which differ by rank."""
-    trainer = make_trainer(make_strategy(kind, directory))
-    trainer.test(Mean(), DataLoader(torch.arange(2.0), 1), verbose=False)  # type: ignore[arg-type]
-    rank, reduce = trainer.global_rank, trainer.strategy.reduce
-    numbers = [torch.tensor([1 + rank, 4]), torch.tensor(rank == 0), torch.tensor(0.5 * rank, dtype=torch.half)]
-    in_place = torch.tensor(float(rank))
-    reduce(in_place, reduce_op="mean")
-    return [
-        *[reduce(each.clone(), reduce_op=op) for each in numbers for op in ("mean", "avg")],
-        *[reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)],
-        reduce("no tensor"),
-        in_place,
-    ]
-
-
-def test_means_of_integers_are_not_divided_to_integers(tmp_path: Path) -> None:
-    """Means of integers and booleans are floats; everything else comes out of reduce as with stock."""
-    for ours, stock in zip(*on_both(reduced, tmp_path), strict=True):
-        whole, same = [torch.tensor([1.5, 4.0])] * 2 + [torch.tensor(0.5)] * 2, slice(4, None)
-        assert_same(ours[:4], whole)
-        assert ours[-2] == stock[-2] == "no tensor"
-        assert_same([*ours[same][:-2], ours[-1]], [*stock[same][:-2], stock[-1]])
+        assert_same(ours.whole, [torch.tensor([1.5, 4.0])] * 2 + [torch.tensor(0.5)] * 2)
+        assert_same(ours.others, stock.others)
 
 
 def assert_equal(mine: Values, expected: Values) -> None:
