@@ -38,6 +38,7 @@ class Resuming:
         self._data = TrainingData(self._trainer, getattr(self._strategy, "world_size", 1))
         self._last_step: RandomState | None = None
         self._after_iterators: RandomState | None = None
+        self._has_new_iterators = False
 
     @property
     def seed(self) -> int | None:
@@ -172,11 +173,13 @@ class Resuming:
 
     def after_iterator(self) -> None:
         """A training loader's iterator has been made, which may have drawn random numbers."""
+        self._has_new_iterators = True
         if self._restart is not None and self._restart.at == "begin":
             self._after_iterators = RandomState.take(self._device)
 
     def on_train_start(self) -> None:
         """The iterators are there, and training begins."""
+        self._has_new_iterators = False
         restart = self._restart
         if restart is None:
             return
@@ -223,11 +226,14 @@ class Resuming:
             return
         if restart.at == "within":
             self._restore_random()
-        elif restart.at == "begin" and restart.epoch > 0:
+        elif restart.at == "begin" and restart.epoch > 0 and not self._has_new_iterators:
             self._draw_as_iterators_did(RandomState.from_dict(own))
 
     def _draw_as_iterators_did(self, before: RandomState) -> None:
-        """After a restore the iterators were made first; else they would have been made now, after the hooks."""
+        """After a restore the iterators were made first; else they would have been made now, after the hooks.
+
+        Older versions of Lightning make them once more now, and then this is not called.
+        """
         is_undisturbed = not self._data.has_persistent_workers and RandomState.take(self._device) == before
         if self._after_iterators is not None and is_undisturbed:
             self._after_iterators.restore(self._device)
