@@ -50,6 +50,7 @@ class Sampling:
     ) -> None:
         _check_choice("sampler", order, get_args(Order))
         _check_choice("exact_evaluation", exact_evaluation, (True, False))
+        self._chosen = (strategy, checkpoints, order, exact_evaluation, uneven_inputs)
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._order = order
@@ -61,6 +62,17 @@ class Sampling:
         self.inputs = Inputs(strategy, self.resuming, uneven=uneven_inputs)
         self.epochs = Epochs()
         self.evaluation = Evaluation(strategy)
+
+    # A strategy travels to spawned ranks by pickle; what belongs to a Trainer does not.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"chosen": self._chosen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        strategy, checkpoints, order, exact_evaluation, uneven_inputs = state["chosen"]
+        self.__init__(  # type: ignore[misc]
+            strategy, checkpoints, order=order, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
+        )
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
