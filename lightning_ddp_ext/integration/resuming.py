@@ -168,8 +168,10 @@ class Resuming:
 
     def after_iterator(self) -> None:
         """A training loader's iterator has been made, which may have drawn random numbers."""
-        if self._restart is not None and self._restart.at == "begin":
+        restart = self._restart
+        if restart is not None and restart.at == "begin":
             self._after_iterators = RandomState.take(self._device)
+        self._data.remember_first_states(restart.done if restart is not None and restart.at == "within" else 0)
 
     def on_train_start(self) -> None:
         """The iterators are there, and training begins."""

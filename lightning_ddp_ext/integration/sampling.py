@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
@@ -14,7 +14,6 @@ from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy, rank_zero_info, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.watching import Watch
-from lightning_ddp_ext.sampling.checks import length_of
 from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.sampling.resuming import Resumable
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
@@ -160,9 +159,11 @@ def _check_weights(loader: DataLoader[Any]) -> None:
     """Weights of another number than there are samples are a mistake."""
     owners = (loader, loader.batch_sampler)
     samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
-    for sampler in samplers.values():
-        if isinstance(sampler, DistributedWeightedSampler) and not isinstance(loader.dataset, IterableDataset):
-            sampler.check_length(length_of(loader.dataset, "dataset", "weights belong to samples that have a number"))
+    weighted = [each for each in samplers.values() if isinstance(each, DistributedWeightedSampler)]
+    length = sized_len(loader.dataset) if weighted else None
+    for sampler in weighted:
+        if length is not None:  # a dataset need have none where a sampler says what to read
+            sampler.check_length(length)
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

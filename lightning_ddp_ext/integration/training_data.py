@@ -26,6 +26,7 @@ class TrainingData:
         self._places: list[Place | None] = []
         self._epoch: int | None = None
         self._unread: set[int] = set()
+        self._is_last_first_pass = False
         self._has_other_lengths = False
         self._states: dict[int, list[Any]] = {}
 
@@ -55,6 +56,7 @@ class TrainingData:
         if index not in self._unread and place is not None:
             assert self._epoch is not None
             place.begin(begun_at=self._fetcher.fetched, epoch=self._epoch)
+        self._is_last_first_pass = self._unread == {index}
         self._unread.discard(index)
 
     def put_back(self) -> None:
@@ -83,6 +85,11 @@ class TrainingData:
     def own_state_dicts(self) -> list[dict[str, Any] | None]:
         """By loader, what only this rank knows."""
         return [None if place is None else place.own_state_dict() for place in self._places]
+
+    def remember_first_states(self, done: int) -> None:
+        """The epoch's iterators have been made, after so many batches: some fetchers fetch before they say so."""
+        if self._is_last_first_pass and any(is_stateful(loader) for loader in self._loaders):
+            self._states[done] = self._combined._state_dicts()
 
     def remember_states(self) -> None:
         """Before a fetch: what loaders with a state of their own say now, for when only later batches count less."""

@@ -165,8 +165,8 @@ class Place:
         return (
             f"the rest of the epoch cannot be shared out: {name}{over} gives each rank an order of its own, the "
             f"checkpoint is of {saved_by} ranks, and these are {world_size}, or their batches have another size; "
-            "resume with as many ranks and the same batch size, from a checkpoint at the end of an epoch, or with a sampler "
-            "of lightning_ddp_ext, such as ScalableDistributedSampler"
+            "resume with as many ranks and the same batch size, from a checkpoint at the end of an epoch, or with a "
+            "sampler of lightning_ddp_ext, such as ScalableDistributedSampler"
         )
 
 
