@@ -117,7 +117,9 @@ class Resuming:
         accumulated = self._section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
         restart = settle(self._trainer.fit_loop, accumulated=accumulated, batches=self._section.get("batches"))
         self._restart = restart
-        if restart.at == "within":
+        if restart.at == "end" and self._saved_by != self._world_size:
+            self._trainer.fit_loop._combined_loader_states_to_load = []  # nothing is left of what they are about
+        elif restart.at != "begin":
             self._hand_out_loader_states(restart)
 
     def _hand_out_loader_states(self, restart: Restart) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -159,11 +160,10 @@ def _check_weights(loader: DataLoader[Any]) -> None:
     """Weights of another number than there are samples are a mistake."""
     owners = (loader, loader.batch_sampler)
     samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
-    weighted = [each for each in samplers.values() if isinstance(each, DistributedWeightedSampler)]
-    length = sized_len(loader.dataset) if weighted else None
-    for sampler in weighted:
-        if length is not None:  # a dataset need have none where a sampler says what to read
-            sampler.check_length(length)
+    for sampler in samplers.values():
+        if isinstance(sampler, DistributedWeightedSampler):
+            with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
+                sampler.check_length(len(loader.dataset))  # type: ignore[arg-type]
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

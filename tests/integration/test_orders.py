@@ -7,6 +7,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,13 +272,17 @@ def chosen_samplers() -> dict[str, DataLoader[int]]:
     }
 
 
+def _itself(made: DataLoader[int]) -> DataLoader[int]:
+    return made
+
+
 def train_with_chosen(kind: Kind, directory: Path, devices: int) -> Any:
     """With samplers that were built before there was a process group, where ours makes it."""
     found = {}
     for name, each in chosen_samplers().items():
         before = each.batch_sampler, each.sampler
         callbacks = [SamplerEpochSeeding()] if kind == "stock" else []
-        read = fit(kind, directory, lambda each=each: each, *callbacks, devices=devices)
+        read = fit(kind, directory, partial(_itself, each), *callbacks, devices=devices)
         found[name] = read, (each.batch_sampler, each.sampler) == before
     return found
 
@@ -355,6 +360,7 @@ def refuse_weights(kind: Kind, directory: Path) -> list[str]:
 def test_weights_of_another_length_than_the_dataset_are_refused_before_training(tmp_path: Path) -> None:
     """Every rank says how many weights there must be and how many there are."""
     for messages in on_ranks("ours", refuse_weights, tmp_path):
-        assert messages == [
-            "weights must be as many as the dataset has samples, 8 (got 5); pass one weight for each sample"
-        ] * 2
+        assert (
+            messages
+            == ["weights must be as many as the dataset has samples, 8 (got 5); pass one weight for each sample"] * 2
+        )

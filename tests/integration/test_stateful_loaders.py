@@ -13,7 +13,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.errors import ResumeError
-from tests.integration.continuing import Numbers, Run, Saver, Stream, fit
+from tests.integration.continuing import Moment, Numbers, Run, Saver, Stream, fit
 from tests.integration.training import Kind, make_strategy, on_ranks
 
 
@@ -60,9 +60,10 @@ def make(rank: int, stream: bool) -> Any:
     return Counting(Numbers(18), batch_size=2, shuffle=True)
 
 
+MOMENTS: tuple[Moment, ...] = ("train_batch_end", "validation_end", "train_epoch_end")
 CASES: dict[str, dict[str, Any]] = {
     "samples": {"stream": False},
-    "stream": {"stream": True},
+    "stream": {"stream": True, "limit_val_batches": 1.0},
     "samples, accumulated": {"stream": False, "accumulate_grad_batches": 2},
     "stream, accumulated": {"stream": True, "accumulate_grad_batches": 2},
 }
@@ -79,7 +80,7 @@ def stop_and_go_on(kind: Kind, directory: Path, names: list[str]) -> dict[str, l
     rank = int(os.environ["RANK"])
     found: dict[str, list[str]] = {}
     for name in names:
-        for moment in ("train_batch_end", "train_epoch_end"):
+        for moment in MOMENTS if name == "stream" else MOMENTS[:1]:
             place = directory / f"{name}-{moment}"
             place.mkdir(exist_ok=True)
             saver = Saver(moment, place)
@@ -163,7 +164,10 @@ def save_at_the_end(kind: Kind, directory: Path) -> list[str]:
 
 def begin_next_epoch(kind: Kind, directory: Path, paths: list[str]) -> list[list[Any]]:
     rank = int(os.environ["RANK"])
-    return [train(kind, directory, rank, ckpt_path=path, stream=True, max_epochs=2, devices=1).steps for path in paths]
+    return [
+        train(kind, directory, rank, ckpt_path=path, stream=True, max_epochs=2, devices=1, limit_val_batches=1.0).steps
+        for path in paths
+    ]
 
 
 def test_after_the_end_of_an_epoch_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
