@@ -122,7 +122,9 @@ class Resuming:
         accumulated = self._section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
         restart = settle(self._trainer.fit_loop, accumulated=accumulated, batches=self._section.get("batches"))
         self._restart = restart
-        if restart.at == "within":
+        if restart.at == "end" and self._saved_by != self._world_size:
+            self._trainer.fit_loop._combined_loader_states_to_load = []  # nothing is left of what they are about
+        elif restart.at != "begin":
             self._hand_out_loader_states(restart)
 
     def _hand_out_loader_states(self, restart: Restart) -> None:
@@ -174,8 +176,10 @@ class Resuming:
     def after_iterator(self) -> None:
         """A training loader's iterator has been made, which may have drawn random numbers."""
         self._has_new_iterators = True
-        if self._restart is not None and self._restart.at == "begin":
+        restart = self._restart
+        if restart is not None and restart.at == "begin":
             self._after_iterators = RandomState.take(self._device)
+        self._data.remember_first_states(restart.done if restart is not None and restart.at == "within" else 0)
 
     def on_train_start(self) -> None:
         """The iterators are there, and training begins."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
@@ -16,7 +17,6 @@ from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
 from lightning_ddp_ext.integration.watching import Watch
 from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
-from lightning_ddp_ext.sampling.checks import length_of
 from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.sampling.resuming import Resumable
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
@@ -189,8 +189,9 @@ def _check_weights(loader: DataLoader[Any]) -> None:
     owners = (loader, loader.batch_sampler)
     samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
     for sampler in samplers.values():
-        if isinstance(sampler, DistributedWeightedSampler) and not isinstance(loader.dataset, IterableDataset):
-            sampler.check_length(length_of(loader.dataset, "dataset", "weights belong to samples that have a number"))
+        if isinstance(sampler, DistributedWeightedSampler):
+            with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
+                sampler.check_length(len(loader.dataset))  # type: ignore[arg-type]
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

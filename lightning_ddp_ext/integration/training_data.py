@@ -29,6 +29,7 @@ class TrainingData:
         self._places: list[Place | None] = []
         self._epoch: int | None = None
         self._unread: set[int] = set()
+        self._is_last_first_pass = False
         self._has_other_lengths = False
         self._states: dict[int, list[Any]] = {}
         self.count_drawn: Callable[[], int] | None = None
@@ -59,6 +60,7 @@ class TrainingData:
         if index not in self._unread and place is not None:
             assert self._epoch is not None
             place.begin(begun_at=self.drawn, epoch=self._epoch)
+        self._is_last_first_pass = self._unread == {index}
         self._unread.discard(index)
 
     def put_back(self) -> None:
@@ -93,6 +95,11 @@ class TrainingData:
         """Batches of the epoch that the loaders have given; ``count_drawn`` knows better than Lightning's fetcher."""
         fetched: int = self._fetcher.fetched
         return fetched if self.count_drawn is None else self.count_drawn()
+
+    def remember_first_states(self, done: int) -> None:
+        """The epoch's iterators have been made, after so many batches: some fetchers fetch before they say so."""
+        if self._is_last_first_pass and any(is_stateful(loader) for loader in self._loaders):
+            self._states[done] = self._combined._state_dicts()
 
     def remember_states(self, drawn: int) -> None:
         """Before a draw: what loaders with a state of their own say now, for when only later batches count less."""
