@@ -51,7 +51,7 @@ class Resuming:
         self._reset({})
         connector, epoch_loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         refuse_missing(type(connector), "restore_loops")
-        refuse_missing(type(epoch_loop), "_on_before_fetch")
+        refuse_missing(type(epoch_loop), "_on_before_fetch", "update_lr_schedulers")
 
         def restore_loops() -> None:
             type(connector).restore_loops(connector)
@@ -61,8 +61,14 @@ class Resuming:
             self._before_fetch()
             type(epoch_loop)._on_before_fetch(epoch_loop)
 
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            at_end = self._restart is not None and self._restart.at == "end"
+            if update_plateau_schedulers or not at_end:  # the others were updated before the checkpoint was saved
+                type(epoch_loop).update_lr_schedulers(epoch_loop, interval, update_plateau_schedulers)
+
         connector.restore_loops = restore_loops
         epoch_loop._on_before_fetch = on_before_fetch
+        epoch_loop.update_lr_schedulers = update_lr_schedulers
 
     def detach(self) -> None:
         """Leave the loaders, and what is warned of, as they were found."""
@@ -224,7 +230,7 @@ class Resuming:
         return restart.done if restart is not None and is_entered else 0
 
     def _arrive(self, restart: Restart) -> None:
-        put_counts_right(self._trainer.fit_loop.epoch_loop, restart)
+        put_counts_right(self._trainer.fit_loop, restart)
         own = self._of_this_rank("random")
         if own is None:
             return
