@@ -62,9 +62,11 @@ class Resuming:
             type(epoch_loop)._on_before_fetch(epoch_loop)
 
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            at_end = self._restart is not None and self._restart.at == "end"
-            if update_plateau_schedulers or not at_end:  # the others were updated before the checkpoint was saved
-                type(epoch_loop).update_lr_schedulers(epoch_loop, interval, update_plateau_schedulers)
+            if self._restart is not None and self._restart.at == "end":
+                if not update_plateau_schedulers:  # they were updated before the checkpoint was saved
+                    return
+                self._restore_random()  # older versions of Lightning have validated once more
+            type(epoch_loop).update_lr_schedulers(epoch_loop, interval, update_plateau_schedulers)
 
         connector.restore_loops = restore_loops
         epoch_loop._on_before_fetch = on_before_fetch

@@ -104,6 +104,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "dropout and validation": lambda _: Case(
         shuffled(), "validation_batch_end", "validation_end", val_check_interval=2
     ),
+    "validation at the end": lambda _: Case(shuffled(8), "validation_batch_end", "validation_end"),
     "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=9),
     "max_steps and max_epochs": lambda _: Case(
         shuffled(10), "train_epoch_start", "train_epoch_end", max_epochs=3, max_steps=9
@@ -152,7 +153,7 @@ CASES: dict[str, Callable[[int], Case]] = {
 }
 
 
-TELLING = ["max_steps and max_epochs", "plateau", "no distributed sampler"]
+TELLING = ["validation at the end", "plateau", "no distributed sampler"]
 OTHERS = [name for name in CASES if name not in TELLING]
 
 
