@@ -77,7 +77,7 @@ def _begin_epoch(fit_loop: Any) -> Restart:
 
 
 def _close_epoch(fit_loop: Any) -> None:
-    """The last batch has been trained on, and nothing else has been counted."""
+    """The last batch has been trained on, and nothing else has been counted; what is done at the end is left out."""
     for progress in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
         progress.processed = progress.started
     batch = fit_loop.epoch_loop.batch_progress
@@ -131,8 +131,10 @@ def _set_restarting(fit_loop: Any, restarting: bool) -> None:
     Loop.restarting.fset(fit_loop, restarting)  # type: ignore[attr-defined]
 
 
-def put_counts_right(epoch_loop: Any, restart: Restart) -> None:
-    """What Lightning's own restart has made of the counts, at the first batch after it."""
-    total = epoch_loop.batch_progress.total
+def put_counts_right(fit_loop: Any, restart: Restart) -> None:
+    """What Lightning's own restart has made of the counts, at the first batch after it; from there on none is due."""
+    total = fit_loop.epoch_loop.batch_progress.total
     total.ready = total.started = total.processed = total.completed
-    epoch_loop._batches_that_stepped = restart.batches_that_stepped
+    fit_loop.epoch_loop._batches_that_stepped = restart.batches_that_stepped
+    # Else the epoch's end leaves out plateau schedulers, and, in older versions, steps all others a second time.
+    fit_loop._restarting = False

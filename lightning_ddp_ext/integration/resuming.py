@@ -51,7 +51,7 @@ class Resuming:
         self._reset({})
         connector, epoch_loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         refuse_missing(type(connector), "restore_loops")
-        refuse_missing(type(epoch_loop), "_on_before_fetch")
+        refuse_missing(type(epoch_loop), "_on_before_fetch", "update_lr_schedulers")
 
         def restore_loops() -> None:
             type(connector).restore_loops(connector)
@@ -61,8 +61,16 @@ class Resuming:
             self._before_fetch()
             type(epoch_loop)._on_before_fetch(epoch_loop)
 
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            if self._restart is not None and self._restart.at == "end":
+                if not update_plateau_schedulers:  # they were updated before the checkpoint was saved
+                    return
+                self._restore_random()  # older versions of Lightning have validated once more
+            type(epoch_loop).update_lr_schedulers(epoch_loop, interval, update_plateau_schedulers)
+
         connector.restore_loops = restore_loops
         epoch_loop._on_before_fetch = on_before_fetch
+        epoch_loop.update_lr_schedulers = update_lr_schedulers
 
     def detach(self) -> None:
         """Leave the loaders, and what is warned of, as they were found."""
@@ -170,7 +178,8 @@ class Resuming:
             return
         if restart.at == "begin":
             self._restore_random()
-        if restart.at == "within" and not self._data.must_replay:
+        # At an epoch's end nothing is left, in case somebody asks: Lightning does where no validation is due any more.
+        if restart.at != "begin" and not self._data.must_replay:
             self._data.go_on(restart.done, self._section, self._of_this_rank("loaders"))
 
     def after_iterator(self) -> None:
@@ -224,7 +233,7 @@ class Resuming:
         self._data.remember_states(number)
 
     def _arrive(self, restart: Restart) -> None:
-        put_counts_right(self._trainer.fit_loop.epoch_loop, restart)
+        put_counts_right(self._trainer.fit_loop, restart)
         own = self._of_this_rank("random")
         if own is None:
             return

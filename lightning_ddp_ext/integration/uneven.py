@@ -147,8 +147,14 @@ class Inputs:
         """As with loaders without a length: after the last batch, whichever that is, and not after so many."""
         trainer = self._trainer
         is_whole = isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
-        if is_whole and trainer.val_check_batch is not None:  # None: the clock says when to validate
+        if is_whole and self._validates_after is not None:
             trainer.val_check_batch = math.inf
+
+    @property
+    def _validates_after(self) -> float | None:
+        """``None``: the clock says when, or, with older versions of Lightning, there have been no batches yet."""
+        batches: float | None = getattr(self._trainer, "val_check_batch", None)
+        return batches
 
     # When an epoch begins.
 
@@ -197,7 +203,7 @@ class Inputs:
         """Lightning looks at lengths when it gets the loaders, and they may differ by epoch."""
         trainer = self._trainer
         self._loop.max_batches = length
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, math.inf):
+        if isinstance(trainer.val_check_interval, float) and self._validates_after not in (None, math.inf):
             trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
     def _fetch_ahead(self) -> None:

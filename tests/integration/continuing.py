@@ -63,8 +63,11 @@ class Stopped(Exception):
 class Net(L.LightningModule):
     """Writes down what it is trained on. With dropout its weights tell of the random numbers, too."""
 
-    def __init__(self, loaders: Callable[[], Any], fail_at: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, loaders: Callable[[], Any], fail_at: tuple[int, int] | None = None, plateau: bool = False
+    ) -> None:
         super().__init__()
+        self.plateau = plateau
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.loaders = loaders
         self.fail_at = fail_at
@@ -79,12 +82,22 @@ class Net(L.LightningModule):
         loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
         return loss
 
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.current_epoch))
+
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.layers(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+        schedulers = [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"},
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.6), "interval": "epoch"},
+        ]
+        if self.plateau:
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            schedulers.append({"scheduler": scheduler, "monitor": "epoch"})
+        return [optimizer], schedulers
 
     def train_dataloader(self) -> Any:
         return self.loaders()
@@ -151,11 +164,12 @@ def fit(
     fail_at: tuple[int, int] | None = None,
     ckpt_path: str | None = None,
     dropout: bool = True,
+    plateau: bool = False,
     **options: Any,
 ) -> Run:
     """Train from the beginning, or from a checkpoint with generators that are somewhere else."""
     L.seed_everything(7, verbose=False)
-    net = Net(loaders, fail_at)
+    net = Net(loaders, fail_at, plateau)
     if not dropout:
         net.layers[1] = nn.Identity()
     torch.manual_seed(7 if ckpt_path is None else 1234)

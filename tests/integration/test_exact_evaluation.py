@@ -91,6 +91,7 @@ def reduced(rank: int, reduce: Callable[..., Any]) -> tuple[list[Tensor], list[A
 
 
 @pytest.mark.lowest
+@pytest.mark.lowest
 def test_five_samples_on_two_ranks(tmp_path: Path) -> None:
     """Where stock's padding gives 5/3, and its floor division 5/2, the mean of 0 to 4 is 2; so is that of integers."""
     for ours, stock in zip(*on_both(of_five, tmp_path), strict=True):

@@ -97,6 +97,7 @@ def structures(kind: Kind, directory: Path) -> list[Any]:
     ]
 
 
+@pytest.mark.lowest
 def test_structures_loaders_and_limits(tmp_path: Path) -> None:
     """With ours and stock, structures come back as of one batch, loaders in a list, limited ones as far as read."""
     for by_rank in on_both(structures, tmp_path):

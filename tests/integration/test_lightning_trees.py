@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,16 +94,23 @@ OTHER_TREE = """
 
     if __name__ == "__main__":
         pl.seed_everything(1)
-        trainer = pl.Trainer(
-            strategy="ddp_ext", devices=int(sys.argv[2]), accelerator="cpu", max_steps=2, logger=False,
+        options = dict(
+            strategy="ddp_ext", devices=int(sys.argv[2]), accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )
+        trainer = pl.Trainer(max_steps=2, **options)
+        trainer.fit(BoringModel())
+        trainer.save_checkpoint(sys.argv[3])
+        trainer = pl.Trainer(max_steps=4, **options)
         model = BoringModel()
-        trainer.fit(model)
+        trainer.fit(model, ckpt_path=sys.argv[3])
+        trainer.predict(model)
+        predictions = lightning_ddp_ext.gather_predictions(trainer)
         report = {
             "rank": trainer.global_rank,
             "world": trainer.world_size,
             "steps": trainer.global_step,
+            "predictions": None if predictions is None else len(predictions),
             "is of this tree": isinstance(trainer.strategy, pl.strategies.DDPStrategy),
             "weights": model.layer.weight.sum().item().hex(),
             "other tree": sorted(name for name in sys.modules if name.partition(".")[0] == "lightning"),
@@ -117,16 +125,17 @@ OTHER_TREE = """
 
 
 @pytest.mark.parametrize(("lightning", "ranks"), [("beside", 2), ("alone", 1)])
-def test_the_other_tree_trains(lightning: str, ranks: int) -> None:
-    """`import pytorch_lightning as pl` first, and its Trainer takes our strategy; `lightning` is not even imported."""
-    done = run_script(OTHER_TREE, lightning, str(ranks), time_limit=100)
+def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> None:
+    """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts; `lightning` is not imported."""
+    done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"), time_limit=100)
     assert done.returncode == 0, done.output
     reports = sorted(
         (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"), key=lambda r: r["rank"]
     )
     assert [(report["rank"], report["world"], report["steps"]) for report in reports] == [
-        (rank, ranks, 2) for rank in range(ranks)
+        (rank, ranks, 4) for rank in range(ranks)
     ]
+    assert [report["predictions"] for report in reports] == [64, *[None] * (ranks - 1)]
     assert len({report["weights"] for report in reports}) == 1
     assert all(report["is of this tree"] for report in reports)
     assert not any(report["other tree"] for report in reports)

@@ -148,6 +148,7 @@ def logged(results: _ResultCollection) -> dict[str, float]:
     return {name: float(number) for name, number in results.metrics(on_step=False)["log"].items()}
 
 
+@pytest.mark.lowest
 def test_values_that_are_logged_stay_those_that_count() -> None:
     """Means, sums and extremes are those of the other steps."""
     results = _ResultCollection(training=False)
@@ -158,6 +159,7 @@ def test_values_that_are_logged_stay_those_that_count() -> None:
     assert logged(results) == {"mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
 
 
+@pytest.mark.lowest
 @pytest.mark.parametrize("again", [False, True], ids=["first epoch", "later epoch"])
 def test_what_is_logged_first_by_such_a_step_adds_nothing(again: bool) -> None:
     """The keys are there, to be reduced, with values that no mean, sum, minimum or maximum notices."""

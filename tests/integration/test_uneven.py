@@ -288,6 +288,7 @@ def resume(rank: int, world_size: int, directory: Path) -> list[Any]:
     return wrong
 
 
+@pytest.mark.lowest
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Path) -> None:
     """From each checkpoint on the same batches are trained on as without a stop, and epochs end where they did."""
     assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[], []]
@@ -365,6 +366,7 @@ def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.lowest
 def test_ranks_that_read_the_same_are_told_once(tmp_path: Path) -> None:
     """Rank 0 names the class of data that are not shared out; others are left alone."""
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
