@@ -174,12 +174,13 @@ class Resuming:
     def _begin_epoch(self, epoch: int) -> None:
         self._data.begin_epoch(epoch)
         restart = self._restart
-        if restart is None:
+        if restart is None or epoch != restart.epoch:
             return
         if restart.at == "begin":
             self._restore_random()
-        # At an epoch's end nothing is left, in case somebody asks: Lightning does where no validation is due any more.
-        if restart.at != "begin" and not self._data.must_replay:
+        elif restart.at == "end":
+            self._data.leave_nothing(restart.done)
+        elif not self._data.must_replay:
             self._data.go_on(restart.done, self._section, self._of_this_rank("loaders"))
 
     def after_iterator(self) -> None:

@@ -149,6 +149,15 @@ class TrainingData:
         if self._has_other_lengths:
             self._combined.limits[:] = lengths
 
+    def leave_nothing(self, done: int) -> None:
+        """All batches of the epoch are done; Lightning asks for one more where no validation is due any longer."""
+        for place in self._places:
+            if place is not None:
+                place.leave_nothing(done)
+        if any(_length_of(loader) != limit for loader, limit in zip(self._loaders, self._combined.limits, strict=True)):
+            self._has_other_lengths = True
+            self._combined.limits[:] = [_length_of(loader) for loader in self._loaders]
+
     def _saved_places(self, done: int, section: Mapping[str, Any]) -> list[Any]:
         saved: list[Any] | None = section.get("loaders")
         if saved is None:

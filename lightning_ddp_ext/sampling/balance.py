@@ -105,7 +105,7 @@ class BalancedBatchSampler(BatchSampler):
     @property
     def balance(self) -> Balance:
         """Who has how many batches, from the sampler's position on; the same on every rank."""
-        total, ranks = self.sampler.total_size, self.sampler.num_replicas
+        total, ranks = self.sampler.length - self.sampler.position, self.sampler.num_replicas
         return Balance.dealt(total, ranks, self.batch_size, drop_last=self.drop_last, divide=self.divide)
 
     def __len__(self) -> int:

@@ -117,7 +117,7 @@ class Place:
         if self._sampler is not None and state["sampler"] is not None:
             start = min(last.start + trained * state["samples"], self._sampler.length)
             self._sampler.load_state_dict({**state["sampler"], "epoch": epoch, "position": start})
-            skip, rest = 0, len(self._index_sampler)
+            skip, rest = 0, self._left()
         elif is_same and state["world_size"] == world_size:
             start = skip = last.start + trained
             rest = whole - skip
@@ -132,6 +132,10 @@ class Place:
         self._passes.append(Pass(done, start, last.is_first))
         return length
 
+    def leave_nothing(self, done: int) -> None:
+        """The loader is about to be read, and all batches of its epoch are done."""
+        put_index_sampler(self._loader, Continued((), skip=0, length=done))
+
     def put_back(self) -> None:
         """Leave the loader as it was found."""
         put_index_sampler(self._loader, self._index_sampler)
@@ -140,6 +144,13 @@ class Place:
         if self._sampler is not None:
             self._sampler.resume_at(epoch, 0)
         return len(self._index_sampler)
+
+    def _left(self) -> int:
+        """Batches from the sampler's position on."""
+        assert self._sampler is not None
+        if getattr(self._index_sampler, "drop_last", False):
+            return self._sampler.left // self._unit
+        return -(-self._sampler.left // self._unit)
 
     def _generators(self) -> list[torch.Generator]:
         owners = [self._loader, *with_wrapped(self._index_sampler)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from lightning_ddp_ext.errors import SamplerError
@@ -68,6 +69,11 @@ class Resumable:
         return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
 
     def __len__(self) -> int:
+        """What this rank reads in a whole epoch, wherever reading begins now; loops count from an epoch's beginning."""
+        return len(replace(self.share(), start=0))
+
+    @property
+    def left(self) -> int:
         """What this rank reads from ``position`` to the end of the epoch."""
         return len(self.share())
 

@@ -69,8 +69,8 @@ class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[ov
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """What all ranks together read from ``position`` on."""
-        return self.length - self.position if self.uneven == "exact" else len(self) * self.num_replicas
+        """What all ranks together read in an epoch."""
+        return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices from ``position`` on; nothing is computed before the first one is asked for."""
@@ -144,7 +144,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     >>> resumed = [ScalableDistributedSampler(range(10), num_replicas=3, rank=rank, seed=3) for rank in range(3)]
     >>> for each in resumed:
     ...     each.load_state_dict(state)
-    >>> [len(each) for each in resumed]
+    >>> [each.left for each in resumed]
     [2, 2, 2]
     """
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Moment, Numbers, Run, Saver, Stream, fit
@@ -75,7 +76,7 @@ class Case:
 
     def run(self, directory: Path, **options: Any) -> Run:
         strategy = make_strategy("ours", directory, **self.strategy)
-        return fit(strategy, self.loaders, dropout=self.dropout, **self.options, **options)
+        return fit(strategy, self.loaders, dropout=self.dropout, **{**self.options, **options})
 
 
 def odd_ones_first(samples: int) -> BatchSampler:
@@ -147,6 +148,21 @@ CASES: dict[str, Callable[[int], Case]] = {
     ),
     "stream, workers": lambda rank: Case(
         lambda: DataLoader(Stream(9, rank), batch_size=2, **workers(1)), "train_batch_end", max_epochs=1
+    ),
+    "torchdata": lambda _: Case(
+        lambda: StatefulDataLoader(Numbers(14), batch_size=2, shuffle=True), "train_batch_end", "train_epoch_end"
+    ),
+    "torchdata, scalable, accumulation": lambda _: Case(
+        lambda: StatefulDataLoader(Numbers(14), batch_size=2, shuffle=True),
+        "train_batch_end",
+        accumulate_grad_batches=2,
+        strategy={"sampler": "scalable"},
+    ),
+    "torchdata, stream": lambda rank: Case(
+        lambda: StatefulDataLoader(Stream(9, rank), batch_size=2), "train_batch_end", "train_epoch_end", dropout=False
+    ),
+    "torchdata, workers": lambda _: Case(
+        lambda: StatefulDataLoader(Numbers(12), batch_size=2, shuffle=True, **workers(1)), "train_batch_end"
     ),
     "stream and samples": lambda rank: Case(
         lambda: [DataLoader(Stream(9, rank), batch_size=2), shuffled(8)()], "train_batch_end"
@@ -239,3 +255,16 @@ def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bo
     assert "cannot be shared out" in message
     assert "2 ranks" in message
     assert "resume with" in message
+
+
+def resumed_without_validation(rank: int, world_size: int, directory: Path) -> tuple[list[Any], list[Any]]:
+    case = Case(shuffled(), limit_val_batches=1.0)
+    whole = case.run(directory, saver=Saver("validation_end", directory))
+    path, done = whole.saved[0]
+    return case.run(directory, ckpt_path=path, limit_val_batches=0).steps, whole.steps[done:]
+
+
+def test_an_epoch_that_was_saved_at_its_validation_is_not_trained_again_without_it(tmp_path: Path) -> None:
+    """Whether a validation is due or not when the run is resumed, the next epoch comes."""
+    for resumed, expected in run_ranks(resumed_without_validation, 2, tmp_path, env=by_hand_env(2)):
+        assert resumed == expected

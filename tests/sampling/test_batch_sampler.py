@@ -157,10 +157,10 @@ def test_positions_and_states_count_batches() -> None:
     assert sampler.state_dict(1)["position"] == 2
     resumed = buckets()(2, 1)
     resumed.load_state_dict(state)
-    assert (len(resumed), resumed.position) == (4, 4)
+    assert (len(resumed), resumed.left, resumed.position) == (6, 4, 4)
     assert list(resumed) == whole[2:]
     resumed.set_epoch(1)
-    assert (resumed.position, len(resumed), resumed.state_dict()["position"]) == (0, 6, 0)
+    assert (resumed.position, resumed.left, resumed.state_dict()["position"]) == (0, 6, 0)
 
 
 def test_batches_that_are_one_list_filled_anew_stay_apart() -> None:
