@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
 from lightning_ddp_ext.sampling.epochs import set_epoch, unseedable_shufflers
 from lightning_ddp_ext.sampling.workers import WorkerEpochs, seed_generators
@@ -36,19 +34,15 @@ class Epochs:
     @property
     def now(self) -> int:
         """The epoch that is trained, or that is trained next."""
-        epoch: int = self._trainer.fit_loop.epoch_progress.current.processed
-        return epoch
+        loop = self._trainer.fit_loop
+        epoch: int = loop.epoch_progress.current.processed
+        return epoch + 1 if _is_restarted_after_last_batch(loop) else epoch
 
     def tell(self, loader: object) -> None:
         """Tell everything below ``loader``; in workers, too, when they start, or, if they persist, when they read."""
         set_epoch(loader, self.now)
         self._in_workers.set(self.now)
-        if (
-            isinstance(loader, DataLoader)
-            and loader.num_workers
-            and (loader.persistent_workers or self.seed is not None)
-        ):
-            self._in_workers.install(loader)
+        self._in_workers.install(loader)
 
     def forget(self, loader: object) -> None:
         """Leave a loader as it was before :meth:`tell`; what was told stays."""
@@ -68,3 +62,14 @@ class Epochs:
                 f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
                 "method set_epoch(epoch) that its order depends on"
             )
+
+
+def _is_restarted_after_last_batch(fit_loop: Any) -> bool:
+    """Whether a checkpoint saved in ``on_train_batch_end`` of an epoch's last batch has just been restored.
+
+    Lightning makes the iterators first, and counts this epoch as done afterwards, in ``FitLoop.reset``.
+    """
+    epoch, batch = fit_loop.epoch_progress.total, fit_loop.epoch_loop.batch_progress
+    is_within = epoch.processed == epoch.completed == epoch.started - 1 == epoch.ready - 1
+    is_trained = batch.total.completed == batch.total.processed - 1 == batch.total.ready - 1
+    return bool(fit_loop.restarting and batch.is_last_batch and is_within and is_trained)

@@ -208,28 +208,24 @@ class Resuming:
         accumulated = self._trainer.accumulate_grad_batches
         if accumulated > 1 and self._batch_progress.current.ready % accumulated == 0:
             self._last_step = RandomState.take(self._device)
-        if self.count_drawn is None:
-            self.before_draw(self._trainer.fit_loop._data_fetcher.fetched)
+        if self._data.count_drawn is None:
+            self._data.remember_states(self._data.drawn)
 
-    def before_draw(self, number: int) -> None:
-        """The loaders are about to be asked for the batch with this number, from 0, of the epoch."""
-        self._data.remember_states(number)
-
-    @property
-    def count_drawn(self) -> Callable[[], int] | None:
-        """Counts the epoch's batches that loaders have given, where they are drawn before Lightning fetches them."""
-        return self._data.count_drawn
-
-    @count_drawn.setter
-    def count_drawn(self, count: Callable[[], int] | None) -> None:
-        self._data.count_drawn = count
+    # Where batches are drawn from the loaders before Lightning fetches them.
 
     @property
     def entered_at(self) -> int:
         """Batches of the epoch that lie before what the iterators give that are made now."""
         restart = self._restart
-        is_entered = restart is not None and restart.at == "within" and not self._data.must_replay
-        return restart.done if restart is not None and is_entered else 0
+        return restart.done if restart is not None and restart.at == "within" and not self._data.must_replay else 0
+
+    def draw_ahead(self, count_drawn: Callable[[], int] | None) -> None:
+        """From now on ``count_drawn`` says how many batches of the epoch have been drawn; ``None``: those fetched."""
+        self._data.count_drawn = count_drawn
+
+    def before_draw(self, number: int) -> None:
+        """The loaders are about to be asked for the batch of the epoch with this number, from 0."""
+        self._data.remember_states(number)
 
     def _arrive(self, restart: Restart) -> None:
         put_counts_right(self._trainer.fit_loop, restart)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
 from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation
@@ -15,9 +16,11 @@ from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
 from lightning_ddp_ext.integration.watching import Watch
 from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.sampling.checks import length_of
 from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.sampling.resuming import Resumable
 from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 
 Order = Literal["torch", "scalable"]
 
@@ -31,6 +34,9 @@ class Sampling:
         order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
         exact_evaluation: whether evaluation sees each sample once.
         uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
+
+    Raises:
+        ConfigurationError: ``order`` or ``exact_evaluation`` is none of the allowed values.
     """
 
     def __init__(
@@ -42,6 +48,9 @@ class Sampling:
         exact_evaluation: bool = True,
         uneven_inputs: UnevenInputs | None = None,
     ) -> None:
+        _check_choice("sampler", order, get_args(Order))
+        _check_choice("exact_evaluation", exact_evaluation, (True, False))
+        self._chosen = (strategy, checkpoints, order, exact_evaluation, uneven_inputs)
         self._strategy = strategy
         self._checkpoints = checkpoints
         self._order = order
@@ -54,6 +63,17 @@ class Sampling:
         self.epochs = Epochs()
         self.evaluation = Evaluation(strategy)
 
+    # A strategy travels to spawned ranks by pickle; what belongs to a Trainer does not.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"chosen": self._chosen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        strategy, checkpoints, order, exact_evaluation, uneven_inputs = state["chosen"]
+        self.__init__(  # type: ignore[misc]
+            strategy, checkpoints, order=order, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
+        )
+
     def attach(self, trainer: Any) -> None:
         """Have the Trainer ask us which sampler to put into a loader where it would put its own."""
         self._trainer = trainer
@@ -62,12 +82,9 @@ class Sampling:
         self.inputs.attach(trainer)
         self.epochs.attach(trainer)
         connector = trainer._data_connector
-        refuse_missing(type(connector), "_resolve_sampler", "_requires_distributed_sampler")
-        requires_own, resolve_own = type(connector)._requires_distributed_sampler, type(connector)._resolve_sampler
-
-        def requires(dataloader: DataLoader[Any]) -> bool:
-            is_ours = isinstance(dataloader.batch_sampler, (DistributedBatchSamplerWrapper, LevelledBatchSampler))
-            return not is_ours and requires_own(connector, dataloader)
+        leave_ours_alone(connector)
+        refuse_missing(type(connector), "_resolve_sampler")
+        resolve_own = type(connector)._resolve_sampler
 
         def resolve(dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None) -> Any:
             if connector._requires_distributed_sampler(dataloader):
@@ -76,7 +93,6 @@ class Sampling:
                     return chosen
             return resolve_own(connector, dataloader, shuffle, mode)
 
-        connector._requires_distributed_sampler = requires
         connector._resolve_sampler = resolve
         self.evaluation.attach(trainer)
 
@@ -129,6 +145,7 @@ class Sampling:
     def process(self, loader: object) -> object:
         """What the Trainer is to iterate over in the place of ``loader``."""
         if isinstance(loader, DataLoader):
+            _check_weights(loader)
             self.evaluation.balance(loader)
         if self._trainer.training:
             self.inputs.check(loader)
@@ -151,3 +168,32 @@ class Sampling:
         if not self._trainer.training or combined is None:
             return None
         return next((index for index, other in enumerate(combined.flattened) if other is loader), None)
+
+
+def leave_ours_alone(connector: Any) -> None:
+    """Have a Trainer's data connector keep batch samplers that share out batches by themselves."""
+    refuse_missing(type(connector), "_requires_distributed_sampler")
+    requires_own = type(connector)._requires_distributed_sampler
+
+    def requires(dataloader: DataLoader[Any]) -> bool:
+        batch_sampler = dataloader.batch_sampler
+        owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
+        is_ours = any(isinstance(each, (Resumable, LevelledBatchSampler)) for each in owned)
+        return not is_ours and requires_own(connector, dataloader)
+
+    connector._requires_distributed_sampler = requires
+
+
+def _check_weights(loader: DataLoader[Any]) -> None:
+    """Weights of another number than there are samples are a mistake."""
+    owners = (loader, loader.batch_sampler)
+    samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
+    for sampler in samplers.values():
+        if isinstance(sampler, DistributedWeightedSampler) and not isinstance(loader.dataset, IterableDataset):
+            sampler.check_length(length_of(loader.dataset, "dataset", "weights belong to samples that have a number"))
+
+
+def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        choices = " or ".join(map(repr, allowed))
+        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

@@ -58,8 +58,7 @@ class TrainingData:
         place = self._places[index]
         if index not in self._unread and place is not None:
             assert self._epoch is not None
-            drawn = self._fetcher.fetched if self.count_drawn is None else self.count_drawn()
-            place.begin(begun_at=drawn, epoch=self._epoch)
+            place.begin(begun_at=self.drawn, epoch=self._epoch)
         self._unread.discard(index)
 
     def put_back(self) -> None:
@@ -89,11 +88,17 @@ class TrainingData:
         """By loader, what only this rank knows."""
         return [None if place is None else place.own_state_dict() for place in self._places]
 
-    def remember_states(self, number: int) -> None:
-        """Keep what loaders with a state of their own say before they are asked for the batch with this number."""
+    @property
+    def drawn(self) -> int:
+        """Batches of the epoch that the loaders have given; ``count_drawn`` knows better than Lightning's fetcher."""
+        fetched: int = self._fetcher.fetched
+        return fetched if self.count_drawn is None else self.count_drawn()
+
+    def remember_states(self, drawn: int) -> None:
+        """Before a draw: what loaders with a state of their own say now, for when only later batches count less."""
         if any(is_stateful(loader) for loader in self._loaders):
-            self._states[number] = self._combined._state_dicts()
-            self._states.pop(number - self._trainer.accumulate_grad_batches - 4, None)
+            self._states[drawn] = self._combined._state_dicts()
+            self._states.pop(drawn - self._trainer.accumulate_grad_batches - 4, None)
 
     def states_after(self, batches: int) -> list[Any] | None:
         """What loaders with a state of their own have said after so many batches of the epoch."""

@@ -68,7 +68,8 @@ class Inputs:
         """Leave the loaders as they were found. Collective, unless the Trainer is interrupted."""
         if self._in_step is not None and not interrupted:
             self._in_step.settle()
-        self._in_step = self._group = self._resuming.count_drawn = None
+        self._in_step = self._group = None
+        self._resuming.draw_ahead(None)
         self._give_back()
 
     @property
@@ -177,12 +178,13 @@ class Inputs:
         if self._in_step is not None:
             self._in_step.settle()
         combined.limits[:] = self._limits
-        self._resuming.count_drawn = lambda: 0
+        self._resuming.draw_ahead(lambda: 0)
         iterator = make_iterator()
         self._limits = list(combined.limits)
         length, is_counted_everywhere = self._agree_on_length(combined)
         if is_counted_everywhere:
-            self._in_step = self._resuming.count_drawn = None
+            self._in_step = None
+            self._resuming.draw_ahead(None)
             return iterator
         self._fetch_ahead()
         return self._keep_in_step(iterator, length)
@@ -224,7 +226,7 @@ class Inputs:
             at_most=length - entered_at,
             before_draw=lambda drawn: resuming.before_draw(entered_at + drawn),
         )
-        resuming.count_drawn = lambda: entered_at + in_step.drawn
+        resuming.draw_ahead(lambda: entered_at + in_step.drawn)
         self._in_step = in_step
         return in_step
 

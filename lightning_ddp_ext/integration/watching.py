@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lightning_ddp_ext.sampling.disguise import disguise, own_class, undisguise
+
 
 class Watch:
     """Has something called whenever an iterator of one of its loaders is made.
 
-    A loader stays the object that it is, and an instance of its class: it gets a class made from its own. What has no
-    Python class of its own, such as a list of batches, is left alone.
+    A loader stays the object that it is, and an instance of its class: it gets a class made from its own. Copies of it
+    are not watched. What has no Python class of its own, such as a list of batches, is left alone.
 
     Args:
         before: called with the loader, just before its iterator is made.
@@ -21,38 +23,53 @@ class Watch:
     def __init__(self, before: Callable[[Any], None], after: Callable[[Any], None] = lambda _: None) -> None:
         self._before = before
         self._after = after
-        self._loaders: list[weakref.ref[Any]] = []  # those that are reloaded each epoch are not to be kept
+        self._loaders: list[Callable[[], Any]] = []
 
     def add(self, loader: Any) -> None:
         """Watch a loader; whoever has watched it before does so no longer."""
-        _give_back(loader)
+        undisguise(loader)
         try:
-            loader.__class__ = _watched(type(loader), self._before, self._after)
-        except TypeError:  # built-in types, and those with slots
+            disguise(loader, {"__iter__": _watched(own_class(loader), self._before, self._after)})
+        except TypeError:  # built-in types
             return
-        self._loaders = [known for known in self._loaders if known() is not None] + [weakref.ref(loader)]
+        self._loaders = [known for known in self._loaders if known() is not None] + [_reference(loader)]
 
     def end(self) -> list[Any]:
         """Give the loaders their own classes back, and return them."""
         loaders = [loader for known in self._loaders if (loader := known()) is not None]
         self._loaders = []
         for loader in loaders:
-            _give_back(loader)
+            undisguise(loader)
         return loaders
 
 
-def _watched(own: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Any:
-    def __iter__(self: Any) -> Iterator[Any]:
-        before(self)
-        iterator: Iterator[Any] = own.__iter__(self)
-        after(self)
+def _watched(own: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Callable[[Any], Iterator[Any]]:
+    iterate: Callable[[Any], Iterator[Any]] = getattr(own, "__iter__", _by_number)
+
+    def watched(loader: Any) -> Iterator[Any]:
+        before(loader)
+        iterator = iterate(loader)
+        after(loader)
         return iterator
 
-    body = {"__iter__": __iter__, "__module__": own.__module__, "__qualname__": own.__qualname__, "_ddpx_own": own}
-    return type(own)(own.__name__, (own,), body)
+    return watched
 
 
-def _give_back(loader: Any) -> None:
-    own = getattr(type(loader), "_ddpx_own", None)
-    if own is not None:
-        loader.__class__ = own
+def _by_number(loader: Any) -> Iterator[Any]:
+    """What ``iter`` makes of an object that has ``__getitem__`` and no ``__iter__``."""
+    number = 0
+    while True:
+        try:
+            item = loader[number]
+        except IndexError:
+            return
+        yield item
+        number += 1
+
+
+def _reference(loader: Any) -> Callable[[], Any]:
+    """A weak one, since loaders that are replaced each epoch are not to be kept; unless its class has slots alone."""
+    try:
+        return weakref.ref(loader)
+    except TypeError:
+        return lambda: loader

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["epoch_takers", "set_epoch", "tell_epoch", "unseedable_shufflers"]
+__all__ = ["data_loaders", "epoch_takers", "set_epoch", "tell_epoch", "unseedable_shufflers"]
 
 _DATA_CLASSES = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -72,6 +72,15 @@ def set_epoch(loaders: object, epoch: int) -> None:
         taker.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
+def data_loaders(loaders: object) -> list[DataLoader[object]]:
+    """Return all distinct instances of torch's ``DataLoader`` at or below ``loaders``.
+
+    Args:
+        loaders: as for ``epoch_takers``.
+    """
+    return [thing for thing in _below(loaders) if isinstance(thing, DataLoader)]
+
+
 def tell_epoch(thing: object, epoch: int) -> None:
     """Give ``epoch`` to this one thing, if it takes one."""
     if _takes_epochs(thing):
@@ -82,9 +91,10 @@ def unseedable_shufflers(loaders: object) -> list[object]:
     """Return the samplers below ``loaders`` that say that they shuffle and cannot be told the epoch.
 
     They have a true attribute ``shuffle`` and no callable ``set_epoch``, and nothing that holds them has one, which
-    might hand it on. One that makes its order from a fixed seed has the same order in every epoch. A sampler is an
-    instance of torch's ``Sampler``, what is called ``sampler`` or ``batch_sampler``, and what such a one holds; never a
-    dataset or a loader. torch's own ``RandomSampler`` has no attribute ``shuffle`` and is not among them.
+    might hand it on (torch's and Lightning's own, and what has a true attribute ``shares_out``, do not). One that
+    makes its order from a fixed seed has the same order in every epoch. A sampler is an instance of torch's
+    ``Sampler``, what is called ``sampler`` or ``batch_sampler``, and what such a one holds; never a dataset or a
+    loader. torch's own ``RandomSampler`` has no attribute ``shuffle`` and is not among them.
 
     Args:
         loaders: as for ``epoch_takers``.
@@ -98,8 +108,9 @@ def unseedable_shufflers(loaders: object) -> list[object]:
         ['EvenFirst']
     """
     everything = list(_below(loaders))
-    told = {id(thing) for thing in _below([thing for thing in everything if _takes_epochs(thing)])}
-    return [thing for thing in _samplers(everything) if id(thing) not in told and _says_that_it_shuffles(thing)]
+    told = {id(thing) for thing in _below([thing for thing in everything if _hands_epochs_on(thing)])}
+    untold = [thing for thing in _samplers(everything) if id(thing) not in told and not _takes_epochs(thing)]
+    return [thing for thing in untold if _says_that_it_shuffles(thing)]
 
 
 def _below(loaders: object, *, stop_at: tuple[type, ...] = ()) -> Iterator[object]:
@@ -207,6 +218,13 @@ def _attribute(thing: object, name: str) -> object:
 
 def _takes_epochs(thing: object) -> bool:
     return not _is_a(thing, (type,)) and callable(_attribute(thing, "set_epoch"))
+
+
+def _hands_epochs_on(thing: object) -> bool:
+    """Whether what a thing holds may be told the epoch by it."""
+    module = str(getattr(getattr(type(thing), "set_epoch", None), "__module__", ""))
+    is_known = module.partition(".")[0] in ("torch", *_LIGHTNING) or _attribute(thing, "shares_out")
+    return _takes_epochs(thing) and not is_known
 
 
 def _samplers(everything: list[object]) -> list[object]:

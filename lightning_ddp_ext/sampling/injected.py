@@ -73,6 +73,7 @@ class SharedSampler(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "shared"
+    shares_out = True  # it gives an epoch on to those alone that take one
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.epochs import epoch_takers, set_epoch
+from lightning_ddp_ext.sampling.disguise import disguise
+from lightning_ddp_ext.sampling.epochs import data_loaders, epoch_takers, set_epoch
 
 __all__ = ["Seeds", "WorkerEpochs", "seed_generators", "seeds_for"]
 
@@ -136,21 +137,23 @@ class WorkerEpochs:
         """Let the loader's workers follow the epoch, those that are started from now on.
 
         Whatever the loader's ``worker_init_fn`` is runs first. One that is set later takes our place; call this again
-        then: it does nothing where we are in place. What is no torch ``DataLoader`` is left alone.
+        then: it does nothing where we are in place. Of what is no torch ``DataLoader``, those below it are meant.
 
         The workers warn if they have a persistent dataset that cannot be watched, a plain list for example, and
         the epoch would make a difference.
         """
-        if isinstance(loader, DataLoader) and self._start_of(loader) is None:
-            loader.worker_init_fn = _WorkerStart(self, loader.worker_init_fn, persistent=loader.persistent_workers)
+        for each in data_loaders(loader):
+            if self._start_of(each) is None and each.num_workers and (each.persistent_workers or self.seed is not None):
+                each.worker_init_fn = _WorkerStart(self, each.worker_init_fn, persistent=each.persistent_workers)
 
     def uninstall(self, loader: object) -> None:
         """Give the loader its former ``worker_init_fn`` back, if ours is the one that it has.
 
         Workers that run already go on following the epoch.
         """
-        if isinstance(loader, DataLoader) and (ours := self._start_of(loader)) is not None:
-            loader.worker_init_fn = ours.former
+        for each in data_loaders(loader):
+            if (ours := self._start_of(each)) is not None:
+                each.worker_init_fn = ours.former
 
     def _start_of(self, loader: DataLoader[Any]) -> _WorkerStart | None:
         start = loader.worker_init_fn
@@ -206,9 +209,11 @@ class _Watch:
 
 
 def _look_before_reading(dataset: object, watch: _Watch) -> None:
-    """Make the dataset, in this process, an instance of a subclass of its class that looks before it reads."""
+    """Have the dataset, in this process, look before it reads."""
+    names = ("__iter__",) if isinstance(dataset, IterableDataset) else ("__getitem__", "__getitems__")
+    methods = {name: getattr(type(dataset), name, None) for name in names}
     try:
-        object.__setattr__(dataset, "__class__", _watched(type(dataset), watch))
+        disguise(dataset, {name: _looking_first(each, watch) for name, each in methods.items() if callable(each)})
     except Exception as error:
         if watch.worker == 0 and watch.has_something_to_do():
             warnings.warn(
@@ -219,46 +224,12 @@ def _look_before_reading(dataset: object, watch: _Watch) -> None:
             )
 
 
-def _watched(cls: type, watch: _Watch) -> type:
-    # No slots keep the memory layout, which a change of class needs. Methods come afterwards, because the metaclass of
-    # torch's data pipes wraps an __iter__ that it finds, and theirs is wrapped already.
-    names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    watched = type(cls)(cls.__name__, (cls,), names)
-    reading = ("__iter__",) if issubclass(cls, IterableDataset) else ("__getitem__", "__getitems__")
-    for name in reading:
-        if callable(method := getattr(cls, name, None)):
-            setattr(watched, name, _looking_first(method, watch))
-    watched.__reduce_ex__ = _reduced_as(cls, watched)  # type: ignore[method-assign]
-    return watched
-
-
 def _looking_first(method: Callable[..., object], watch: _Watch) -> Callable[..., object]:
     def look_and_read(dataset: object, *args: object) -> object:
         watch.look()
         return method(dataset, *args)
 
     return look_and_read
-
-
-def _reduced_as(cls: type, watched: type) -> Callable[..., Any]:
-    """Return a ``__reduce_ex__`` with which copies and pickles are of the dataset's own class."""
-
-    def reduce(dataset: object, protocol: Any) -> Any:
-        object.__setattr__(dataset, "__class__", cls)
-        try:
-            reduced = dataset.__reduce_ex__(protocol)
-        finally:
-            object.__setattr__(dataset, "__class__", watched)
-        if isinstance(reduced, str):
-            return reduced
-        # pickle refuses copyreg.__newobj__, which it knows by its name, for a class that is not the object's.
-        return (_call, reduced[:2], *reduced[2:])
-
-    return reduce
-
-
-def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> object:
-    return function(*arguments)
 
 
 def _check(name: str, number: object) -> None:

@@ -31,7 +31,7 @@ def workers(number: int, **options: Any) -> dict[str, Any]:
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
-def shuffled(samples: int = 18, **options: Any) -> Callable[[], DataLoader[Any]]:
+def shuffled(samples: int = 14, **options: Any) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
@@ -105,14 +105,15 @@ CASES: dict[str, Callable[[int], Case]] = {
         shuffled(), "validation_batch_end", "validation_end", val_check_interval=2
     ),
     "validation at the end": lambda _: Case(shuffled(8), "validation_batch_end", "validation_end"),
-    "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=9),
+    "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=6),
     "max_steps and max_epochs": lambda _: Case(
         shuffled(10), "train_epoch_start", "train_epoch_end", max_epochs=3, max_steps=9
     ),
     # Saved in the last on_train_batch_end, the epoch's end is left out, and with it what would have been updated there.
     "plateau": lambda _: Case(shuffled(6), "train_batch_start", max_epochs=3, plateau=True),
-    "accumulation": lambda _: Case(
-        shuffled(), "train_batch_end", "validation_end", accumulate_grad_batches=3, val_check_interval=2
+    "accumulation": lambda _: Case(shuffled(), "train_batch_end", accumulate_grad_batches=3),
+    "accumulation and validation": lambda _: Case(
+        shuffled(), "validation_end", accumulate_grad_batches=3, val_check_interval=2
     ),
     "limit": lambda _: Case(shuffled(), "train_batch_end", limit_train_batches=3),
     "scalable": lambda _: Case(shuffled(), "train_batch_end", strategy={"sampler": "scalable"}),
@@ -126,7 +127,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     ),
     "no batches": lambda _: Case(shuffled(8, batch_size=None), "train_batch_end"),
     "a batch sampler of one's own": lambda _: Case(
-        lambda: DataLoader(Numbers(18), batch_sampler=odd_ones_first(18)), "train_batch_end"
+        lambda: DataLoader(Numbers(14), batch_sampler=odd_ones_first(14)), "train_batch_end"
     ),
     "no distributed sampler": lambda _: Case(shuffled(10), "train_batch_end", use_distributed_sampler=False),
     "no distributed sampler, workers": lambda _: Case(

@@ -191,7 +191,7 @@ CASES = {
     "promising": Case([[5, 2], [3, 6]], lambda *own: DataLoader(Promising(*own), batch_size=1), like=stream),
     "lists": Case([[5, 5], [3, 3]], Listed),
     "indexed": Case([[5, 5], [3, 3]], indexed),
-    "indexed, other lengths later": Case([[5, 2], [3, 6]], indexed, like=stream),
+    "indexed, other lengths later": Case([[5, 2, 4], [6, 6, 5]], indexed, like=stream),
     "own loader": Case([[5, 2], [3, 6]], Stateful),
     "no data on one rank": Case([[0, 0], [3, 3]]),
     "no data in a list": Case([[0], [3]], Listed),
@@ -212,7 +212,7 @@ def run_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> 
 
 
 def check(names: list[str], world_size: int, directory: Path) -> None:
-    by_rank = run_ranks(run_cases, world_size, directory, names, env=by_hand_env(world_size), time_limit=40)
+    by_rank = run_ranks(run_cases, world_size, directory, names, env=by_hand_env(world_size), time_limit=30)
     for name in names:
         for found in by_rank:
             uneven, cut = found[name]
@@ -232,7 +232,7 @@ def drawn(number: random.Random) -> Case:
     return Case(lengths, read, options, like=None if read is not indexed else stream)
 
 
-CASES |= {f"drawn {seed}": drawn(random.Random(seed)) for seed in range(12)}
+CASES |= {f"drawn {seed}": drawn(random.Random(seed)) for seed in range(8)}
 
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
@@ -261,12 +261,20 @@ def stream_and_samples(rank: int, lengths: Lengths) -> Any:
     return [stream(rank, lengths), indexed(rank, [2])]
 
 
+def stateful_and_samples(rank: int, lengths: Lengths) -> Any:
+    return [Stateful(rank, lengths), indexed(rank, [2])]
+
+
 def resume(rank: int, world_size: int, directory: Path) -> list[Any]:
     warnings.simplefilter("ignore")
     wrong: list[Any] = []
-    for loaders in (stream, Listed, Stateful, stream_and_samples):
-        lengths = [[5, 5], [3, 3]] if loaders is Listed else [[5, 4], [3, 6]]
+    for loaders in (stream, Listed, Stateful, stream_and_samples, stateful_and_samples):
+        lengths = [[4, 4], [3, 3]] if loaders is Listed else [[4, 2], [3, 3]]
         case = Case(lengths, loaders, {"accumulate_grad_batches": 2, "limit_val_batches": 0})
+        if (
+            loaders is stateful_and_samples
+        ):  # whether samples are read for the second time is forgotten: so end by limit
+            case = Case([[9, 9], [8, 9]], loaders, {**case.options, "limit_train_batches": 5})
         place = directory / loaders.__name__
         saver = Saver(place)
         whole = case.run(rank, directory, callbacks=[saver])

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import by_hand_env, run_ranks
+from tests.ranks import Environment, by_hand_env, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]
+KINDS: tuple[Kind, ...] = ("ours", "stock")
 
 
 def data(samples: int = 24) -> TensorDataset:
@@ -122,12 +123,24 @@ def on_both(
     function: Callable[..., Any], directory: Path, *args: Any, time_limit: float = 30.0
 ) -> tuple[list[Any], list[Any]]:
     """What ``function(kind, directory, *args)`` returns by rank, on two ranks for ours, and on two others for stock."""
-    for kind in ("ours", "stock"):
-        (directory / kind).mkdir()
-    options: dict[str, Any] = {"env": by_hand_env(2), "time_limit": time_limit}
-    ours = run_ranks(_with_ours, 2, function, directory / "ours", *args, **options)
-    stock = run_ranks(_with_stock, 2, function, directory / "stock", *args, **options)
+    ours, stock = (on_ranks(kind, function, directory, *args, time_limit=time_limit) for kind in KINDS)
     return ours, stock
+
+
+def on_ranks(
+    kind: Kind,
+    function: Callable[..., Any],
+    directory: Path,
+    *args: Any,
+    world_size: int = 2,
+    time_limit: float = 30.0,
+    env: Environment | None = None,
+) -> list[Any]:
+    """What ``function(kind, directory, *args)`` returns by rank, on ranks of one of the two sides."""
+    (directory / kind).mkdir()
+    on_side = _with_ours if kind == "ours" else _with_stock
+    env = {**by_hand_env(world_size), **(env or {})}
+    return run_ranks(on_side, world_size, function, directory / kind, *args, env=env, time_limit=time_limit)
 
 
 def _with_ours(rank: int, world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> Any:

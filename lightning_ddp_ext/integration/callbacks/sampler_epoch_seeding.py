@@ -8,8 +8,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
-from lightning_ddp_ext.integration.sampling import Sampling
+from lightning_ddp_ext.integration.sampling import Sampling, leave_ours_alone
 from lightning_ddp_ext.integration.watching import Watch
+from lightning_ddp_ext.sampling.checks import seed_of
 
 
 class SamplerEpochSeeding(Callback):
@@ -27,7 +28,7 @@ class SamplerEpochSeeding(Callback):
             in each worker with a stream made from (``seed``, epoch, rank, worker). ``None`` leaves them alone.
 
     Raises:
-        SamplerError: when the callback is set up: ``seed`` is negative or no integer.
+        SamplerError: ``seed`` is negative or no integer.
 
     Example::
 
@@ -35,8 +36,8 @@ class SamplerEpochSeeding(Callback):
     """
 
     def __init__(self, *, seed: int | None = None) -> None:
-        self.seed = seed
-        self._epochs = Epochs(seed=seed)
+        self.seed = None if seed is None else seed_of(seed)
+        self._epochs = Epochs(seed=self.seed)
         self._watch = Watch(self._epochs.tell)
         self._strategy: Any = None
 
@@ -49,6 +50,7 @@ class SamplerEpochSeeding(Callback):
             return
         self._epochs.attach(trainer)
         self._strategy = strategy = trainer.strategy
+        leave_ours_alone(trainer._data_connector)
         process_own = strategy.process_dataloader
 
         def process_dataloader(dataloader: object) -> object:
