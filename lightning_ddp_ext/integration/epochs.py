@@ -67,8 +67,11 @@ class Epochs:
 def _is_restarted_after_last_batch(fit_loop: Any) -> bool:
     """Whether a checkpoint saved in ``on_train_batch_end`` of an epoch's last batch has just been restored.
 
-    Lightning makes the iterators first, and counts this epoch as done afterwards, in ``FitLoop.reset``.
+    Lightning makes the iterators first, and counts this epoch as done afterwards, in ``FitLoop.reset``. Versions that
+    do not know where in an epoch they restart go on in the same one instead.
     """
+    if not hasattr(fit_loop, "restarted_mid_epoch"):
+        return False
     epoch, batch = fit_loop.epoch_progress.total, fit_loop.epoch_loop.batch_progress
     is_within = epoch.processed == epoch.completed == epoch.started - 1 == epoch.ready - 1
     is_trained = batch.total.completed == batch.total.processed - 1 == batch.total.ready - 1
