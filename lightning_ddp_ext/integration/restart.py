@@ -88,7 +88,7 @@ def _close_epoch(fit_loop: Any) -> None:
 
 def _at_validation(fit_loop: Any) -> Restart:
     """Saved while the batches of an epoch were validated, or after it: from there Lightning goes on rightly."""
-    _set_restarting(fit_loop, True)
+    _go_on_within(fit_loop)
     loop = fit_loop.epoch_loop
     at: At = "end" if loop.batch_progress.is_last_batch else "within"
     epoch, done = fit_loop.epoch_progress.current.processed, loop.batch_progress.current.processed
@@ -108,7 +108,7 @@ def _continue_epoch(fit_loop: Any, accumulated: int, *, is_counted: bool) -> Res
     batch.is_last_batch = False
     if rewound:
         _take_back_zero_grad(loop)
-    _set_restarting(fit_loop, True)
+    _go_on_within(fit_loop)
     stepped = loop._batches_that_stepped + (0 if rewound or is_counted else 1)
     return Restart("within", fit_loop.epoch_progress.current.processed, done, stepped)
 
@@ -124,6 +124,14 @@ def _take_back_zero_grad(loop: Any) -> None:
     for progress in (zero_grad.current, zero_grad.total):
         for name in ("ready", "started", "completed"):
             setattr(progress, name, max(0, getattr(progress, name) - 1))
+
+
+def _go_on_within(fit_loop: Any) -> None:
+    """The epoch has begun and not ended; older versions of Lightning count it once more with each restart."""
+    for progress in (fit_loop.epoch_progress.current, fit_loop.epoch_progress.total):
+        progress.ready = progress.started = progress.processed + 1
+        progress.completed = progress.processed
+    _set_restarting(fit_loop, True)
 
 
 def _set_restarting(fit_loop: Any, restarting: bool) -> None:
