@@ -60,6 +60,8 @@ def gather_predictions(trainer: Any) -> Any:
             joined = [_join_loader(loader) for loader in zip(*everything, strict=True)]
         except ExactEvaluationError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"predictions cannot be joined: {type(error).__name__}: {error}"
     _raise_together(problem)
     return joined if joined is None or len(joined) > 1 else joined[0]
 

@@ -58,6 +58,8 @@ class Inputs:
 
         def load_states() -> None:
             loop_class._load_combined_loader_states(self._loop)
+            self._give_back()
+            self._resuming.reads.follow(self._loop._combined_loader)
             if self._is_in_step:
                 self._intercept(self._loop._combined_loader)
 
@@ -153,7 +155,6 @@ class Inputs:
     # When an epoch begins.
 
     def _intercept(self, combined: Any) -> None:
-        self._give_back()
         own = type(combined)
 
         def __iter__(combined: Any) -> Any:

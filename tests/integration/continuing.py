@@ -151,11 +151,12 @@ def fit(
     fail_at: tuple[int, int] | None = None,
     ckpt_path: str | None = None,
     dropout: bool = True,
+    kind: type[Net] = Net,
     **options: Any,
 ) -> Run:
-    """Train from the beginning, or from a checkpoint with generators that are somewhere else."""
-    L.seed_everything(7, verbose=False)
-    net = Net(loaders, fail_at)
+    """Train from the beginning, or from a checkpoint with another seed and generators that are somewhere else."""
+    L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
+    net = kind(loaders, fail_at)
     if not dropout:
         net.layers[1] = nn.Identity()
     torch.manual_seed(7 if ckpt_path is None else 1234)
