@@ -125,7 +125,7 @@ class TrainingData:
         """
         states = self._saved_places(done, section)
         left = None if section.get("batches") is None else section["batches"] - done
-        lengths = [_length_of(loader) for loader in self._loaders]
+        lengths = [batches_of(loader) for loader in self._loaders]
         for index, place in enumerate(self._places):
             if place is None:
                 continue
@@ -166,12 +166,11 @@ class TrainingData:
         self._has_other_lengths = False
         trainer, loop = self._trainer, self._trainer.fit_loop
         limit = trainer.limit_train_batches
-        lengths = [_length_of(loader) for loader in self._loaders]
+        lengths = [batches_of(loader) for loader in self._loaders]
         limited = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
         self._combined.limits[:] = limited
         loop.max_batches = min(limited) if self._combined._mode == "min_size" else max(limited)
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
-            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        put_validation_right(trainer)
 
     def replay(self, done: int, saved_by: int) -> None:
         """Read the batches that are done, where nothing less leads to those that are not.
@@ -212,8 +211,15 @@ class TrainingData:
         return self._trainer.fit_loop._data_fetcher
 
 
-def _length_of(loader: Any) -> float:
+def batches_of(loader: Any) -> float:
+    """How many batches a loader says that it has; ``inf`` if it does not say."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
         return float("inf")
+
+
+def put_validation_right(trainer: Any) -> None:
+    """Validate after the given part of an epoch that has another number of batches than Lightning has counted."""
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
+        trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches * trainer.val_check_interval))
