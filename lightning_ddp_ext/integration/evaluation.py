@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
-from lightning_ddp_ext.integration.lightning_tree import DDPStrategy, RunningStage, refuse_missing
+from lightning_ddp_ext.integration.lightning_tree import DDPStrategy, RunningStage, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.uncounted import uncounted
 from lightning_ddp_ext.sampling.balance import (
     Balance,
@@ -63,6 +64,7 @@ class Evaluation:
     def __init__(self, strategy: Any) -> None:
         self._strategy: DDPStrategy = strategy
         self.absent: tuple[int, ...] = ()
+        self._has_warned = False
         self._found: WeakKeyDictionary[DataLoader[Any], Any] = WeakKeyDictionary()
 
     @property
@@ -121,6 +123,19 @@ class Evaluation:
     def _put(self, loader: DataLoader[Any], index_sampler: Any) -> None:
         self._found.setdefault(loader, getattr(loader, index_sampler_name(loader)))
         put_index_sampler(loader, index_sampler)
+
+    def warn_of_repeats(self, loader: Any) -> None:
+        """Say so, once, where a sampler that the user chose repeats samples."""
+        sampler = getattr(loader, "sampler", None)
+        if type(sampler) is not DistributedSampler or sampler.drop_last or self._has_warned:
+            return
+        samples = len(cast(Sized, sampler.dataset))
+        if sampler.total_size != samples:
+            self._has_warned = True
+            rank_zero_warn(
+                f"the loader's own DistributedSampler evaluates {sampler.total_size - samples} of {samples} samples "
+                "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
+            )
 
     def put_back(self) -> None:
         """Leave loaders that are the user's as they were found."""

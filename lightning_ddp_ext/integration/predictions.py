@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ def gather_predictions(trainer: Any) -> Any:
             joined = [_join_loader(loader) for loader in zip(*everything, strict=True)]
         except ExactEvaluationError as error:
             problem = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = f"predictions cannot be joined: {type(error).__name__}: {error}"
     _raise_together(problem)
     return joined if joined is None or len(joined) > 1 else joined[0]
 
@@ -114,9 +117,15 @@ def _gather(batches: list[list[_Batch]]) -> list[list[list[_Batch]]] | None:
     """By rank, on rank 0."""
     if not _is_distributed():
         return [batches]
+    pickled, problem = b"", None
+    try:
+        pickled = pickle.dumps(batches)
+    except Exception as error:
+        problem = f"predictions must be picklable to be gathered: {type(error).__name__}: {error}"
+    _raise_together(problem)
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(batches, gathered)
-    return gathered
+    dist.gather_object(pickled, gathered)
+    return None if gathered is None else [pickle.loads(each) for each in gathered]
 
 
 # Joining.

@@ -13,6 +13,7 @@ from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.restart import Restart, put_counts_right, settle
 from lightning_ddp_ext.integration.training_data import TrainingData
+from lightning_ddp_ext.integration.watching import Reads
 from lightning_ddp_ext.sampling.random_state import RandomState
 
 KEY = "lightning_ddp_ext"
@@ -24,10 +25,14 @@ class Resuming:
 
     Args:
         strategy: whose ranks.
+
+    Attributes:
+        reads: whether it is the Trainer that reads the training loaders; what others read of them does not count.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
+        self.reads = Reads()
         self._trainer: Any = None
         self._quiet = ExitStack()
         self._reset({})
@@ -76,6 +81,7 @@ class Resuming:
         """Leave the loaders, and what is warned of, as they were found."""
         self._quiet.close()
         self._data.put_back()
+        self.reads.end()
 
     # Saving.
 
@@ -134,6 +140,19 @@ class Resuming:
             self._trainer.fit_loop._combined_loader_states_to_load = []  # nothing is left of what they are about
         elif restart.at != "begin":
             self._hand_out_loader_states(restart)
+        self._forget_early_loaders()
+
+    def _forget_early_loaders(self) -> None:
+        """Have Lightning get its training loaders anew if it has them already, and begun to read epoch 0.
+
+        It has if ``configure_optimizers`` asks for ``estimated_stepping_batches``: that is before anything is restored.
+        """
+        loop = self._trainer.fit_loop
+        if loop._combined_loader is None:
+            return
+        if loop._data_fetcher is not None:
+            loop._data_fetcher.teardown()
+        loop._combined_loader = None
 
     def _hand_out_loader_states(self, restart: Restart) -> None:
         """Loaders with a state of their own get this rank's, where Lightning has only rank 0's for all."""

@@ -134,10 +134,11 @@ class Sampling:
     def seed(self) -> int:
         """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
         if self._agreed_seed is None:
-            chosen: int = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            self._agreed_seed = chosen if self.resuming.seed is None else self.resuming.seed
-            if self._agreed_seed != chosen:
-                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {self._agreed_seed}, not {chosen}")
+            self._agreed_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+        resumed = self.resuming.seed  # known later, if loaders are asked for before the Trainer restores anything
+        if resumed is not None and resumed != self._agreed_seed:
+            rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._agreed_seed}")
+            self._agreed_seed = resumed
         return self._agreed_seed
 
     # Before a loader is read.
@@ -147,7 +148,9 @@ class Sampling:
         if isinstance(loader, DataLoader):
             _check_weights(loader)
             self.evaluation.balance(loader)
-        if self._trainer.training:
+        if not self._trainer.training:
+            self.evaluation.warn_of_repeats(loader)
+        else:
             self.inputs.check(loader)
             self.epochs.warn_of_same_orders(loader)
         self._watch.add(loader)
@@ -165,7 +168,7 @@ class Sampling:
 
     def _training_index(self, loader: object) -> int | None:
         combined = self._trainer.fit_loop._combined_loader
-        if not self._trainer.training or combined is None:
+        if not self._trainer.training or combined is None or not self.resuming.reads.are_under_way:
             return None
         return next((index for index, other in enumerate(combined.flattened) if other is loader), None)
 

@@ -132,7 +132,7 @@ class TrainingData:
         """
         states = self._saved_places(done, section)
         left = None if section.get("batches") is None else section["batches"] - done
-        lengths = [_length_of(loader) for loader in self._loaders]
+        lengths = [batches_of(loader) for loader in self._loaders]
         for index, place in enumerate(self._places):
             if place is None:
                 continue
@@ -154,9 +154,9 @@ class TrainingData:
         for place in self._places:
             if place is not None:
                 place.leave_nothing(done)
-        if any(_length_of(loader) != limit for loader, limit in zip(self._loaders, self._combined.limits, strict=True)):
+        if any(batches_of(loader) != limit for loader, limit in zip(self._loaders, self._combined.limits, strict=True)):
             self._has_other_lengths = True
-            self._combined.limits[:] = [_length_of(loader) for loader in self._loaders]
+            self._combined.limits[:] = [batches_of(loader) for loader in self._loaders]
 
     def _saved_places(self, done: int, section: Mapping[str, Any]) -> list[Any]:
         saved: list[Any] | None = section.get("loaders")
@@ -182,12 +182,11 @@ class TrainingData:
         self._has_other_lengths = False
         trainer, loop = self._trainer, self._trainer.fit_loop
         limit = trainer.limit_train_batches
-        lengths = [_length_of(loader) for loader in self._loaders]
+        lengths = [batches_of(loader) for loader in self._loaders]
         limited = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
         self._combined.limits[:] = limited
         loop.max_batches = min(limited) if self._combined._mode == "min_size" else max(limited)
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch not in (None, float("inf")):
-            trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+        put_validation_right(trainer)
 
     def replay(self, done: int, saved_by: int) -> None:
         """Read the batches that are done, where nothing less leads to those that are not.
@@ -228,8 +227,16 @@ class TrainingData:
         return self._trainer.fit_loop._data_fetcher
 
 
-def _length_of(loader: Any) -> float:
+def batches_of(loader: Any) -> float:
+    """How many batches a loader says that it has; ``inf`` if it does not say."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
         return float("inf")
+
+
+def put_validation_right(trainer: Any) -> None:
+    """Validate after the given part of an epoch that has another number of batches than Lightning has counted."""
+    counted = getattr(trainer, "val_check_batch", None)  # older versions of Lightning set it with the first loaders
+    if isinstance(trainer.val_check_interval, float) and counted not in (None, float("inf")):
+        trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches * trainer.val_check_interval))

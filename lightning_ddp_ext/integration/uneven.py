@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
+from lightning_ddp_ext.integration.training_data import batches_of, put_validation_right
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.sampling.digest import digest, same_on
 from lightning_ddp_ext.sampling.in_step import InStep, Smallest, is_counted
@@ -58,6 +59,8 @@ class Inputs:
 
         def load_states() -> None:
             loop_class._load_combined_loader_states(self._loop)
+            self._give_back()
+            self._resuming.reads.follow(self._loop._combined_loader)
             if self._is_in_step:
                 self._intercept(self._loop._combined_loader)
 
@@ -90,7 +93,7 @@ class Inputs:
         """
         if not self._is_in_step:
             return
-        has_length = _length(loader) != math.inf
+        has_length = batches_of(loader) != math.inf
         most, fewest = Smallest([-has_length, has_length], self._side_group()).wait()
         if -most != fewest:
             raise UnevenInputsError(
@@ -159,7 +162,6 @@ class Inputs:
     # When an epoch begins.
 
     def _intercept(self, combined: Any) -> None:
-        self._give_back()
         own = type(combined)
 
         def __iter__(combined: Any) -> Any:
@@ -191,20 +193,14 @@ class Inputs:
 
     def _agree_on_length(self, combined: Any) -> tuple[float, bool]:
         """How many batches the epoch has at most, and whether that is what it has."""
-        own = [_length(combined), all(is_counted(loader) for loader in combined.flattened)]
+        own = [batches_of(combined), all(is_counted(loader) for loader in combined.flattened)]
         length, is_counted_everywhere = Smallest(own, self._side_group()).wait()
         if length != math.inf:
             length = int(length)
             combined.limits[:] = [min(limit, length) for limit in self._limits]
-            self._put_length_right(length)
+            self._loop.max_batches = length  # Lightning has counted when it got the loaders, and epochs may differ
+            put_validation_right(self._trainer)
         return length, bool(is_counted_everywhere)
-
-    def _put_length_right(self, length: int) -> None:
-        """Lightning looks at lengths when it gets the loaders, and they may differ by epoch."""
-        trainer = self._trainer
-        self._loop.max_batches = length
-        if isinstance(trainer.val_check_interval, float) and self._validates_after not in (None, math.inf):
-            trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
 
     def _fetch_ahead(self) -> None:
         """Have the fetcher know the last batch by there being no other one, whatever the length says."""
@@ -260,13 +256,6 @@ class Inputs:
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
-
-
-def _length(loader: Any) -> float:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return math.inf
 
 
 def _is_stream(loader: object) -> bool:

@@ -1,9 +1,10 @@
-"""A word before and after each iterator is made: loaders say so, whoever iterates over them."""
+"""Who reads a loader: a word before and after each iterator is made, and whether it is the Trainer that makes it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_ddp_ext.sampling.disguise import disguise, own_class, undisguise
@@ -41,6 +42,48 @@ class Watch:
         for loader in loaders:
             undisguise(loader)
         return loaders
+
+
+class Reads:
+    """Whether the Trainer itself is asking its loaders, and not a callback that looks at a batch in between.
+
+    Attributes:
+        are_under_way: that it is.
+    """
+
+    def __init__(self) -> None:
+        self.are_under_way = False
+        self._combined: Any = None
+
+    def follow(self, combined: Any) -> None:
+        """From now on it is what is read through this combined loader, and none else."""
+        self.end()
+        own = type(combined)
+
+        def __iter__(combined: Any) -> Any:
+            with self._under_way():
+                return own.__iter__(combined)
+
+        def __next__(combined: Any) -> Any:  # a loader that is combined with a longer one is begun again here
+            with self._under_way():
+                return own.__next__(combined)
+
+        disguise(combined, {"__iter__": __iter__, "__next__": __next__})
+        self._combined = combined
+
+    def end(self) -> None:
+        """Give the combined loader its own class back."""
+        if self._combined is not None:
+            undisguise(self._combined)
+            self._combined = None
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        before, self.are_under_way = self.are_under_way, True
+        try:
+            yield
+        finally:
+            self.are_under_way = before
 
 
 def _watched(own: Any, before: Callable[[Any], None], after: Callable[[Any], None]) -> Callable[[Any], Iterator[Any]]:

@@ -176,9 +176,14 @@ class LevelledSampler(DistributedSampler[Any]):
     """
 
     def __init__(self, sampler: GlobalOrderSampler) -> None:
-        # Not torch's __init__: what it would set is the sampler's.
+        # Not torch's __init__: what it would set is asked of the sampler.
         self.sampler = sampler
         self._steps = BalancedBatchSampler(sampler, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # a copy that has nothing yet
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
 
     @property
     def balance(self) -> Balance:

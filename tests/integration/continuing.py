@@ -165,11 +165,12 @@ def fit(
     ckpt_path: str | None = None,
     dropout: bool = True,
     plateau: bool = False,
+    kind: type[Net] = Net,
     **options: Any,
 ) -> Run:
-    """Train from the beginning, or from a checkpoint with generators that are somewhere else."""
-    L.seed_everything(7, verbose=False)
-    net = Net(loaders, fail_at, plateau)
+    """Train from the beginning, or from a checkpoint with another seed and generators that are somewhere else."""
+    L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
+    net = kind(loaders, fail_at, plateau)
     if not dropout:
         net.layers[1] = nn.Identity()
     torch.manual_seed(7 if ckpt_path is None else 1234)

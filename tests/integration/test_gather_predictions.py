@@ -148,6 +148,7 @@ def wrong(rank: int, world_size: int, directory: Path) -> list[str]:
         lambda x: torch.ones(len(x), len(x)),
         lambda x: {f"key {len(x)}": x},
         lambda x: x if rank else x.tolist(),
+        lambda x: np.zeros(len(x), float if rank else "datetime64[s]"),
     ]
     for each in returned:
         found.append(message_of(lambda each=each: predict(trainer, loader(3), Predicts(each))))  # type: ignore[misc]
@@ -176,6 +177,7 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
         "predictions must have one shape after the first dimension (got (1,), (2,)); pad them",
         "predictions must have the same keys in every batch (got ['key 2'] and ['key 1'])",
         "predictions must be of one type in every batch (got Tensor, list)",
+        "predictions cannot be joined: ",
         "trainer.predict must keep its predictions (got return_predictions=False);",
         "loader 0 must tell which samples a batch holds (got Tensor, which does not);",
     ]

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
-from tests.integration.continuing import Moment, Numbers, Run, Saver, Stream, fit
+from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, Stream, fit
 from tests.integration.training import make_strategy
 from tests.ranks import by_hand_env, run_ranks
 
@@ -34,6 +34,25 @@ def workers(number: int, **options: Any) -> dict[str, Any]:
 
 def shuffled(samples: int = 14, **options: Any) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+
+
+class Looking(Net):
+    """Looks at a batch of its own now and then, as people do to log some samples."""
+
+    def on_train_start(self) -> None:
+        next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
+
+
+class Planning(Net):
+    """Has Lightning make its loaders before anything is restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 8
+        return super().configure_optimizers()
 
 
 class Case:
@@ -122,6 +141,8 @@ CASES: dict[str, Callable[[int], Case]] = {
     "exception while accumulating": lambda _: Case(
         shuffled(), "exception", fail_at=(0, 2), accumulate_grad_batches=2, dropout=False
     ),
+    "looked at": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", kind=Looking, dropout=False),
+    "planned": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", kind=Planning),
     "workers": lambda _: Case(shuffled(12, **workers(2)), "train_batch_end"),
     "persistent workers": lambda _: Case(
         shuffled(12, **workers(1, persistent_workers=True)), "train_batch_end", "train_epoch_end"
