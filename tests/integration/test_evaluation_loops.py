@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -258,6 +259,13 @@ def refused(make: Make) -> list[str]:
     ]
 
 
+def repeated(make: Make) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        by_the_users_sampler(make)
+    return [str(each.message) for each in caught if "own DistributedSampler" in str(each.message)]
+
+
 def message_of(call: Callable[[], Any]) -> str:
     with pytest.raises((ExactEvaluationError, UnevenInputsError)) as error:
         call()
@@ -270,7 +278,7 @@ def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     def make(**options: Any) -> L.Trainer:
         return trainer_on(rank, world_size, directory, **options)
 
-    chosen = SAME if world_size == 1 else (*SAME, *ALONE, refused)
+    chosen = SAME if world_size == 1 else (*SAME, *ALONE, repeated, refused)
     found: dict[str, Any] = {}
     for evaluation in chosen:
         torch.manual_seed(rank)  # as it may be: user's samplers draw differently on each rank
@@ -326,6 +334,8 @@ def test_incomplete_batches_are_dropped(ranks: list[dict[str, Found]]) -> None:
 def test_the_users_sampler_is_left_alone(ranks: list[dict[str, Found]]) -> None:
     """A sampler that the user chose repeats what it repeats."""
     assert ranks[0]["by_the_users_sampler"].values["seen"] == [[0, 0, 1, 1, 2, 3]]
+    assert [len(rank["repeated"]) for rank in ranks] == [1, 0, 0]
+    assert "evaluates 2 of 4 samples twice" in ranks[0]["repeated"][0]
 
 
 def test_stocks_samplers_come_back(ranks: list[dict[str, Found]]) -> None:

@@ -149,6 +149,7 @@ def wrong(rank: int, world_size: int, directory: Path) -> list[str]:
         lambda x: {f"key {len(x)}": x},
         lambda x: x if rank else x.tolist(),
         lambda x: np.zeros(len(x), float if rank else "datetime64[s]"),
+        lambda x: [(lambda: 0) for _ in x] if rank else x.tolist(),
     ]
     for each in returned:
         found.append(message_of(lambda each=each: predict(trainer, loader(3), Predicts(each))))  # type: ignore[misc]
@@ -178,6 +179,7 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
         "predictions must have the same keys in every batch (got ['key 2'] and ['key 1'])",
         "predictions must be of one type in every batch (got Tensor, list)",
         "predictions cannot be joined: ",
+        "predictions must be picklable to be gathered: ",
         "trainer.predict must keep its predictions (got return_predictions=False);",
         "loader 0 must tell which samples a batch holds (got Tensor, which does not);",
     ]
