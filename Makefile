@@ -30,7 +30,7 @@ demo: venv ## Train on the UCI digits with two ranks, save and resume (under a m
 	$(BIN)/python examples/digits.py
 
 test: lint types ## Lint, types, and all tests with coverage
-	$(BIN)/python -m pytest --cov --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --cov --numprocesses 3 --dist loadgroup
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .

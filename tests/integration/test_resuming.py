@@ -17,7 +17,7 @@ from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, Strea
 from tests.integration.training import make_strategy
 from tests.ranks import by_hand_env, run_ranks
 
-AN_EPOCH_AND_MORE = 5  # checkpoints, where one is saved with each batch
+AN_EPOCH_AND_MORE = 4  # checkpoints, where one is saved with each batch
 MOMENTS: tuple[Moment, ...] = (
     "train_batch_start",
     "train_batch_end",
@@ -33,7 +33,7 @@ def workers(number: int, **options: Any) -> dict[str, Any]:
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
-def shuffled(samples: int = 14, **options: Any) -> Callable[[], DataLoader[Any]]:
+def shuffled(samples: int = 10, **options: Any) -> Callable[[], DataLoader[Any]]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
@@ -52,7 +52,7 @@ class Planning(Net):
     """Has Lightning make its loaders before anything is restored."""
 
     def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == 8
+        assert self.trainer.estimated_stepping_batches == 6
         return super().configure_optimizers()
 
 
@@ -127,7 +127,7 @@ CASES: dict[str, Callable[[int], Case]] = {
         shuffled(), "validation_batch_end", "validation_end", val_check_interval=2
     ),
     "validation at the end": lambda _: Case(shuffled(8), "validation_batch_end", "validation_end"),
-    "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=6),
+    "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=5),
     "max_steps and max_epochs": lambda _: Case(
         shuffled(10), "train_epoch_start", "train_epoch_end", max_epochs=3, max_steps=9
     ),
@@ -137,7 +137,7 @@ CASES: dict[str, Callable[[int], Case]] = {
     "accumulation and validation": lambda _: Case(
         shuffled(), "validation_end", accumulate_grad_batches=3, val_check_interval=2
     ),
-    "limit": lambda _: Case(shuffled(), "train_batch_end", limit_train_batches=3),
+    "limit": lambda _: Case(shuffled(), "train_batch_end", limit_train_batches=2),
     "scalable": lambda _: Case(shuffled(), "train_batch_end", strategy={"sampler": "scalable"}),
     "exception": lambda _: Case(shuffled(), "exception", fail_at=(1, 2), dropout=False),
     "exception while accumulating": lambda _: Case(
