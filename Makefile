@@ -18,7 +18,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test lint types test-lowest bench clean
+.PHONY: help venv demo test coverage lint types test-lowest bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -29,8 +29,11 @@ venv: $(VENV)/$(INSTALLED) ## Make .venv and install the package with everything
 demo: venv ## Train on the UCI digits with two ranks, save and resume (under a minute once installed)
 	$(BIN)/python examples/digits.py
 
-test: lint types ## Lint, types, and all tests with coverage
-	$(BIN)/python -m pytest --cov --numprocesses 3 --dist loadgroup
+test: lint types ## Lint, types, and all tests
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+
+coverage: venv ## All tests, and which lines they reach: takes a quarter longer
+	$(BIN)/python -m pytest --cov --numprocesses 3 --dist worksteal
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .

@@ -22,8 +22,6 @@ from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, Scalabl
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
 from tests.ranks import by_hand_env, run_ranks
 
-pytestmark = pytest.mark.xdist_group("evaluation loops")  # its fixtures take long, and are made once a worker
-
 RANKS = 3
 
 

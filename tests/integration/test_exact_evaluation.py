@@ -19,8 +19,6 @@ from tests.integration.evaluating import Case, Measured, Values, cases, loaders_
 from tests.integration.training import Kind, assert_same, make_strategy, make_trainer, on_both
 from tests.ranks import by_hand_env, run_ranks
 
-pytestmark = pytest.mark.xdist_group("exact evaluation")  # its fixtures take long, and are made once a worker
-
 WORLD_SIZES = (2, 3, 4, 5)
 CASES = {world_size: cases(world_size, 13 - world_size) for world_size in WORLD_SIZES}
 

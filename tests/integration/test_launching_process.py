@@ -13,8 +13,6 @@ from tests.integration.training import Net, make_trainer
 from tests.ranks import free_port, run_ranks
 from tests.scripts import Completed, run_script
 
-pytestmark = pytest.mark.xdist_group("launching process")  # its fixtures take long, and are made once a worker
-
 HEAD = """
     import json
     import os

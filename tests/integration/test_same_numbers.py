@@ -26,8 +26,6 @@ from tests.integration.training import (
     weights,
 )
 
-pytestmark = pytest.mark.xdist_group("same numbers")  # its fixtures take long, and are made once a worker
-
 
 class Manual(Net):
     """Steps its optimiser by itself, every second batch."""

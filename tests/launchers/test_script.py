@@ -9,8 +9,6 @@ import pytest
 from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_tests
 from tests.scripts import run_script
 
-pytestmark = pytest.mark.xdist_group("script")  # its fixtures take long, and are made once a worker
-
 
 def test_a_plain_script(tmp_path: Path, reference: Reference) -> None:
     """The process that the user starts is rank 0, and starts the others where they shall meet."""
