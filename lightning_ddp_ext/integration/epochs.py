@@ -40,8 +40,9 @@ class Epochs:
 
     def tell(self, loader: object) -> None:
         """Tell everything below ``loader``; in workers, too, when they start, or, if they persist, when they read."""
-        set_epoch(loader, self.now)
-        self._in_workers.set(self.now)
+        epoch = self.now
+        set_epoch(loader, epoch)
+        self._in_workers.set(epoch)
         self._in_workers.install(loader)
 
     def forget(self, loader: object) -> None:

@@ -136,8 +136,7 @@ class TrainingData:
         for index, place in enumerate(self._places):
             if place is None:
                 continue
-            samples = place.state_dict(self._world_size)["samples"]
-            self._has_other_lengths |= states[index]["samples"] != samples
+            self._has_other_lengths |= states[index]["samples"] != place.samples(self._world_size)
             lengths[index] = place.go_on(
                 states[index],
                 own[index] if own else None,
@@ -235,8 +234,13 @@ def batches_of(loader: Any) -> float:
         return float("inf")
 
 
+def validates_after(trainer: Any) -> float | None:
+    """So many batches; ``None``: the clock says when, or older versions of Lightning have not got the loaders yet."""
+    batches: float | None = getattr(trainer, "val_check_batch", None)
+    return batches
+
+
 def put_validation_right(trainer: Any) -> None:
     """Validate after the given part of an epoch that has another number of batches than Lightning has counted."""
-    counted = getattr(trainer, "val_check_batch", None)  # older versions of Lightning set it with the first loaders
-    if isinstance(trainer.val_check_interval, float) and counted not in (None, float("inf")):
+    if isinstance(trainer.val_check_interval, float) and validates_after(trainer) not in (None, float("inf")):
         trainer.val_check_batch = max(1, int(trainer.fit_loop.max_batches * trainer.val_check_interval))

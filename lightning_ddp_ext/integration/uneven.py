@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
-from lightning_ddp_ext.integration.training_data import batches_of, put_validation_right
+from lightning_ddp_ext.integration.training_data import batches_of, put_validation_right, validates_after
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.sampling.digest import digest, same_on
 from lightning_ddp_ext.sampling.in_step import InStep, Smallest, is_counted
@@ -45,7 +45,6 @@ class Inputs:
         self._resuming = resuming
         self._stops_at_shortest = uneven is not None
         self._group: dist.ProcessGroup | None = None
-        self._combined: Any = None
         self._limits: list[float] = []
         self._in_step: InStep[Any] | None = None
         self._compares = False
@@ -59,21 +58,19 @@ class Inputs:
 
         def load_states() -> None:
             loop_class._load_combined_loader_states(self._loop)
-            self._give_back()
-            self._resuming.reads.follow(self._loop._combined_loader)
-            if self._is_in_step:
-                self._intercept(self._loop._combined_loader)
+            combined = self._loop._combined_loader
+            self._limits = list(combined.limits)
+            self._resuming.reads.follow(combined, self._begin_epoch if self._is_in_step else None)
 
         self._loop.setup_data = self._set_up
         self._loop._load_combined_loader_states = load_states
 
     def detach(self, *, interrupted: bool) -> None:
-        """Leave the loaders as they were found. Collective, unless the Trainer is interrupted."""
+        """Keep nobody in step any longer. Collective, unless the Trainer is interrupted."""
         if self._in_step is not None and not interrupted:
             self._in_step.settle()
         self._in_step = self._group = None
         self._resuming.draw_ahead(None)
-        self._give_back()
 
     @property
     def _is_in_step(self) -> bool:
@@ -150,30 +147,10 @@ class Inputs:
         """As with loaders without a length: after the last batch, whichever that is, and not after so many."""
         trainer = self._trainer
         is_whole = isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
-        if is_whole and self._validates_after is not None:
+        if is_whole and validates_after(trainer) is not None:
             trainer.val_check_batch = math.inf
 
-    @property
-    def _validates_after(self) -> float | None:
-        """``None``: the clock says when, or, with older versions of Lightning, there have been no batches yet."""
-        batches: float | None = getattr(self._trainer, "val_check_batch", None)
-        return batches
-
     # When an epoch begins.
-
-    def _intercept(self, combined: Any) -> None:
-        own = type(combined)
-
-        def __iter__(combined: Any) -> Any:
-            return self._begin_epoch(combined, lambda: own.__iter__(combined))
-
-        self._combined, self._limits = combined, list(combined.limits)
-        combined.__class__ = type(own.__name__, (own,), {"__iter__": __iter__, "__module__": own.__module__})
-
-    def _give_back(self) -> None:
-        if self._combined is not None:
-            self._combined.__class__ = type(self._combined).__mro__[1]
-            self._combined = None
 
     def _begin_epoch(self, combined: Any, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """An iterator that ends on all ranks together; called within that of Lightning's fetcher."""

@@ -55,14 +55,19 @@ class Reads:
         self.are_under_way = False
         self._combined: Any = None
 
-    def follow(self, combined: Any) -> None:
-        """From now on it is what is read through this combined loader, and none else."""
+    def follow(self, combined: Any, begin: Callable[[Any, Callable[[], Any]], Any] | None = None) -> None:
+        """From now on it is what is read through this combined loader, and none else.
+
+        Args:
+            combined: what the Trainer iterates over.
+            begin: makes the iterator, given the combined loader and what makes it as ever; ``None``: as ever.
+        """
         self.end()
-        own = type(combined)
+        own: Any = own_class(combined)
 
         def __iter__(combined: Any) -> Any:
             with self._under_way():
-                return own.__iter__(combined)
+                return own.__iter__(combined) if begin is None else begin(combined, lambda: own.__iter__(combined))
 
         def __next__(combined: Any) -> Any:  # a loader that is combined with a longer one is begun again here
             with self._under_way():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.sampling.continued import index_sampler_name
+from lightning_ddp_ext.sampling.disguise import own_class
 from lightning_ddp_ext.sampling.place import has_place
 from lightning_ddp_ext.sampling.streams import with_wrapped
 
@@ -125,6 +126,5 @@ def is_counted(loader: object) -> bool:
     """
     if not isinstance(loader, DataLoader) or not has_place(loader):
         return False
-    own = next(cls for cls in type(loader).__mro__ if "_ddpx_own" not in vars(cls))
     counting = with_wrapped(getattr(loader, index_sampler_name(loader)))
-    return own is DataLoader and all(type(each).__module__.startswith(_COUNTED_BY) for each in counting)
+    return own_class(loader) is DataLoader and all(type(each).__module__.startswith(_COUNTED_BY) for each in counting)

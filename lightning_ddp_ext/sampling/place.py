@@ -63,14 +63,18 @@ class Place:
 
     @property
     def length(self) -> int:
-        """Batches from where the loader is now."""
+        """Batches of the whole epoch."""
         return len(self._index_sampler)
+
+    def samples(self, world_size: int) -> int:
+        """How far a batch on each rank leads in the global order."""
+        return self._unit * world_size
 
     def state_dict(self, world_size: int) -> dict[str, Any]:
         """What all ranks have in common."""
         return {
             "passes": [list(astuple(each)) for each in self._passes],
-            "samples": self._unit * world_size,
+            "samples": self.samples(world_size),
             "world_size": world_size,
             "sampler": None if self._sampler is None else self._sampler.state_dict(0),
         }
@@ -92,7 +96,7 @@ class Place:
         left: float | None,
         world_size: int,
     ) -> int:
-        """The loader is about to be read from where another run, or this one, has left it.
+        """The loader, which has begun this epoch, is about to be read from where another run has left it instead.
 
         Args:
             state: the other's :meth:`state_dict`.
@@ -112,8 +116,8 @@ class Place:
         passes = [Pass(*each) for each in state["passes"]]
         last = next((each for each in reversed(passes) if each.begun_at <= done), Pass(0))
         trained = done - last.begun_at
-        is_same = state["samples"] == self._unit * world_size
-        whole = self._length_from_start(epoch)
+        samples, whole = self.samples(world_size), self.length
+        is_same = state["samples"] == samples
         if self._sampler is not None and state["sampler"] is not None:
             start = min(last.start + trained * state["samples"], self._sampler.length)
             self._sampler.load_state_dict({**state["sampler"], "epoch": epoch, "position": start})
@@ -124,7 +128,7 @@ class Place:
         else:
             raise ResumeError(self._cannot_share(state["world_size"], world_size))
         if not is_same and left is not None:
-            rest = min(rest, -(-int(left * state["samples"]) // (self._unit * world_size)))
+            rest = min(rest, -(-int(left * state["samples"]) // samples))
         length = whole if is_same else done + rest if last.is_first else max(whole, done)
         rest_of_it = Continued(self._index_sampler, skip=skip, length=length, as_then=lambda: self._as_then(own))
         put_index_sampler(self._loader, rest_of_it)
@@ -139,11 +143,6 @@ class Place:
     def put_back(self) -> None:
         """Leave the loader as it was found."""
         put_index_sampler(self._loader, self._index_sampler)
-
-    def _length_from_start(self, epoch: int) -> int:
-        if self._sampler is not None:
-            self._sampler.resume_at(epoch, 0)
-        return len(self._index_sampler)
 
     def _left(self) -> int:
         """Batches from the sampler's position on."""
