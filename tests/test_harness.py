@@ -603,15 +603,17 @@ def test_leaked_threads_are_named() -> None:
 
 def test_leaked_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the working directory, and ours in the system's directory for temporary files."""
-    monkeypatch.chdir(tmp_path)
+    here, temporary = tmp_path / "here", tmp_path / "temporary"
+    here.mkdir()
+    temporary.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # tests beside this one look into the true one
     before = Snapshot.take()
-    descriptor, temporary = tempfile.mkstemp(prefix="ddpx-")
-    os.close(descriptor)
-    (tmp_path / "lightning_logs").mkdir()
-    (tmp_path / ".coverage.host.1").touch()
-    leaks = before.leaks()
-    os.unlink(temporary)
-    assert set(leaks) == {f"file {temporary}", f"file {tmp_path / 'lightning_logs'}"}
+    (temporary / "ddpx-leftover").touch()
+    (temporary / "somebody-elses").touch()
+    (here / "lightning_logs").mkdir()
+    (here / ".coverage.host.1").touch()
+    assert set(before.leaks()) == {f"file {temporary / 'ddpx-leftover'}", f"file {here / 'lightning_logs'}"}
 
 
 def test_a_leaked_directory_change_is_named_and_undone(tmp_path: Path) -> None:

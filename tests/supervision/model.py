@@ -81,6 +81,12 @@ def stay() -> None:
     hold("in step")
 
 
+def stay_and_fail() -> None:
+    """Fail when the test says so."""
+    hold("in step")
+    boom()
+
+
 def wait_for_ever() -> None:
     """What no news of a broken connection can wake."""
     announce("in step")

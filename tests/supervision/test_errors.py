@@ -30,6 +30,7 @@ from tests.supervision.model import (
     make_trainer,
     print_at_once,
     stay,
+    stay_and_fail,
     wait_for_ever,
 )
 
@@ -151,7 +152,12 @@ def test_a_rank_that_nothing_can_wake_is_ended_after_a_failure(url: str) -> None
 
 def test_the_same_exception_everywhere_is_everyones_own(url: str) -> None:
     """Ranks that all fail alike at once raise what they have raised; none waits for another."""
-    outcomes = launch_ranks(fit, 3, url, Fault("setup"))
+    with RankProcesses(fit, 3, url, Fault("setup", stay_and_fail)) as ranks:
+        for rank in range(3):  # none is in the barrier before setup any more, from where it would be told
+            ranks.wait_for("in step", rank)
+        for rank in range(3):
+            ranks.release(rank)
+        outcomes = ranks.wait()
     assert [outcome.error and outcome.error.type_name for outcome in outcomes] == ["BoomError"] * 3
     assert [outcome.exit_code for outcome in outcomes] == [1, 1, 1]
 
