@@ -6,12 +6,19 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 
 __version__ = "0.1.0"
 
+from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
+from lightning_ddp_ext.batchnorm.converters import register_converter
+from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.errors import (
+    BatchNormError,
+    BatchNormInputError,
+    BatchNormMismatchError,
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     ConfigurationError,
+    ConversionError,
     DamagedCheckpointError,
     DDPExtError,
     DisagreementError,
@@ -37,6 +44,7 @@ from lightning_ddp_ext.errors import (
 )
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
+from lightning_ddp_ext.integration.callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.predictions import gather_predictions
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
@@ -49,11 +57,15 @@ from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_o
 from lightning_ddp_ext.world import World
 
 __all__ = [
+    "BatchNormError",
+    "BatchNormInputError",
+    "BatchNormMismatchError",
     "CheckpointError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "ConfigurationError",
+    "ConversionError",
     "DDPExtError",
     "DDPExtStrategy",
     "DamagedCheckpointError",
@@ -83,12 +95,17 @@ __all__ = [
     "SamplingError",
     "ScalableDistributedSampler",
     "StoreError",
+    "SyncBatchNorm",
+    "SyncBatchNormConversion",
     "Tcp",
     "UnevenInputsError",
     "UnsafeCheckpointError",
     "World",
     "WorldError",
+    "convert_sync_batchnorm",
     "gather_predictions",
+    "register_converter",
+    "restore_batchnorm",
 ]
 
 _register()

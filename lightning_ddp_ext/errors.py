@@ -8,7 +8,8 @@
     │   ├── WorldError                       rank, world_size, local_rank, devices, num_nodes
     │   ├── DurationError                    timeout, init_timeout
     │   ├── OptionError                      an argument that does not exist, or that this torch lacks
-    │   └── SamplerError                     an argument of a sampler, or a state that is not its own
+    │   ├── SamplerError                     an argument of a sampler, or a state that is not its own
+    │   └── ConversionError                  layers that were named, or what a converter returned
     ├── RendezvousError (RuntimeError)       the ranks could not find each other
     │   ├── StoreError                       the store cannot be opened, reached or believed
     │   ├── MissingRanksError                ranks that did not come within init_timeout
@@ -25,6 +26,9 @@
     │   ├── ResumeError                      an epoch cannot be continued where it was left
     │   ├── UnevenInputsError                ranks have different numbers of training batches
     │   └── ExactEvaluationError             samples cannot be evaluated or predicted once each
+    ├── BatchNormError (RuntimeError)        statistics of all ranks cannot be had
+    │   ├── BatchNormInputError (ValueError) the ranks' batches together have one value a channel
+    │   └── BatchNormMismatchError           ranks are in different layers
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank has gone past a call that every rank must make
@@ -65,6 +69,10 @@ class OptionError(ConfigurationError, TypeError):
 
 class SamplerError(ConfigurationError):
     """An argument of a sampler cannot work, or the state that it was given is another sampler's."""
+
+
+class ConversionError(ConfigurationError):
+    """BatchNorm layers cannot be converted as was asked: a name that no layer has, ranks that do not divide, say."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):
@@ -164,6 +172,18 @@ class UnevenInputsError(SamplingError):
 
 class ExactEvaluationError(SamplingError):
     """Samples cannot be evaluated or predicted exactly once each."""
+
+
+class BatchNormError(DDPExtError, RuntimeError):
+    """A BatchNorm layer cannot have the statistics of all ranks' batches together."""
+
+
+class BatchNormInputError(BatchNormError, ValueError):
+    """The ranks' batches together cannot be normalised; also a ``ValueError``, as torch raises for one process."""
+
+
+class BatchNormMismatchError(BatchNormError):
+    """Ranks are in different BatchNorm layers, or in different passes; raised on every rank that meets such another."""
 
 
 class RankFailedError(DDPExtError, RuntimeError):

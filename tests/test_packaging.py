@@ -13,11 +13,15 @@ pytestmark = pytest.mark.lowest  # importing the package already leans on much o
 CHANGELOG = Path(__file__).parent.parent / "CHANGELOG.md"
 
 PUBLIC = [
+    "BatchNormError",
+    "BatchNormInputError",
+    "BatchNormMismatchError",
     "CheckpointError",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "ConfigurationError",
+    "ConversionError",
     "DDPExtError",
     "DDPExtStrategy",
     "DamagedCheckpointError",
@@ -47,12 +51,17 @@ PUBLIC = [
     "SamplingError",
     "ScalableDistributedSampler",
     "StoreError",
+    "SyncBatchNorm",
+    "SyncBatchNormConversion",
     "Tcp",
     "UnevenInputsError",
     "UnsafeCheckpointError",
     "World",
     "WorldError",
+    "convert_sync_batchnorm",
     "gather_predictions",
+    "register_converter",
+    "restore_batchnorm",
 ]
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointIO",
     "ClusterEnvironment",
     "DDPStrategy",
+    "LayerSync",
     "LightningEnvironment",
     "LightningModule",
     "Loop",
@@ -39,6 +40,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TorchCheckpointIO",
     "TorchElasticEnvironment",
+    "TorchSyncBatchNorm",
     "Trainer",
     "TrainerStatus",
     "TunerExitException",
@@ -47,6 +49,7 @@ __all__ = [
     "lightning_name",
     "lightning_version",
     "rank_zero_info",
+    "rank_zero_only",
     "rank_zero_warn",
     "refuse_missing",
     "set_num_threads_if_needed",
@@ -107,7 +110,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
     from lightning.pytorch.loops.loop import _Loop as Loop
-    from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
+    from lightning.pytorch.plugins import CheckpointIO, LayerSync, Precision, TorchCheckpointIO, TorchSyncBatchNorm
     from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers.multiprocessing import (
         _GlobalStateSnapshot as GlobalStateSnapshot,
@@ -120,7 +123,7 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
     lightning_name: str
     lightning_version: str
@@ -148,6 +151,7 @@ else:
     _plugins = import_module(f"{lightning_name}.plugins")
     CheckpointIO, Precision = _plugins.CheckpointIO, _plugins.Precision
     TorchCheckpointIO = _plugins.TorchCheckpointIO
+    LayerSync, TorchSyncBatchNorm = _plugins.LayerSync, _plugins.TorchSyncBatchNorm
     _strategies = import_module(f"{lightning_name}.strategies")
     DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
     Strategy = _strategies.Strategy
@@ -158,6 +162,7 @@ else:
     RunningStage, TrainerStatus = _states.RunningStage, _states.TrainerStatus
     _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
     rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
+    rank_zero_only = _rank_zero.rank_zero_only
     _launchers = f"{lightning_name}.strategies.launchers"
     MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")

@@ -23,6 +23,7 @@ from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
+from lightning_ddp_ext.integration.layer_sync import RanksLayerSync
 from lightning_ddp_ext.integration.lightning_tree import (
     Accelerator,
     CheckpointIO,
@@ -33,6 +34,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     SLURMEnvironment,
     StrategyRegistry,
     TorchElasticEnvironment,
+    Trainer,
     lightning_name,
     lightning_version,
     rank_zero_info,
@@ -428,6 +430,21 @@ class DDPExtStrategy(DDPStrategy):
         self.checkpoints.finish()
         self.sampling.detach()
         super().teardown()
+
+    # BatchNorm.
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._layer_sync = RanksLayerSync.in_place_of(self._layer_sync)
+        super().setup(trainer)
+        if isinstance(self._layer_sync, RanksLayerSync):
+            self._layer_sync.layers.stop_broadcasts(self.model)
+
+    @override
+    def pre_backward(self, closure_loss: Any) -> None:
+        if isinstance(self._layer_sync, RanksLayerSync):
+            self._layer_sync.layers.before_backward()
+        super().pre_backward(closure_loss)
 
     # Data.
 

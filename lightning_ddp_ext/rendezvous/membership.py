@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -74,7 +74,7 @@ class Membership:
         self._lifelines: Lifelines | None = None
         self._groups = 0
         self._group: object = None
-        self._side_group: dist.ProcessGroup | None = None
+        self._other_groups: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._kept: list[object] = []
         self._sockets: list[Sockets] = []
         self._is_forming = False
@@ -111,9 +111,8 @@ class Membership:
             self._destroy_group()
             self._form_group(request, Deadline(request.init_timeout.total_seconds()))
         elif request.timeout != self._request.timeout:
-            _set_collective_timeout(request.timeout)
-            if self._side_group is not None:
-                _set_collective_timeout(request.timeout, self._side_group)
+            for group in (None, *self._other_groups.values()):
+                _set_collective_timeout(request.timeout, group)
         self._request = self.as_met(request)
 
     def as_met(self, request: Request) -> Request:
@@ -169,12 +168,25 @@ class Membership:
 
         For small collectives on CPU memory that are under way while others are.
         """
-        if self._side_group is None:
+        return self.new_group(range(self.world.world_size), backend="gloo", purpose="side")
+
+    def new_group(self, ranks: Sequence[int], *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
+        """A group of some ranks; it ends with the default one. Collective over all ranks, the first time.
+
+        Args:
+            ranks: those in it; what others get is no group that they could use.
+            backend: as in ``torch.distributed.new_group``.
+            purpose: the same ranks and purpose get the same group.
+        """
+        ranks = list(ranks)
+        key = (*ranks, backend, purpose)
+        if key not in self._other_groups:
             deadline = Deadline(self._request.init_timeout.total_seconds())
             with self._forming(), self._noted_sockets(), self._interface_for_gloo(deadline):
-                self._side_group = dist.new_group(backend="gloo", timeout=deadline.as_timedelta())
-            _set_collective_timeout(self._request.timeout, self._side_group)
-        return self._side_group
+                group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())
+            _set_collective_timeout(self._request.timeout, group)
+            self._other_groups[key] = group
+        return self._other_groups[key]
 
     @contextmanager
     def _noted_sockets(self) -> Iterator[None]:
@@ -389,8 +401,8 @@ class Membership:
             _abort_group()
         else:
             dist.destroy_process_group()
-        self._kept.append(self._side_group)  # as long as the default one, and for the same reason
-        self._side_group = None
+        self._kept.extend(self._other_groups.values())  # as long as the default one, and for the same reason
+        self._other_groups.clear()
         gc.collect()
 
 
@@ -439,6 +451,8 @@ def _check_group(request: Request) -> None:
 
 
 def _set_collective_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:
+    if not isinstance(group, dist.ProcessGroup | None):  # what stands for a group that this rank is not in
+        return
     setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     default = getattr(dist.distributed_c10d, "_get_default_timeout", None)
     if setter is None or default is None:

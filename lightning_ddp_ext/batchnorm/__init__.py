@@ -1,0 +1,1 @@
+"""BatchNorm whose statistics are those of all ranks' batches together."""

@@ -1,0 +1,90 @@
+"""The layer: BatchNorm that normalises by the statistics of all ranks' batches together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_ddp_ext.batchnorm import on_device, on_host
+from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
+from lightning_ddp_ext.batchnorm.on_host import Running
+
+
+class SyncBatchNorm(_BatchNorm):
+    r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
+
+    In training, mean and variance are those of all ranks' batches joined, however many values each of them has, none
+    included; running statistics are the same on all ranks. One collective forward and one backward: every rank must
+    run the same layers in the same order. In evaluation, in a single process, and where ``track_running_stats=False``
+    meets ``eval()``, it is ``torch.nn.BatchNorm``.
+
+    Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
+    DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
+    joined batch where all ranks have equally many samples.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
+        process_group: the ranks whose batches are joined; ``None``: all there are.
+
+    Raises:
+        BatchNormInputError: all batches together have one value a channel.
+        BatchNormMismatchError: another rank is in another layer (on CPU).
+
+    >>> layer = SyncBatchNorm(3)
+    >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
+    True
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._peers = Peers(Exchange(process_group))
+
+    _peers: Peers  # also given to the layers that become synchronised ones
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose batches are joined; ``None``: all there are."""
+        return self._peers.exchange.process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if not 2 <= input.dim() <= 5:
+            raise ValueError(f"expected 2D to 5D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a batch (N, C, ...). In training collective: every rank must call it, and its backward."""
+        if not self.training or self._peers.world_size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output: Tensor = _with_peers(self, input)
+        return output
+
+    def _count_batch(self) -> Running:
+        """The running statistics to be updated, and the weight of this batch in them."""
+        if not self.track_running_stats:
+            return Running(None, None, 0.0)
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:  # a cumulative average
+                momentum = 1.0 / float(self.num_batches_tracked)
+        return Running(self.running_mean, self.running_var, momentum or 0.0)
+
+
+# A compiled model is split here: what the ranks exchange is looked at on the host.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+    batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
+    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._peers)

@@ -1,0 +1,71 @@
+"""A module that stands where a layer did, for a while, with the layer's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from lightning_ddp_ext.batchnorm.exchange import Peers
+from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.errors import ConversionError
+
+_STANDS_FOR = "_ddpx_stands_for"
+
+
+def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) -> Module:
+    """The module that ``to_sync(layer, process_group)`` makes of a layer, with the layer's mode and hooks.
+
+    Raises:
+        ConversionError: it is the layer itself, no module, or has other keys in its state dict.
+    """
+    made = to_sync(layer, peers.exchange.process_group)
+    _check(made, layer, peers.name)
+    for module in made.modules():
+        if isinstance(module, SyncBatchNorm):
+            module._peers = peers
+    made.train(layer.training)
+    if layer not in made.modules():  # else it runs them itself
+        _share_hooks(made, layer)
+    vars(made)[_STANDS_FOR] = layer
+    return made
+
+
+def put_back(made: Module) -> Module | None:
+    """The layer that a module stands for, with its mode and what tensors it has now; ``None``: it stands for none."""
+    layer: Module | None = vars(made).pop(_STANDS_FOR, None)
+    if layer is None:
+        return None
+    for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
+        above, _, last = name.rpartition(".")
+        owner = layer.get_submodule(above)
+        if last in owner._parameters:
+            owner._parameters[last] = tensor  # type: ignore[assignment]
+        elif last in owner._buffers:
+            owner._buffers[last] = tensor
+    layer.train(made.training)
+    return layer
+
+
+def _check(made: Any, layer: Module, name: str) -> None:
+    what = f"the converter of {type(layer).__name__} (layer {name})"
+    if not isinstance(made, Module) or made is layer:
+        got = "the layer itself" if made is layer else repr(made)
+        raise ConversionError(
+            f"{what} must return another module (got {got}); to keep the layer, register a subclass of SyncBatchNorm"
+        )
+    before, after = layer.state_dict().keys(), made.state_dict().keys()
+    if before != after:
+        raise ConversionError(
+            f"{what} must return a module with the same keys in its state dict, or checkpoints could not be read later "
+            f"(got {', '.join(after)} for {', '.join(before)})"
+        )
+
+
+def _share_hooks(made: Module, layer: Module) -> None:
+    """Let both have the very same hooks, so that handles that were given out go on removing them."""
+    for name, hooks in vars(layer).items():
+        if "_hooks" in name and isinstance(hooks, dict):
+            hooks.update(vars(made).get(name, {}))
+            vars(made)[name] = hooks

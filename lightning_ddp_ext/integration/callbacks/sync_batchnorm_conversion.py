@@ -1,0 +1,67 @@
+"""A callback that trains a model with the BatchNorm statistics of all ranks, with any strategy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ddp_ext.batchnorm.conversion import Predicate, Selection
+from lightning_ddp_ext.batchnorm.groups import Ranks
+from lightning_ddp_ext.integration.layer_sync import TrainedLayers
+from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
+
+
+class SyncBatchNormConversion(Callback):
+    """Gives BatchNorm layers the statistics of all ranks' batches while a model is trained.
+
+    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA alike, and when training ends they are again
+    what they were: exports, ``torch.jit``, ``load_state_dict`` and whoever gets the model see plain BatchNorm. State
+    dicts have the same keys all the time. Rank 0 says in one line what has been converted, and in a table at debug
+    level. With one rank nothing is done.
+
+    ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks.
+
+    Args:
+        include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
+            that fits a module counts for all layers in it.
+        predicate: convert only layers for which ``predicate(name, layer)`` is true.
+        process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
+            number for groups of so many consecutive ranks, or a ``torch.distributed.ProcessGroup``.
+
+    Raises:
+        ConversionError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer.
+
+    Example::
+
+        trainer = L.Trainer(strategy="ddp_ext", devices=2, callbacks=[SyncBatchNormConversion(exclude="head.*")])
+    """
+
+    def __init__(
+        self,
+        include: Selection = None,
+        exclude: Selection = None,
+        predicate: Predicate | None = None,
+        process_group: Ranks = None,
+    ) -> None:
+        self._layers = TrainedLayers(include, exclude, predicate, process_group)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._layers.convert(pl_module)
+        self._layers.stop_broadcasts(trainer.strategy.model)
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._layers.before_backward()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._layers.restore(has_failed=False)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._layers.restore(has_failed=False)  # where nothing was left to be trained
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._layers.restore(has_failed=True)
