@@ -47,7 +47,7 @@ class Exchange:
     process_group: dist.ProcessGroup | None = None
     names: Sequence[str] = ("the layer",)
     longest: int = 0
-    _announced: tuple[Any, Tensor, list[Tensor]] | None = field(default=None, init=False, repr=False)
+    _announced: tuple[Any, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -75,7 +75,7 @@ class Exchange:
         self.settle()
         _, _, received = self._send(numbers, number, doing, wait=True)
         self._check(received)
-        return torch.stack(received)[:, _HEADER : _HEADER + len(numbers)]
+        return received[:, _HEADER : _HEADER + len(numbers)]
 
     def announce_end_of_forward(self) -> None:
         """Say that this rank will not run another layer forward, to those that still do. Does not wait for anybody.
@@ -98,22 +98,23 @@ class Exchange:
         """Drop what has been announced: other ranks may never do so."""
         self._announced = None
 
-    def _send(self, numbers: Tensor, number: int, doing: Doing, *, wait: bool) -> tuple[Any, Tensor, list[Tensor]]:
+    def _send(self, numbers: Tensor, number: int, doing: Doing, *, wait: bool) -> tuple[Any, Tensor, Tensor]:
+        """Send this rank's message; the work, the message, and where those of all ranks arrive: (ranks, length)."""
         message = numbers.new_empty(_HEADER + max(self.longest, len(numbers)))
-        message[0], message[1] = number, doing
+        message[:_HEADER] = numbers.new_tensor([number, doing])
         message[_HEADER : _HEADER + len(numbers)] = numbers
-        received = [torch.empty_like(message) for _ in range(self.world_size)]
-        work = dist.all_gather(received, message, group=self.process_group, async_op=not wait)
+        received = message.new_empty(self.world_size, len(message))
+        work = dist.all_gather(list(received.unbind()), message, group=self.process_group, async_op=not wait)
         return work, message, received
 
-    def _check(self, received: list[Tensor]) -> None:
-        places = [tuple(message[:_HEADER].tolist()) for message in received]
-        if places.count(places[0]) == len(places):
+    def _check(self, received: Tensor) -> None:
+        headers = received[:, :_HEADER]
+        if bool((headers == headers[0]).all()):
             return
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         told = (
             f"rank {rank} {Doing(int(doing)).describe(self.names[int(number)])}"
-            for rank, (number, doing) in zip(ranks, places, strict=True)
+            for rank, (number, doing) in zip(ranks, headers.tolist(), strict=True)
         )
         raise BatchNormMismatchError(
             f"ranks are in different BatchNorm layers: {', '.join(told)}; every rank must run the same layers in the "
