@@ -1,9 +1,9 @@
-"""Train a small convolutional network with BatchNorm on the UCI digits, on two ranks.
+"""Train a small convolutional network, with BatchNorm over both ranks, on the UCI digits.
 
     python examples/digits.py                                    # starts its own ranks, which meet over file://
     python examples/digits.py --init-method tcp://127.0.0.1:29500
     torchrun --nproc-per-node 2 examples/digits.py               # uses the ranks that torchrun started
-    python examples/digits.py --strategy ddp                     # the same file with stock Lightning
+    python examples/digits.py --strategy ddp                     # the same file with stock Lightning's strategy
 
 It trains for a few epochs, tests, saves a checkpoint, and resumes from it for one epoch more. With two GPUs or more it
 uses them, else two processes on the CPU. The images come with scikit-learn, so nothing is downloaded.
@@ -21,6 +21,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_ddp_ext import DDPExtStrategy, SyncBatchNormConversion
 
 Batch = tuple[Tensor, Tensor]
 
@@ -91,8 +93,6 @@ def make_strategy(name: str, init_method: str) -> str | Strategy:
     """Make ours for a name that starts with `ddp_ext` (`ddp_ext_spawn` spawns its ranks); any other is Lightning's."""
     if not name.startswith("ddp_ext"):
         return name
-    from lightning_ddp_ext import DDPExtStrategy
-
     start_method = name.removeprefix("ddp_ext").lstrip("_") or "popen"
     return DDPExtStrategy(init_method=init_method, start_method=start_method)
 
@@ -103,7 +103,10 @@ def make_trainer(args: argparse.Namespace, *, epochs: int) -> L.Trainer:
         accelerator="gpu" if torch.cuda.device_count() >= 2 else "cpu",
         devices=args.devices,
         max_epochs=epochs,
-        callbacks=ModelCheckpoint(args.checkpoints, filename="digits", enable_version_counter=False),
+        callbacks=[
+            ModelCheckpoint(args.checkpoints, filename="digits", enable_version_counter=False),
+            SyncBatchNormConversion(),
+        ],
         logger=False,
         log_every_n_steps=10,
     )
