@@ -8,10 +8,12 @@ its end each rank would take back what torch has registered in the server: half 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 
 import coverage.multiproc  # noqa: F401
 
 inspect.stack()
+sys.dont_write_bytecode = False  # whatever the test run was told: each rank would compile the package anew
 for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
     finalizer.atexit = False

@@ -26,7 +26,6 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _SERVER_ENVIRONMENT = {
     "COVERAGE_PROCESS_CONFIG": None,  # each rank starts its own coverage
     "COVERAGE_PROCESS_START": None,
-    "PYTHONDONTWRITEBYTECODE": None,  # each rank would compile the package anew
     "OMP_NUM_THREADS": "1",  # threads for computing must not exist in a process that forks
     "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),  # it imports tests.ranks
 }

@@ -17,12 +17,14 @@ from types import ModuleType
 
 
 class PackageFinder:
-    """Finds the package, once, as the finders after this one do, and notices the beginning and end of its import."""
+    """Finds the package, once, as the other finders do, and notices the beginning and end of its import."""
+
+    has_looked = False
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != "lightning_ddp_ext":
+        if name != "lightning_ddp_ext" or self.has_looked:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        self.has_looked = True
         start_coverage()
         spec = importlib.util.find_spec(name)
         return spec and collecting_after(spec)
