@@ -24,8 +24,8 @@ _HARMLESS_VARIABLES = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-_HARMLESS_FILES = ("__pycache__", ".")  # beginnings of names
-_TEMPORARY_FILES = "ddpx*"
+_HARMLESS_FILES = ("__pycache__", ".")  # beginnings of names, as the next one
+_TEMPORARY_FILES = "ddpx"
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,18 @@ class Snapshot:
     def _new_processes(self, seconds: float) -> list[str]:
         left = wait_until_gone(lambda: _processes() - self.processes, seconds)
         lines = [name_of(process) for process in left]
-        kill_until_gone(lambda: _processes() - self.processes)
+        if left:
+            kill_until_gone(lambda: _processes() - self.processes)
         return lines
 
 
 def _files(directory: Path) -> frozenset[Path]:
     """What is in the directory, unless it is everybody's, and what is ours in the one for temporary files."""
     temporary = Path(tempfile.gettempdir())
-    here = (path for path in directory.iterdir() if not path.name.startswith(_HARMLESS_FILES))
-    return frozenset(() if directory == temporary else here) | frozenset(temporary.glob(_TEMPORARY_FILES))
+    here = [] if directory == temporary else os.listdir(directory)
+    ours = [directory / name for name in here if not name.startswith(_HARMLESS_FILES)]
+    ours += [temporary / name for name in os.listdir(temporary) if name.startswith(_TEMPORARY_FILES)]
+    return frozenset(ours)
 
 
 def _must_end(thread: threading.Thread) -> bool:

@@ -19,7 +19,7 @@ from tests.outcomes import Outcome, RankError
 from tests.rank_process import Point, Raised, Returned, Seat, load_exception, occupy
 
 # Not the package under test: its module-level lines would be run before anybody measures coverage.
-PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "tests.ranks", "tests.preload"]
+PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "psutil", "pytest", "tests.ranks", "tests.preload"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -47,7 +47,7 @@ from tests.ranks import Environment, environment_of
 MARK = "TEST_HARNESS_MARK"
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MEASURED = Path(__file__).resolve().parent / "measured"
+_STARTUP = Path(__file__).resolve().parent / "startup"
 _WORDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
@@ -292,7 +292,9 @@ class _Transcript:
 
 def marked(mark: str) -> list[psutil.Process]:
     """The processes whose environment, as they were started with it, carries a mark that begins with this one."""
-    return [process for process in psutil.process_iter() if _variables(process).get(MARK, "").startswith(mark)]
+    beginning = f"\0{MARK}={mark}".encode()
+    found = (pid for pid in psutil.pids() if beginning in _environment_of(pid))
+    return [process for pid in found for process in _still_there(pid)]
 
 
 def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], seconds: float) -> list[psutil.Process]:
@@ -356,6 +358,20 @@ def _variables(process: psutil.Process) -> dict[str, str]:
     return variables
 
 
+def _environment_of(pid: int) -> bytes:
+    """The variables that a process was started with, each after a null byte; none of one that may not be looked at."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as variables:
+            return b"\0" + variables.read()
+    except OSError:
+        return b""
+
+
+def _still_there(pid: int) -> Iterator[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield psutil.Process(pid)
+
+
 def _spell_out(words: Sequence[str]) -> Iterator[str]:
     for word in words:
         yield from _WORDS.get(word, (word,))
@@ -363,13 +379,14 @@ def _spell_out(words: Sequence[str]) -> Iterator[str]:
 
 def _environment(env: Environment, rank: int, mark: str) -> dict[str, str]:
     """What a user's shell would have, plus what finds the processes and their stacks."""
-    import_path = os.pathsep.join(filter(None, [str(_MEASURED), str(_ROOT), os.environ.get("PYTHONPATH")]))
+    import_path = os.pathsep.join(filter(None, [str(_STARTUP), str(_ROOT), os.environ.get("PYTHONPATH")]))
     ours: Environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": import_path,
         "PYTHONFAULTHANDLER": "1",
         "COVERAGE_PROCESS_CONFIG": None,
         "TEST_COVERAGE_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),
+        "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart
     }
     return environment_of(rank, {**ours, **env, MARK: mark})

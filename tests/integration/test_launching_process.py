@@ -89,52 +89,51 @@ BY_SCRIPT = (
 )
 
 
-@pytest.fixture(scope="module")
-def by_script() -> Completed:
-    """A plain script in a shell where somebody has exported a RANK."""
-    done = run_script(BY_SCRIPT, env={"RANK": "0", "HOUSE_PORT": str(free_port())}, time_limit=100)
-    assert done.returncode == 0, done.output
-    return done
-
-
 @pytest.mark.lowest
-def test_a_script_starts_its_ranks_once(by_script: Completed) -> None:
+def test_a_script_and_its_trainers() -> None:
+    """A plain script, in a shell where somebody has exported a RANK, starts its ranks once for all that it does."""
+    env = {"RANK": "0", "HOUSE_PORT": str(free_port()), "OMP_NUM_THREADS": None}
+    done = run_script(BY_SCRIPT, env=env, time_limit=100)
+    assert done.returncode == 0, done.output
+    expect_ranks_started_once(done)
+    expect_trained_alike(done)
+    expect_environment_kept(done)
+    expect_second_trainer_served_or_refused(done)
+
+
+def expect_ranks_started_once(done: Completed) -> None:
     """Later Trainers use the ranks that there are, stock ones among them; one line says how these have met."""
-    assert [report["rank"] for report in reports(by_script, "start")] == [0, "1"]
+    assert [report["rank"] for report in reports(done, "start")] == [0, "1"]
     for what in ("first", "second", "stock"):
-        first, second = reports(by_script, what)
+        first, second = reports(done, what)
         assert (first["rank"], second["rank"]) == (0, 1)
         assert first["found"] == second["found"], what
-    assert len(reports(by_script, "end")) == 2
-    assert by_script.output.count("process group: gloo, 2 ranks, env://\n") == 1
+    assert len(reports(done, "end")) == 2
+    assert done.output.count("process group: gloo, 2 ranks, env://\n") == 1
 
 
-def test_trainers_of_a_script_train_alike(by_script: Completed) -> None:
+def expect_trained_alike(done: Completed) -> None:
     """The same seed gives the same weights by ours and by stock; one process alone gives others."""
-    trained = {what: reports(by_script, what)[0]["weights"] for what in ("first", "second", "stock", "one alone")}
+    trained = {what: reports(done, what)[0]["weights"] for what in ("first", "second", "stock", "one alone")}
     assert trained["first"] == trained["second"] == trained["stock"]
     assert trained["one alone"] != trained["stock"]
 
 
-def test_a_scripts_environment_stays_what_it_was(by_script: Completed) -> None:
-    """Nothing is added to it, and a stray RANK neither leads astray nor is taken away from its owner."""
+def expect_environment_kept(done: Completed) -> None:
+    """Nothing is added to it, a stray RANK is neither followed nor taken away, and started ranks have the seed."""
     # The script is a rank, too, and Lightning limits the threads of each rank, as it does with stock.
-    assert reports(by_script, "first")[0]["changed"] == ["OMP_NUM_THREADS"]
-    assert reports(by_script, "second")[0]["changed"] == []
-    assert [report["RANK"] for report in reports(by_script, "variables")] == ["0", None]
+    assert reports(done, "first")[0]["changed"] == ["OMP_NUM_THREADS"]
+    assert reports(done, "second")[0]["changed"] == []
+    assert [report["RANK"] for report in reports(done, "variables")] == ["0", None]
+    assert [report["seed"] for report in reports(done, "start")] == [None, "5"], "from its first line"
 
 
-def test_a_script_hands_its_seed_on(by_script: Completed) -> None:
-    """The processes that it starts have it from their first line."""
-    assert [report["seed"] for report in reports(by_script, "start")] == [None, "5"]
-
-
-def test_a_second_trainer_of_a_script_gets_what_it_asks_for_or_an_error(by_script: Completed) -> None:
+def expect_second_trainer_served_or_refused(done: Completed) -> None:
     """Another timeout it gets; with other devices every rank says that they cannot be had."""
-    assert [report["seconds"] for report in reports(by_script, "timeout")] == [77, 77]
-    for report in reports(by_script, "refused"):
+    assert [report["seconds"] for report in reports(done, "timeout")] == [77, 77]
+    for report in reports(done, "refused"):
         assert report["message"].startswith("this script's world_size is 2 already, and this Trainer wants 1; give")
-    assert len(reports(by_script, "refused")) == 2
+    assert len(reports(done, "refused")) == 2
 
 
 BY_PROCESSES = (
@@ -148,33 +147,18 @@ BY_PROCESSES = (
 )
 
 
-@pytest.fixture(scope="module")
-def by_processes() -> Completed:
-    """A script that starts its ranks by fork, then by forkserver."""
+def test_a_script_by_fork_and_by_forkserver() -> None:
+    """Started processes have the environment, the seed and torch's flags of that moment, and memory of their own."""
     done = run_script(BY_PROCESSES, time_limit=100)
     assert done.returncode == 0, done.output
-    return done
-
-
-def test_started_processes_have_the_environment_and_seed_of_that_moment(by_processes: Completed) -> None:
-    """Also from a fork server that was started before the variables were set; torch's flags are handed on, too."""
-    seen = {(report["SET_BEFORE_FIT"], report["rank"]) for report in reports(by_processes, "variables")}
-    assert seen == {("fork", 0), ("fork", 1), ("forkserver", 0), ("forkserver", 1)}
-    assert {report["PL_GLOBAL_SEED"] for report in reports(by_processes, "variables")} == {"5"}
-    assert all(report["flag"] for report in reports(by_processes, "variables"))
-
-
-def test_the_launching_processs_environment_stays_what_it_was(by_processes: Completed) -> None:
-    """Whatever the ranks have in theirs."""
-    for method in ("fork", "forkserver"):
-        assert [report["changed"] for report in reports(by_processes, method)] == [[]]
-
-
-def test_ranks_of_a_fork_server_train_on_memory_of_their_own(by_processes: Completed, by_script: Completed) -> None:
-    """The weights are those that fork, and a plain script, give: nobody writes into another rank's parameters."""
-    trained = {method: reports(by_processes, method)[0] for method in ("fork", "forkserver")}
-    assert trained["fork"]["weights"] == trained["forkserver"]["weights"] == reports(by_script, "first")[0]["weights"]
-    assert trained["fork"]["found"] == trained["forkserver"]["found"] == reports(by_script, "first")[0]["found"]
+    seen = {(report["SET_BEFORE_FIT"], report["rank"]) for report in reports(done, "variables")}
+    assert seen == {("fork", 0), ("fork", 1), ("forkserver", 0), ("forkserver", 1)}, "also from an older fork server"
+    assert {report["PL_GLOBAL_SEED"] for report in reports(done, "variables")} == {"5"}
+    assert all(report["flag"] for report in reports(done, "variables"))
+    (fork,), (forkserver,) = reports(done, "fork"), reports(done, "forkserver")
+    assert fork["changed"] == forkserver["changed"] == [], "the launching process's own environment"
+    assert fork["weights"] == forkserver["weights"], "nobody writes into another rank's parameters"
+    assert fork["found"] == forkserver["found"]
 
 
 class Talkative(Net):

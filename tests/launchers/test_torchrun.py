@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.launchers.runs import METHODS, SCRIPT, Reference, argv_of, output_of, runs_by
@@ -20,10 +21,14 @@ def test_torch_distributed_launch(tmp_path: Path, reference: Reference) -> None:
 
 
 def test_torchrun(tmp_path: Path, reference: Reference) -> None:
-    """The init method says where ranks meet, also those that torchrun starts in their place after one was killed."""
+    """The init method says where ranks meet, also anew after one was killed; before that the other one has named it."""
     env, tcp, file = runs = runs_by(METHODS, tmp_path)
-    kills = ("--die", "0", env.url, "--die", "1", file.url)
+    kills = ("--die", "0", "0", env.url, "--die", "1", "1", file.url)
     launcher = ("torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
     output = output_of(run_script(SCRIPT, *argv_of(runs), *kills, launcher=launcher, time_limit=90.0))
     for run, launches in ((env, 3), (tcp, 2), (file, 2)):
         run.expect_trained(reference(2), output, returns=10, launches=launches)
+    for victim in range(2):
+        death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended without a goodbye; every rank stops\."
+        named = re.findall(rf"^\[rank {1 - victim}\] RankDiedError: {death}", output, re.MULTILINE)
+        assert len(named) == 1, output

@@ -83,12 +83,15 @@ class Record(pl.Callback):
 
 
 class Die(pl.Callback):
-    """The process of rank 1 is killed in its second step."""
+    """The process of a rank is killed in its second step."""
+
+    def __init__(self, rank: str) -> None:
+        self.rank = int(rank)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        if trainer.global_rank == 1 and batch_idx == 1:
+        if trainer.global_rank == self.rank and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -139,13 +142,14 @@ def call(options: argparse.Namespace, calls: Sequence[str], directory: Path) -> 
     model = Regression()
     chosen = options.init_method or os.environ.get("DDPX_INIT_METHOD")
     attempt = [os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), options.init_method]
+    deaths = [Die(rank) for rank, *when in options.die if when == attempt]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=options.devices,
         num_nodes=options.num_nodes,
         strategy=strategy_of(options),
         max_epochs=2,
-        callbacks=[Record(directory, chosen), *([Die()] if attempt in options.die else [])],
+        callbacks=[Record(directory, chosen), *deaths],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -184,7 +188,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--then", nargs=2, action="append", default=[], help="records of one more fit, and by which init method it is"
     )
     parser.add_argument(
-        "--die", nargs=2, action="append", default=[], help="in which attempt of torchrun, and by which init method"
+        "--die", nargs=3, action="append", default=[], help="rank, attempt of torchrun, and init method of a killed run"
     )
     return parser.parse_args(argv)
 

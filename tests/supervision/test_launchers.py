@@ -1,7 +1,8 @@
 """How runs end that a launcher has started: after a failure, after the kill of any process, and well.
 
 Scripts here are run as a user runs them, and every test fails if a process of its script is left. What is so whichever
-way a launching process starts functions is in ``test_fork``, where nothing needs to be imported anew.
+way a launching process starts functions is in ``test_fork``, where nothing needs to be imported anew; what torchrun
+makes of a killed rank is in ``tests.launchers.test_torchrun``.
 """
 
 from __future__ import annotations
@@ -106,9 +107,7 @@ def test_only_the_summary_of_torchrun_follows_the_traceback() -> None:
 # --- a kill ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("launcher", "victim"), [(POPEN, 0), (POPEN, 1), (SPAWN, 0), (FORKSERVER, 1), (TORCHRUN, 0)], ids=str
-)
+@pytest.mark.parametrize(("launcher", "victim"), [(POPEN, 0), (POPEN, 1), (FORKSERVER, 1)], ids=str)
 def test_a_kill_of_a_rank_ends_all_and_is_named(launcher: Launcher, victim: int) -> None:
     """The other rank ends, with its workers, and so does the launching process; both name the one that died."""
     with train(launcher, "--endless", "--num-workers", "2" if launcher is POPEN else "0") as script:
