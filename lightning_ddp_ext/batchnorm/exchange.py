@@ -51,10 +51,10 @@ class Exchange:
 
     @property
     def world_size(self) -> int:
-        """How many ranks join their batches; 1 where there is no process group."""
+        """How many ranks join their batches; 1 where there is no process group, or where it is one of others."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
-        return dist.get_world_size(self.process_group)
+        return max(1, dist.get_world_size(self.process_group))
 
     def gather(self, numbers: Tensor, number: int, doing: Doing) -> Tensor:
         """The vectors of all ranks, by rank. Collective: every rank in the group.
