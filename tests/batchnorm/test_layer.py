@@ -39,9 +39,11 @@ from tests.batchnorm.references import (
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 
-_PLACES = [("cpu", "gloo", 2), ("cpu", "gloo", 3), ("cpu", "gloo", 4)]
-if torch.cuda.is_available():
-    _PLACES += [("cuda", "gloo", 2), ("cuda", "nccl", 1)]
+_HAS_GPU = torch.cuda.is_available()
+_ON_CPU = [("cpu", "gloo", 2), ("cpu", "gloo", 3), ("cpu", "gloo", 4)]
+_ON_GPU = [("cuda", "gloo", 2), ("cuda", "nccl", 1)] if _HAS_GPU else []
+# Torch's kernels for what several ranks have together round more often than those for one process.
+_SLACK = {"cpu": 1.0, "cuda": 4.0}
 
 _EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -68,18 +70,21 @@ def group(rank: int, world_size: int, directory: Path, backend: str) -> Iterator
 
 def wrong_cases(rank: int, world_size: int, directory: Path, device: str, backend: str) -> list[str]:
     kind = AlwaysJoint if backend == "nccl" else SyncBatchNorm
+    # On a GPU the host does not learn how many values there are, and so not that there are none.
+    cases = [case for case in CASES if device == "cpu" or case.name != "nothing anywhere"]
     with group(rank, world_size, directory, backend):
-        return [f"{case}: {line}" for case in CASES for line in _deviations_of(case, kind, rank, world_size, device)]
+        return [f"{case}: {line}" for case in cases for line in _deviations_of(case, kind, rank, world_size, device)]
 
 
 def _deviations_of(case: Case, kind: type[SyncBatchNorm], rank: int, world_size: int, device: str) -> list[str]:
     ours, calls = of_layer(case, kind, rank, world_size, device)
     exact = of_one_process(case, rank, world_size, "cpu", torch.float64)
-    found = deviations(ours, exact, of_one_process(case, rank, world_size, device))
+    torchs = of_one_process(case, rank, world_size, device)
+    found = deviations(ours, exact, torchs, _SLACK[device])
     return found if len(calls) == expected_collectives(case) else [*found, f"calls {calls}"]
 
 
-@pytest.mark.parametrize(("device", "backend", "world_size"), _PLACES)
+@pytest.mark.parametrize(("device", "backend", "world_size"), _ON_CPU + _ON_GPU)
 def test_equals_the_joined_batch(tmp_path: Path, device: str, backend: str, world_size: int) -> None:
     """Outputs, gradients and running statistics of several steps, with one collective a pass, whatever the input."""
     assert run_ranks(wrong_cases, world_size, tmp_path, device, backend) == [[]] * world_size
@@ -90,14 +95,14 @@ class Net(nn.Module):
 
     def __init__(self, kind: type[nn.Module], reentrant: bool | None = None) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         self.first, self.second = kind(3), kind(4)
         self.linear = nn.Linear(3, 4)
         self.reentrant = reentrant
         self.double()
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+                parameter.copy_(_normal(parameter.shape, generator))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -111,10 +116,14 @@ class Net(nn.Module):
         return output
 
 
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(torch.get_default_device())
+
+
 def _inputs(world_size: int, sizes: tuple[int, ...] = (5, 2, 0), seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(sizes[rank % len(sizes)], 3, generator=generator, dtype=torch.float64) + 2
-            for rank in range(world_size)]  # fmt: skip
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return [_normal((sizes[rank % len(sizes)], 3), generator) + 2 for rank in range(world_size)]
 
 
 def _summed_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -197,11 +206,9 @@ def is_differentiated_again(rank: int, world_size: int) -> None:
 def is_differentiated_again_in_images(rank: int, world_size: int) -> None:
     for options in ({}, {"affine": False}):
         layer, plain = (kind(3, **options).double() for kind in (SyncBatchNorm, nn.BatchNorm1d))
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         shapes = [(2, 3, 4, 4), (0, 3, 4, 4), (1, 3, 5, 2)]
-        shares = [
-            torch.randn(shapes[other % 3], generator=generator, dtype=torch.float64) for other in range(world_size)
-        ]
+        shares = [_normal(shapes[other % 3], generator) for other in range(world_size)]
         mine = shares[rank].requires_grad_()
         joined = torch.cat([rows(share) for share in shares]).detach().requires_grad_()
         _penalised(layer, mine, 2).backward()
@@ -268,21 +275,22 @@ _USES: list[Callable[[int, int], None]] = [
     is_alone_in_evaluation,
     is_alone_outside_the_group,
     keeps_memory_format,
-    refuses_one_value,
     refuses_inputs,
 ]
 
 
-def run_uses(rank: int, world_size: int, directory: Path) -> None:
+def run_uses(rank: int, world_size: int, directory: Path, device: str) -> None:
+    uses = [*_USES, refuses_one_value] if device == "cpu" else _USES  # the host does not learn of it
+    torch.set_default_device(device)
     with stock_group(rank, world_size, directory):
-        for use in _USES:
+        for use in uses:
             use(rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_uses(tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 3), *[("cuda", 2)] * _HAS_GPU])
+def test_uses(tmp_path: Path, device: str, world_size: int) -> None:
     """Accumulation, checkpointing, copies, gradients of gradients; and what a layer refuses, on every rank."""
-    run_ranks(run_uses, world_size, tmp_path)
+    run_ranks(run_uses, world_size, tmp_path, device)
 
 
 def _two_layers(longest: int = 11) -> tuple[SyncBatchNorm, SyncBatchNorm]:
@@ -295,7 +303,7 @@ def _two_layers(longest: int = 11) -> tuple[SyncBatchNorm, SyncBatchNorm]:
 
 def meet_elsewhere(rank: int, world_size: int, directory: Path) -> list[str]:
     with stock_group(rank, world_size, directory):
-        return [_message_of(meeting, rank) for meeting in (_two_forwards, _forward_and_backward, _forward_and_end)]
+        return [_message_of(meeting, rank) for meeting in _MEETINGS]
 
 
 def _message_of(meeting: Callable[[int], None], rank: int) -> str:
@@ -315,6 +323,12 @@ def _forward_and_backward(rank: int) -> None:
     head(torch.randn(2, 5)) if rank == 1 else output.sum().backward()
 
 
+def _forward_and_backward_of_one(rank: int) -> None:
+    layer = SyncBatchNorm(3)
+    output = layer(torch.randn(2, 3, requires_grad=True))
+    layer(torch.randn(2, 3)) if rank == 1 else output.sum().backward()
+
+
 def _forward_and_end(rank: int) -> None:
     stem, head = _two_layers()
     output = stem(torch.randn(2, 3, requires_grad=True))
@@ -325,18 +339,20 @@ def _forward_and_end(rank: int) -> None:
         output.sum().backward()
 
 
+_MEETINGS = {
+    _two_forwards: ("is in the forward pass of stem.bn", "is in the forward pass of head.bn"),
+    _forward_and_backward: ("is in the backward pass of stem.bn", "is in the forward pass of head.bn"),
+    _forward_and_end: ("has finished its forward pass", "is in the forward pass of head.bn"),
+    _forward_and_backward_of_one: ("is in the backward pass of the layer", "is in the forward pass of the layer"),
+}
+
+
 def test_ranks_in_different_layers(tmp_path: Path) -> None:
     """Every rank names who is where: in two layers' forward passes, in forward and backward, at the end of forward."""
-    elsewhere = "rank 1 is in the forward pass of head.bn"
-    others = [
-        "is in the forward pass of stem.bn",
-        "is in the backward pass of stem.bn",
-        "has finished its forward pass",
-    ]
     expected = [
-        f"ranks are in different BatchNorm layers: rank 0 {other}, {elsewhere}, rank 2 {other}; every rank must run "
+        f"ranks are in different BatchNorm layers: rank 0 {most}, rank 1 {one}, rank 2 {most}; every rank must run "
         "the same layers in the same order, so leave those that only some ranks run out of the conversion (exclude=)"
-        for other in others
+        for most, one in _MEETINGS.values()
     ]
     assert run_ranks(meet_elsewhere, 3, tmp_path) == [expected] * 3
 
