@@ -42,8 +42,8 @@ from tests.ranks import run_ranks
 _HAS_GPU = torch.cuda.is_available()
 _ON_CPU = [("cpu", "gloo", 2), ("cpu", "gloo", 3), ("cpu", "gloo", 4)]
 _ON_GPU = [("cuda", "gloo", 2), ("cuda", "nccl", 1)] if _HAS_GPU else []
-# Torch's kernels for what several ranks have together round more often than those for one process.
-_SLACK = {"cpu": 1.0, "cuda": 4.0}
+# Torch's kernels on a GPU merge what each rank has rounded to float32; far from zero that costs a digit.
+_SLACK = {"cpu": 1.0, "cuda": 16.0}
 
 _EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -70,8 +70,8 @@ def group(rank: int, world_size: int, directory: Path, backend: str) -> Iterator
 
 def wrong_cases(rank: int, world_size: int, directory: Path, device: str, backend: str) -> list[str]:
     kind = AlwaysJoint if backend == "nccl" else SyncBatchNorm
-    # On a GPU the host does not learn how many values there are, and so not that there are none.
-    cases = [case for case in CASES if device == "cpu" or case.name != "nothing anywhere"]
+    # On a GPU the host does not learn how many values there are, and so not that there is none or one.
+    cases = [case for case in CASES if device == "cpu" or case.values(world_size) > 1]
     with group(rank, world_size, directory, backend):
         return [f"{case}: {line}" for case in cases for line in _deviations_of(case, kind, rank, world_size, device)]
 
@@ -133,7 +133,7 @@ def _summed_gradients(model: nn.Module) -> dict[str, Tensor]:
     return gradients
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
@@ -160,7 +160,7 @@ def is_checkpointed(rank: int, world_size: int) -> None:
         model(mine).sum().backward()
         plain(joined).sum().backward()
         sizes = [len(share) for share in shares]
-        torch.testing.assert_close(mine.grad, joined.grad.split(sizes)[rank], **_EXACT)  # type: ignore[union-attr]
+        torch.testing.assert_close(mine.grad, joined.grad.split(sizes)[rank], **_EXACT)
         torch.testing.assert_close(_summed_gradients(model), _gradients(plain), **_EXACT)
         torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), **_EXACT)
 
@@ -172,9 +172,9 @@ def is_copied(rank: int, world_size: int) -> None:
     torch.save(original, file)
     file.seek(0)
     copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original)), torch.load(file, weights_only=False)]
+    assert copies[0].first.process_group is original.first.process_group
     expected = original(share)
     for other in copies:
-        assert other.first._peers.exchange is not original.first._peers.exchange or other is copies[0]
         assert torch.equal(other(share), expected)
         torch.testing.assert_close(other.state_dict(), original.state_dict(), rtol=0, atol=0)
 
@@ -197,8 +197,8 @@ def is_differentiated_again(rank: int, world_size: int) -> None:
         _penalised(model, mine, order).backward()
         _penalised(plain, joined, order).backward()
         sizes = [len(share) for share in shares]
-        scale = float(joined.grad.abs().max())  # type: ignore[union-attr]
-        expected = joined.grad.split(sizes)[rank]  # type: ignore[union-attr]
+        scale = float(joined.grad.abs().max())
+        expected = joined.grad.split(sizes)[rank]
         torch.testing.assert_close(mine.grad, expected, rtol=1e-10, atol=1e-10 * scale)
         torch.testing.assert_close(_summed_gradients(model), _gradients(plain), rtol=1e-10, atol=1e-10 * scale)
 
@@ -213,8 +213,8 @@ def is_differentiated_again_in_images(rank: int, world_size: int) -> None:
         joined = torch.cat([rows(share) for share in shares]).detach().requires_grad_()
         _penalised(layer, mine, 2).backward()
         _penalised(plain, joined, 2).backward()
-        expected = joined.grad.split([len(rows(share)) for share in shares])[rank]  # type: ignore[union-attr]
-        torch.testing.assert_close(rows(mine.grad), expected, **_EXACT)  # type: ignore[arg-type]
+        expected = joined.grad.split([len(rows(share)) for share in shares])[rank]
+        torch.testing.assert_close(rows(mine.grad), expected, **_EXACT)
         torch.testing.assert_close(_summed_gradients(layer), _gradients(plain), **_EXACT)
 
 
@@ -248,7 +248,7 @@ def refuses_one_value(rank: int, world_size: int) -> None:
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(BatchNormInputError, match="the layer needs more than 1 value per channel in training"):
         layer(torch.ones(1 if rank == 1 else 0, 3))
-    assert torch.equal(layer.running_var, before["running_var"])  # type: ignore[arg-type]
+    assert torch.equal(layer.running_var, before["running_var"])
     assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
 
 
