@@ -16,7 +16,7 @@ from lightning_ddp_ext import SyncBatchNorm
 STEPS = 2
 HALF = (torch.bfloat16, torch.float16)
 
-# In parts of the largest value (float64: of one, if that is more), what counts as exact; in half precision the last place.
+# What counts as exact, in parts of the largest value (float64: of one, if that is more); half precision: last place.
 _EXACT = {torch.float64: 1e-10, torch.float32: 1e-6, **{dtype: torch.finfo(dtype).eps for dtype in HALF}}
 
 Change = Callable[[Any], Any]
