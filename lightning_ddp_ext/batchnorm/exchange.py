@@ -80,9 +80,10 @@ class Exchange:
     def announce_end_of_forward(self) -> None:
         """Say that this rank will not run another layer forward, to those that still do. Does not wait for anybody.
 
-        Every rank in the group must call it once before each backward pass, or none.
+        Every rank in the group must call it once before each backward pass, or none. Under NCCL, which sends nothing
+        from CPU memory, nobody is told.
         """
-        if self.world_size > 1:
+        if self.world_size > 1 and dist.get_backend(self.process_group) != "nccl":
             self.settle()
             self._announced = self._send(torch.empty(0, dtype=torch.float64), 0, Doing.END_OF_FORWARD, wait=False)
 
