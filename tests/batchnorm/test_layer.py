@@ -25,16 +25,14 @@ from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.layer import _with_peers
 from lightning_ddp_ext.batchnorm.statistics import merge
 from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError
+from tests.batchnorm.cases import CASES, Case, rows
 from tests.batchnorm.references import (
-    CASES,
-    Case,
     Formula,
     collectives,
     deviations,
     expected_collectives,
     of_layer,
     of_one_process,
-    rows,
 )
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
