@@ -51,10 +51,10 @@ class Exchange:
 
     @property
     def world_size(self) -> int:
-        """How many ranks join their batches; 1 where there is no process group."""
+        """How many ranks join their batches; 1 where there is no process group, or where it is one of others."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
-        return dist.get_world_size(self.process_group)
+        return max(1, dist.get_world_size(self.process_group))
 
     def gather(self, numbers: Tensor, number: int, doing: Doing) -> Tensor:
         """The vectors of all ranks, by rank. Collective: every rank in the group.
@@ -80,9 +80,10 @@ class Exchange:
     def announce_end_of_forward(self) -> None:
         """Say that this rank will not run another layer forward, to those that still do. Does not wait for anybody.
 
-        Every rank in the group must call it once before each backward pass, or none.
+        Every rank in the group must call it once before each backward pass, or none. Under NCCL, which sends nothing
+        from CPU memory, nobody is told.
         """
-        if self.world_size > 1:
+        if self.world_size > 1 and dist.get_backend(self.process_group) != "nccl":
             self.settle()
             self._announced = self._send(torch.empty(0, dtype=torch.float64), 0, Doing.END_OF_FORWARD, wait=False)
 

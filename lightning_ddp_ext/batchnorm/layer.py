@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ddp_ext.batchnorm import on_device, on_host
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.on_host import Running
+from lightning_ddp_ext.errors import BatchNormInputError
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -30,7 +31,8 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks whose batches are joined; ``None``: all there are.
 
     Raises:
-        BatchNormInputError: all batches together have one value a channel.
+        BatchNormInputError: all batches together have one value a channel (on CPU), or an input has other channels
+            than the layer, or is on a device that is neither.
         BatchNormMismatchError: another rank is in another layer (on CPU).
 
     >>> layer = SyncBatchNorm(3)
@@ -50,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._peers = Peers(Exchange(process_group))
+        self._peers = Peers(Exchange(process_group, longest=1 + 2 * num_features))
 
     _peers: Peers  # also given to the layers that become synchronised ones
 
@@ -68,8 +70,17 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self._peers.world_size == 1:
             return super().forward(input)
         self._check_input_dim(input)
+        self._check_kind(input)
         output: Tensor = _with_peers(self, input)
         return output
+
+    def _check_kind(self, input: Tensor) -> None:
+        # The kernels for given statistics trust their callers, and read beyond the end of a weight.
+        if input.size(1) != self.num_features:
+            shape = tuple(input.shape)
+            raise BatchNormInputError(f"{self._peers.name} takes {self.num_features} channels (got an input {shape})")
+        if input.device.type not in ("cpu", "cuda"):
+            raise BatchNormInputError(f"{self._peers.name} takes inputs on cpu or cuda (got one on {input.device})")
 
     def _count_batch(self) -> Running:
         """The running statistics to be updated, and the weight of this batch in them."""

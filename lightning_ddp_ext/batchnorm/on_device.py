@@ -36,10 +36,7 @@ class _Normalise(torch.autograd.Function):
         peers: Peers,
     ) -> Tensor:
         counts, means, invstds = _gather(input, eps, peers)
-        dtype = means.dtype if running.mean is None else running.mean.dtype
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            input, means, invstds, running.mean, running.var, running.momentum, eps, _above_zero(counts, dtype)
-        )
+        mean, invstd = _joint(counts, means, invstds, running, eps)
         ctx.save_for_backward(input, weight, mean, invstd, counts)
         ctx.eps, ctx.peers = eps, peers
         if input.numel() == 0:
@@ -55,7 +52,7 @@ class _Normalise(torch.autograd.Function):
         elif input.numel() == 0:
             gradients = _take_part_with_nothing(ctx, input, mean)
         else:
-            gradients = _gradients(ctx, dense(grad_outputs[0]), input, weight, mean, invstd, counts)
+            gradients = _gradients(ctx, _laid_out_as(input, grad_outputs[0]), input, weight, mean, invstd, counts)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if is_wanted else None for gradient, is_wanted in wanted), *[None] * 3
 
@@ -67,22 +64,40 @@ def _gather(input: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor, Te
         mean, invstd = torch.batch_norm_stats(input, eps)
         count = mean.new_full((1,), values_a_channel(input))
     else:
-        # An inverse deviation that stands for a variance of zero: what the kernel multiplies by nothing stays finite.
+        # An inverse deviation above zero: what the kernel multiplies by nothing stays finite.
         mean = torch.zeros(channels, dtype=dtype, device=input.device)
-        invstd = torch.full_like(mean, eps**-0.5)
+        invstd = torch.ones_like(mean)
         count = mean.new_zeros(1)
     gathered = peers.gather(torch.cat([count, mean, invstd]), Doing.FORWARD)
     means, invstds = gathered[:, 1:].chunk(2, dim=1)
     return gathered[:, 0], means.contiguous(), invstds.contiguous()
 
 
-def _above_zero(counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _joint(counts: Tensor, means: Tensor, invstds: Tensor, running: Running, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and inverse deviation (C) of all ranks' batches together, which are taken into the running statistics."""
+    # The kernel has one type for counts and running statistics; counts in float16 could be infinite.
+    kept = [None if value is None else value.to(means.dtype) for value in (running.mean, running.var)]
+    mean, invstd = torch.batch_norm_gather_stats_with_counts(
+        means, means, invstds, kept[0], kept[1], running.momentum, eps, _above_zero(counts)
+    )
+    for value, updated in zip((running.mean, running.var), kept, strict=True):
+        if value is not None and updated is not None and value is not updated:
+            value.copy_(updated)
+    return mean, invstd
+
+
+def _above_zero(counts: Tensor) -> Tensor:
     """Counts that the kernel can divide by.
 
     Leaving empty shares out, as torch does, makes the host wait for the device in every layer:
     https://github.com/pytorch/pytorch/issues/78549.
     """
-    return counts.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+    return counts.clamp(min=torch.finfo(counts.dtype).tiny)
+
+
+def _laid_out_as(input: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the input's memory format: some kernels look at that of only one of the two."""
+    return gradient if gradient.stride() == input.stride() else torch.empty_like(input).copy_(gradient)
 
 
 def _gradients(

@@ -33,8 +33,9 @@ class Running(NamedTuple):
         if self.mean is None or self.var is None or joint.count == 0:
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
-        self.mean.mul_(1 - self.momentum).add_(joint.mean.mul(self.momentum).to(self.mean.dtype))
-        self.var.mul_(1 - self.momentum).add_(unbiased.mul(self.momentum).to(self.var.dtype))
+        # Rounded once, to what may be half precision.
+        self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
+        self.var.copy_(self.var.double().lerp(unbiased, self.momentum))
 
 
 def batch_norm(

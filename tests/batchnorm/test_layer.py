@@ -1,0 +1,425 @@
+"""The synchronised BatchNorm layer gives what one process gives for all ranks' batches joined."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_ext import SyncBatchNorm
+from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
+from lightning_ddp_ext.batchnorm.layer import _with_peers
+from lightning_ddp_ext.batchnorm.statistics import merge
+from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError
+from tests.batchnorm.cases import CASES, Case, rows
+from tests.batchnorm.references import (
+    Formula,
+    collectives,
+    deviations,
+    expected_collectives,
+    of_layer,
+    of_one_process,
+)
+from tests.integration.training import stock_group
+from tests.ranks import run_ranks
+
+_HAS_GPU = torch.cuda.is_available()
+_ON_CPU = [("cpu", "gloo", 2), ("cpu", "gloo", 3), ("cpu", "gloo", 4)]
+_ON_GPU = [("cuda", "gloo", 2), ("cuda", "nccl", 1)] if _HAS_GPU else []
+# Torch's kernels on a GPU merge what each rank has rounded to float32; far from zero that costs a digit.
+_SLACK = {"cpu": 1.0, "cuda": 16.0}
+
+_EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class AlwaysJoint(SyncBatchNorm):
+    """Takes the way of several ranks also where there is one: NCCL has one rank on a GPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        output: Tensor = _with_peers(self, input)
+        return output
+
+
+@contextmanager
+def group(rank: int, world_size: int, directory: Path, backend: str) -> Iterator[None]:
+    """The default process group, of any backend, whose collectives give up before the test does."""
+    limit = timedelta(seconds=25)
+    dist.init_process_group(
+        backend, init_method=f"file://{directory}/store", rank=rank, world_size=world_size, timeout=limit
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def wrong_cases(rank: int, world_size: int, directory: Path, device: str, backend: str) -> list[str]:
+    kind = AlwaysJoint if backend == "nccl" else SyncBatchNorm
+    # On a GPU the host does not learn how many values there are, and so not that there is none or one.
+    cases = [case for case in CASES if device == "cpu" or case.values(world_size) > 1]
+    with group(rank, world_size, directory, backend):
+        return [f"{case}: {line}" for case in cases for line in _deviations_of(case, kind, rank, world_size, device)]
+
+
+def _deviations_of(case: Case, kind: type[SyncBatchNorm], rank: int, world_size: int, device: str) -> list[str]:
+    ours, calls = of_layer(case, kind, rank, world_size, device)
+    exact = of_one_process(case, rank, world_size, "cpu", torch.float64)
+    torchs = exact if case.dtype == torch.float64 else of_one_process(case, rank, world_size, device)
+    found = deviations(ours, exact, torchs, _SLACK[device])
+    return found if len(calls) == expected_collectives(case) else [*found, f"calls {calls}"]
+
+
+@pytest.mark.parametrize(("device", "backend", "world_size"), _ON_CPU + _ON_GPU)
+def test_equals_the_joined_batch(tmp_path: Path, device: str, backend: str, world_size: int) -> None:
+    """Outputs, gradients and running statistics of several steps, with one collective a pass, whatever the input."""
+    assert run_ranks(wrong_cases, world_size, tmp_path, device, backend) == [[]] * world_size
+
+
+class Net(nn.Module):
+    """Two layers of BatchNorm, the second in a part that is checkpointed, in one of two ways, unless that is None."""
+
+    def __init__(self, kind: type[nn.Module], reentrant: bool | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.first, self.second = kind(3), kind(4)
+        self.linear = nn.Linear(3, 4)
+        self.reentrant = reentrant
+        self.double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(_normal(parameter.shape, generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.reentrant is None:
+            return self.end(x)
+        output: Tensor = checkpoint(self.end, x, use_reentrant=self.reentrant)
+        return output
+
+    def end(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(self.linear(x).tanh()).sin()
+        return output
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(torch.get_default_device())
+
+
+def _inputs(world_size: int, sizes: tuple[int, ...] = (5, 2, 0), seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return [_normal((sizes[rank % len(sizes)], 3), generator) + 2 for rank in range(world_size)]
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def _assert_part_of(plain: nn.Module, joined: Tensor, model: nn.Module, shares: list[Tensor], rank: int) -> None:
+    """Gradients of this rank's share, and of all parameters summed over ranks, are those of the joined batch."""
+    exact = {"rtol": 1e-10, "atol": 1e-10 * float(joined.grad.abs().max())}
+    parts = joined.grad.split([len(rows(share)) for share in shares])
+    torch.testing.assert_close(rows(shares[rank].grad), parts[rank], **exact)
+    gradients = _gradients(model)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    torch.testing.assert_close(gradients, _gradients(plain), **exact)
+
+
+def accumulates(rank: int, world_size: int) -> None:
+    model = Net(SyncBatchNorm)
+    wrapped, plain = DistributedDataParallel(model), Net(nn.BatchNorm1d)
+    for step in range(3):
+        shares = _inputs(world_size, sizes=(4, 4, 4), seed=step)
+        plain(torch.cat(shares)).mean().backward()
+        if step < 2:
+            with wrapped.no_sync():
+                wrapped(shares[rank]).mean().backward()
+        else:
+            wrapped(shares[rank]).mean().backward()
+    torch.testing.assert_close(_gradients(model), _gradients(plain), **_EXACT)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), **_EXACT)
+
+
+def is_checkpointed(rank: int, world_size: int) -> None:
+    for reentrant in (True, False):
+        model, plain = Net(SyncBatchNorm, reentrant), Net(nn.BatchNorm1d, reentrant)
+        shares = _inputs(world_size)
+        mine, joined = shares[rank].requires_grad_(), torch.cat(shares).detach().requires_grad_()
+        model(mine).sum().backward()
+        plain(joined).sum().backward()
+        _assert_part_of(plain, joined, model, shares, rank)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), **_EXACT)
+
+
+def is_copied(rank: int, world_size: int) -> None:
+    share = _inputs(world_size)[rank]
+    original = Net(SyncBatchNorm)
+    file = io.BytesIO()
+    torch.save(original, file)
+    file.seek(0)
+    copies = [copy.deepcopy(original), pickle.loads(pickle.dumps(original)), torch.load(file, weights_only=False)]
+    assert copies[0].first.process_group is original.first.process_group
+    expected = original(share)
+    for other in copies:
+        assert torch.equal(other(share), expected)
+        torch.testing.assert_close(other.state_dict(), original.state_dict(), rtol=0, atol=0)
+
+
+def _penalised(model: nn.Module, x: Tensor, order: int) -> Tensor:
+    """Differentiate a loss, then the squares of what that gives, and so on; returns the last scalar."""
+    scalar = model(x).tanh().sum()
+    for _ in range(order - 1):
+        (gradient,) = torch.autograd.grad(scalar, x, create_graph=True)
+        scalar = scalar + gradient.square().sum()
+    return scalar
+
+
+def is_differentiated_again(rank: int, world_size: int) -> None:
+    # torch's own BatchNorm takes its statistics for constants in third order.
+    for order, kind in ((2, nn.BatchNorm1d), (3, Formula)):
+        model, plain = Net(SyncBatchNorm), Net(kind)
+        shares = _inputs(world_size)
+        mine, joined = shares[rank].requires_grad_(), torch.cat(shares).detach().requires_grad_()
+        _penalised(model, mine, order).backward()
+        _penalised(plain, joined, order).backward()
+        _assert_part_of(plain, joined, model, shares, rank)
+
+
+def is_differentiated_again_in_images(rank: int, world_size: int) -> None:
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes = [(2, 3, 4, 4), (0, 3, 4, 4), (1, 3, 5, 2)]
+    for options in ({}, {"affine": False}):
+        model, plain = (kind(3, **options).double() for kind in (SyncBatchNorm, nn.BatchNorm1d))
+        shares = [_normal(shapes[other % 3], generator) for other in range(world_size)]
+        mine, joined = shares[rank].requires_grad_(), torch.cat([rows(share) for share in shares]).detach()
+        _penalised(model, mine, 2).backward()
+        _penalised(plain, joined.requires_grad_(), 2).backward()
+        _assert_part_of(plain, joined, model, shares, rank)
+
+
+def is_alone_in_evaluation(rank: int, world_size: int) -> None:
+    share = _inputs(world_size, sizes=(4, 7))[rank]
+    options: Any = {"track_running_stats": False, "dtype": torch.float64}
+    with collectives() as calls:
+        output = SyncBatchNorm(3, **options).eval()(share)
+    assert torch.equal(output, nn.BatchNorm1d(3, **options)(share))
+    assert calls == []
+
+
+def is_alone_outside_the_group(rank: int, world_size: int) -> None:
+    first: Any = dist.new_group([0])
+    share = _inputs(world_size, sizes=(4, 7))[rank]
+    output = SyncBatchNorm(3, process_group=first, dtype=torch.float64)(share)
+    torch.testing.assert_close(output, nn.BatchNorm1d(3, dtype=torch.float64)(share), **_EXACT)
+
+
+def keeps_memory_format(rank: int, world_size: int) -> None:
+    for shape, memory_format in (((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 2), torch.channels_last_3d)):
+        x = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
+        output = SyncBatchNorm(3)(x)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x)
+        assert output.is_contiguous(memory_format=memory_format)
+        assert gradient.is_contiguous(memory_format=memory_format)
+
+
+def refuses_one_value(rank: int, world_size: int) -> None:
+    layer = SyncBatchNorm(3)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(BatchNormInputError, match="the layer needs more than 1 value per channel in training"):
+        layer(torch.ones(1 if rank == 1 else 0, 3))
+    assert torch.equal(layer.running_var, before["running_var"])
+    assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
+
+
+def refuses_inputs(rank: int, world_size: int) -> None:
+    for shape in ((3,), (1, 3, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=f"expected 2D to 5D input \\(got {len(shape)}D input\\)"):
+            SyncBatchNorm(3)(torch.ones(shape))
+    options = ({}, {"affine": False}, {"track_running_stats": False})
+    for channels, chosen in ((channels, chosen) for channels in (1, 5) for chosen in options):
+        with pytest.raises(
+            BatchNormInputError, match=rf"the layer takes 3 channels \(got an input \(2, {channels}\)\)"
+        ):
+            SyncBatchNorm(3, **chosen)(torch.ones(2, channels))
+    with pytest.raises(BatchNormInputError, match=r"the layer takes inputs on cpu or cuda \(got one on meta\)"):
+        SyncBatchNorm(3)(torch.ones(2, 3, device="meta"))
+
+
+_USES: list[Callable[[int, int], None]] = [
+    accumulates,
+    is_checkpointed,
+    is_copied,
+    is_differentiated_again,
+    is_differentiated_again_in_images,
+    is_alone_in_evaluation,
+    is_alone_outside_the_group,
+    keeps_memory_format,
+    refuses_inputs,
+]
+
+
+def run_uses(rank: int, world_size: int, directory: Path, device: str) -> None:
+    uses = [*_USES, refuses_one_value] if device == "cpu" else _USES  # the host does not learn of it
+    torch.set_default_device(device)
+    with stock_group(rank, world_size, directory):
+        for use in uses:
+            use(rank, world_size)
+
+
+@pytest.mark.parametrize(("device", "world_size"), [("cpu", 2), ("cpu", 3), *[("cuda", 2)] * _HAS_GPU])
+def test_uses(tmp_path: Path, device: str, world_size: int) -> None:
+    """Accumulation, checkpointing, copies, gradients of gradients; and what a layer refuses, on every rank."""
+    run_ranks(run_uses, world_size, tmp_path, device)
+
+
+def _two_layers(longest: int = 11) -> tuple[SyncBatchNorm, SyncBatchNorm]:
+    layers = SyncBatchNorm(3), SyncBatchNorm(5)
+    exchange = Exchange(names=("stem.bn", "head.bn"), longest=longest)
+    for number, layer in enumerate(layers):
+        layer._peers = Peers(exchange, number)
+    return layers
+
+
+def meet_elsewhere(rank: int, world_size: int, directory: Path) -> list[str]:
+    with stock_group(rank, world_size, directory):
+        return [_message_of(meeting, rank) for meeting in _MEETINGS]
+
+
+def _message_of(meeting: Callable[[int], None], rank: int) -> str:
+    with pytest.raises(BatchNormMismatchError) as caught:
+        meeting(rank)
+    return str(caught.value)
+
+
+def _two_forwards(rank: int) -> None:
+    stem, head = _two_layers()
+    head(torch.randn(2, 5)) if rank == 1 else stem(torch.randn(2, 3))
+
+
+def _forward_and_backward(rank: int) -> None:
+    stem, head = _two_layers()
+    output = stem(torch.randn(2, 3, requires_grad=True))
+    head(torch.randn(2, 5)) if rank == 1 else output.sum().backward()
+
+
+def _forward_and_backward_of_one(rank: int) -> None:
+    layer = SyncBatchNorm(3)
+    output = layer(torch.randn(2, 3, requires_grad=True))
+    layer(torch.randn(2, 3)) if rank == 1 else output.sum().backward()
+
+
+def _forward_and_end(rank: int) -> None:
+    stem, head = _two_layers()
+    output = stem(torch.randn(2, 3, requires_grad=True))
+    if rank == 1:
+        head(torch.randn(2, 5))
+    else:
+        stem._peers.exchange.announce_end_of_forward()
+        output.sum().backward()
+
+
+_MEETINGS = {
+    _two_forwards: ("is in the forward pass of stem.bn", "is in the forward pass of head.bn"),
+    _forward_and_backward: ("is in the backward pass of stem.bn", "is in the forward pass of head.bn"),
+    _forward_and_end: ("has finished its forward pass", "is in the forward pass of head.bn"),
+    _forward_and_backward_of_one: ("is in the backward pass of the layer", "is in the forward pass of the layer"),
+}
+
+
+def test_ranks_in_different_layers(tmp_path: Path) -> None:
+    """Every rank names who is where: in two layers' forward passes, in forward and backward, at the end of forward."""
+    expected = [
+        f"ranks are in different BatchNorm layers: rank 0 {most}, rank 1 {one}, rank 2 {most}; every rank must run "
+        "the same layers in the same order, so leave those that only some ranks run out of the conversion (exclude=)"
+        for most, one in _MEETINGS.values()
+    ]
+    assert run_ranks(meet_elsewhere, 3, tmp_path) == [expected] * 3
+
+
+def run_with_ends(rank: int, world_size: int, directory: Path) -> list[str]:
+    with stock_group(rank, world_size, directory):
+        stem, head = _two_layers()
+        exchange = stem._peers.exchange
+        with collectives() as calls:
+            for _ in range(2):
+                input = torch.randn(2, 3, requires_grad=True)
+                output = head(torch.cat([stem(input), stem(input)], dim=1)[:, :5])
+                exchange.announce_end_of_forward()
+                output.sum().backward()
+            exchange.announce_end_of_forward()
+            exchange.settle()
+            exchange.settle()
+        exchange.announce_end_of_forward()
+        exchange.forget()
+        exchange.settle()
+        return calls
+
+
+def test_end_of_forward(tmp_path: Path) -> None:
+    """Ranks in step may say at each end of a forward pass that they are there."""
+    a_step = 3 + 1 + 3
+    assert run_ranks(run_with_ends, 2, tmp_path) == [["all_gather"] * (2 * a_step + 1)] * 2
+
+
+def test_one_process_is_torchs() -> None:
+    """Without a process group it is torch's layer, to the last bit, and says nothing to anybody."""
+    ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
+    x = torch.randn(4, 3, 5, 5)
+    assert torch.equal(ours(x), plain(x))
+    ours._peers.exchange.announce_end_of_forward()
+    ours._peers.exchange.settle()
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        ours(torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_state_dict_of_batchnorm(options: dict[str, Any]) -> None:
+    """A state dict of one fits the other, in both directions, and has the same keys in the same order."""
+    ours, plain = SyncBatchNorm(3, **options), nn.BatchNorm2d(3, **options)
+    plain(torch.randn(4, 3, 5, 5))
+    ours.load_state_dict(plain.state_dict())
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    ours(torch.randn(4, 3, 5, 5))
+    plain.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(plain.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+
+@settings(deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    offset=st.floats(-1e8, 1e8),
+    spread=st.floats(1e-3, 1e3),
+    seed=st.integers(0, 1000),
+)
+def test_merge(sizes: list[int], offset: float, spread: float, seed: int) -> None:
+    """Parts of any size, none included, have the statistics of all their values together, also far from zero."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(size, 3, generator=generator, dtype=torch.float64) * spread + offset for size in sizes]
+    zeros = torch.zeros(3, dtype=torch.float64)
+    means = torch.stack([part.mean(0) if len(part) else zeros for part in parts])
+    variances = torch.stack([part.var(0, correction=0) if len(part) else zeros for part in parts])
+    joint = merge(torch.tensor(sizes, dtype=torch.float64).unsqueeze(1), means, variances)
+
+    joined = torch.cat(parts) if sum(sizes) else torch.zeros(1, 3, dtype=torch.float64)
+    assert joint.count == sum(sizes)
+    # Means have been rounded to the last place that the offset leaves them.
+    last_place = 4 * torch.finfo(torch.float64).eps * (abs(offset) + spread)
+    torch.testing.assert_close(joint.mean, joined.mean(0), rtol=0, atol=last_place)
+    atol = last_place * (spread + last_place)
+    torch.testing.assert_close(joint.var, joined.var(0, correction=0), rtol=1e-10, atol=4 * atol)
