@@ -86,12 +86,16 @@ def _in_front_of(plain: type, parametrized: type) -> type:
 
     When its last parametrisation is removed, a layer gets the class that is behind; its properties go with the front.
     """
-    left_out = ("__dict__", "__weakref__", _FRONT)
-    names = {name: value for name, value in vars(parametrized).items() if name not in left_out}
     before: type | None = vars(parametrized).get(_FRONT)
-    if before is not None and before.__bases__ == (plain,) and names.keys() <= vars(before).keys():
+    if before is not None and before.__bases__ == (plain,) and _properties(before) == _properties(parametrized):
         return before
+    left_out = ("__dict__", "__weakref__", "__slotnames__", _FRONT)
+    names = {name: value for name, value in vars(parametrized).items() if name not in left_out}
     return type(parametrized)(parametrized.__name__, (plain,), names | {_FRONT: parametrized})
+
+
+def _properties(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
 
 
 def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[..., Any]:
