@@ -10,6 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.errors import ConversionError
 
 _OWN = "_ddpx_own"  # the class that a synchronising one was made from
 _FRONT = "_ddpx_front"  # the class of a parametrised layer that another one was made from
@@ -27,6 +28,9 @@ def synchronised(own: type, core: type[SyncBatchNorm] = SyncBatchNorm) -> type:
     Args:
         own: the layer's class.
         core: ``SyncBatchNorm``, or a subclass of it whose ``forward`` takes the place of that of ``own``.
+
+    Raises:
+        ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
 
     >>> import torch
     >>> class Scaled(torch.nn.BatchNorm2d):
@@ -47,7 +51,13 @@ def _make(own: type, core: type[SyncBatchNorm]) -> type:
     becomes = getattr(own, "cls_to_become", None) if issubclass(own, LazyModuleMixin) else None
     if becomes is not None:
         names["cls_to_become"] = synchronised(becomes, core)
-    made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
+    try:
+        made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
+    except TypeError as error:
+        raise ConversionError(
+            f"no class can be made of {own.__name__} and {core.__name__}: {error}; "
+            "register a function with register_converter, or leave its layers out with exclude="
+        ) from error
     made.__reduce_ex__ = _reduced_as(own, core, made)
     return made  # type: ignore[no-any-return]
 
