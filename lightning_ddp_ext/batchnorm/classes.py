@@ -9,6 +9,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lightning_ddp_ext.batchnorm.exchange import Peers
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.errors import ConversionError
 
@@ -113,13 +114,16 @@ def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[...
 
     def reduce(layer: Module, protocol: Any) -> Any:
         function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-        arguments = tuple(own if argument is made else argument for argument in arguments)
-        return (_made_anew, (core, function, arguments), *rest)
+        function, *arguments = (own if part is made else part for part in (function, *arguments))
+        return (_made_anew, (core, layer._peers, function, arguments), *rest)
 
     return reduce
 
 
-def _made_anew(core: type[SyncBatchNorm], function: Callable[..., Module], arguments: tuple[object, ...]) -> Module:
+def _made_anew(
+    core: type[SyncBatchNorm], peers: Peers, function: Callable[..., Module], arguments: list[object]
+) -> Module:
     layer = function(*arguments)
     object.__setattr__(layer, "__class__", synchronised(type(layer), core))
+    vars(layer)["_peers"] = peers  # which a class may leave out of its state
     return layer

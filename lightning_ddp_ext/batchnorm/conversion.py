@@ -155,7 +155,7 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
             module = places.put(before, layer)
         elif is_synchronised(layer):
             desynchronise(layer)
-            del layer._peers
+            vars(layer).pop("_peers", None)
     return module
 
 
@@ -269,5 +269,5 @@ def _convert_layer(layer: Any, peers: Peers) -> Module:
     if not isinstance(to_sync, type):
         return replace(layer, to_sync, peers)
     synchronise(layer, to_sync)
-    layer._peers = peers
+    vars(layer)["_peers"] = peers  # a class may refuse attributes that it does not know
     return layer  # type: ignore[no-any-return]
