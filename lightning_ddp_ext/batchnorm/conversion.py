@@ -247,9 +247,9 @@ def _verdict(name: str, layer: Any, not_chosen: str) -> Verdict:
 
 
 def _is_convertible(layer: Module, kind: type) -> bool:
-    if _is_scripted(layer):
+    if _is_scripted(layer) or "forward" in vars(layer):
         return False
-    return converter_for(kind) is not None or ("forward" not in vars(layer) and reaches_core(kind))
+    return converter_for(kind) is not None or reaches_core(kind)
 
 
 def _reason(layer: Module) -> str:
