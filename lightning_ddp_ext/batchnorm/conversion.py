@@ -212,7 +212,10 @@ def _not_chosen(places: _Places, include: Selection, exclude: Selection, predica
 
 
 def _selectors(selection: Selection, field: str) -> list[Selector]:
-    chosen = [selection] if isinstance(selection, (str, type)) else list(selection or ())
+    if selection is None:
+        return []
+    is_one = isinstance(selection, (str, type)) or not isinstance(selection, Iterable)
+    chosen: list[Any] = [selection] if is_one else [*selection]  # type: ignore[misc]
     for selector in chosen:
         if not isinstance(selector, (str, type)):
             raise ConversionError(
@@ -224,7 +227,7 @@ def _selectors(selection: Selection, field: str) -> list[Selector]:
 
 def _refuse_one_that_fits_nothing(field: str, selector: Selector, places: _Places) -> None:
     if places.layers and not any(_fits(selector, list(places.around(layer))) for layer in places.layers):
-        names = ", ".join(places.names[layer][0] for layer in places.layers[:5])
+        names = ", ".join(places.names[layer][0] or "the module" for layer in places.layers[:5])
         more = ", …" if len(places.layers) > 5 else ""
         wanted = repr(selector) if isinstance(selector, str) else selector.__name__
         raise ConversionError(f"{field}={wanted} fits no BatchNorm layer; there are {names}{more}")
