@@ -18,7 +18,7 @@ from lightning_ddp_ext.batchnorm.converters import converter_for, reaches_core
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.replacing import put_back, replace
+from lightning_ddp_ext.batchnorm.replacing import is_replacement, put_back, replace
 from lightning_ddp_ext.errors import ConversionError
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -194,7 +194,7 @@ class _Places:
 
 
 def _not_chosen(places: _Places, include: Selection, exclude: Selection, predicate: Predicate | None) -> dict[Any, str]:
-    """The layers that were not asked for, and why."""
+    """The layers that are not to be converted, and why."""
     included, excluded = _selectors(include, "include"), _selectors(exclude, "exclude")
     for field, selectors in (("include", included), ("exclude", excluded)):
         for selector in selectors:
@@ -202,7 +202,9 @@ def _not_chosen(places: _Places, include: Selection, exclude: Selection, predica
     why_not = {}
     for layer in places.layers:
         around = list(places.around(layer))
-        if include is not None and not any(_fits(selector, around) for selector in included):
+        if any(is_replacement(module) for _, module in around):
+            why_not[layer] = "synchronises already"
+        elif include is not None and not any(_fits(selector, around) for selector in included):
             why_not[layer] = "not in include"
         elif any(_fits(selector, around) for selector in excluded):
             why_not[layer] = "in exclude"

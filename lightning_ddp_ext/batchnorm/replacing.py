@@ -32,6 +32,11 @@ def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) 
     return made
 
 
+def is_replacement(module: Module) -> bool:
+    """Whether the module stands where a layer did."""
+    return _STANDS_FOR in vars(module)
+
+
 def put_back(made: Module) -> Module | None:
     """The layer that a module stands for, with its mode and what tensors it has now; ``None``: it stands for none."""
     layer: Module | None = vars(made).pop(_STANDS_FOR, None)
