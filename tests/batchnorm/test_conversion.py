@@ -79,6 +79,7 @@ SELECTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a generator": ({"include": (name for name in ("stem", "head"))}, ["stem.1", "head"]),
     "none of them": ({"include": []}, []),
     "exclude": ({"exclude": {"body.*", "head"}}, ["stem.1"]),
+    "exclude a module": ({"exclude": ["body", nn.Sequential]}, ["head"]),
     "both": ({"include": "body", "exclude": Scaled}, ["body.0.norm"]),
     "predicate": ({"predicate": lambda name, layer: name == "head"}, ["head"]),
     "all three": (
