@@ -9,7 +9,9 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from lightning_ddp_ext.batchnorm.exchange import Peers
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.errors import ConversionError
 
 _OWN = "_ddpx_own"  # the class that a synchronising one was made from
 _FRONT = "_ddpx_front"  # the class of a parametrised layer that another one was made from
@@ -27,6 +29,9 @@ def synchronised(own: type, core: type[SyncBatchNorm] = SyncBatchNorm) -> type:
     Args:
         own: the layer's class.
         core: ``SyncBatchNorm``, or a subclass of it whose ``forward`` takes the place of that of ``own``.
+
+    Raises:
+        ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
 
     >>> import torch
     >>> class Scaled(torch.nn.BatchNorm2d):
@@ -47,7 +52,13 @@ def _make(own: type, core: type[SyncBatchNorm]) -> type:
     becomes = getattr(own, "cls_to_become", None) if issubclass(own, LazyModuleMixin) else None
     if becomes is not None:
         names["cls_to_become"] = synchronised(becomes, core)
-    made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
+    try:
+        made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
+    except TypeError as error:
+        raise ConversionError(
+            f"no class can be made of {own.__name__} and {core.__name__}: {error}; "
+            "register a function with register_converter, or leave its layers out with exclude="
+        ) from error
     made.__reduce_ex__ = _reduced_as(own, core, made)
     return made  # type: ignore[no-any-return]
 
@@ -86,12 +97,16 @@ def _in_front_of(plain: type, parametrized: type) -> type:
 
     When its last parametrisation is removed, a layer gets the class that is behind; its properties go with the front.
     """
-    left_out = ("__dict__", "__weakref__", _FRONT)
-    names = {name: value for name, value in vars(parametrized).items() if name not in left_out}
     before: type | None = vars(parametrized).get(_FRONT)
-    if before is not None and before.__bases__ == (plain,) and names.keys() <= vars(before).keys():
+    if before is not None and before.__bases__ == (plain,) and _properties(before) == _properties(parametrized):
         return before
+    left_out = ("__dict__", "__weakref__", "__slotnames__", _FRONT)
+    names = {name: value for name, value in vars(parametrized).items() if name not in left_out}
     return type(parametrized)(parametrized.__name__, (plain,), names | {_FRONT: parametrized})
+
+
+def _properties(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
 
 
 def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[..., Any]:
@@ -99,13 +114,16 @@ def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[...
 
     def reduce(layer: Module, protocol: Any) -> Any:
         function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-        arguments = tuple(own if argument is made else argument for argument in arguments)
-        return (_made_anew, (core, function, arguments), *rest)
+        function, *arguments = (own if part is made else part for part in (function, *arguments))
+        return (_made_anew, (core, layer._peers, function, arguments), *rest)
 
     return reduce
 
 
-def _made_anew(core: type[SyncBatchNorm], function: Callable[..., Module], arguments: tuple[object, ...]) -> Module:
+def _made_anew(
+    core: type[SyncBatchNorm], peers: Peers, function: Callable[..., Module], arguments: list[object]
+) -> Module:
     layer = function(*arguments)
     object.__setattr__(layer, "__class__", synchronised(type(layer), core))
+    vars(layer)["_peers"] = peers  # which a class may leave out of its state
     return layer

@@ -18,7 +18,7 @@ from lightning_ddp_ext.batchnorm.converters import converter_for, reaches_core
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.replacing import put_back, replace
+from lightning_ddp_ext.batchnorm.replacing import is_replacement, put_back, replace
 from lightning_ddp_ext.errors import ConversionError
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -155,7 +155,7 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
             module = places.put(before, layer)
         elif is_synchronised(layer):
             desynchronise(layer)
-            del layer._peers
+            vars(layer).pop("_peers", None)
     return module
 
 
@@ -194,7 +194,7 @@ class _Places:
 
 
 def _not_chosen(places: _Places, include: Selection, exclude: Selection, predicate: Predicate | None) -> dict[Any, str]:
-    """The layers that were not asked for, and why."""
+    """The layers that are not to be converted, and why."""
     included, excluded = _selectors(include, "include"), _selectors(exclude, "exclude")
     for field, selectors in (("include", included), ("exclude", excluded)):
         for selector in selectors:
@@ -202,7 +202,9 @@ def _not_chosen(places: _Places, include: Selection, exclude: Selection, predica
     why_not = {}
     for layer in places.layers:
         around = list(places.around(layer))
-        if include is not None and not any(_fits(selector, around) for selector in included):
+        if any(is_replacement(module) for _, module in around):
+            why_not[layer] = "synchronises already"
+        elif include is not None and not any(_fits(selector, around) for selector in included):
             why_not[layer] = "not in include"
         elif any(_fits(selector, around) for selector in excluded):
             why_not[layer] = "in exclude"
@@ -212,7 +214,10 @@ def _not_chosen(places: _Places, include: Selection, exclude: Selection, predica
 
 
 def _selectors(selection: Selection, field: str) -> list[Selector]:
-    chosen = [selection] if isinstance(selection, (str, type)) else list(selection or ())
+    if selection is None:
+        return []
+    is_one = isinstance(selection, (str, type)) or not isinstance(selection, Iterable)
+    chosen: list[Any] = [selection] if is_one else [*selection]  # type: ignore[misc]
     for selector in chosen:
         if not isinstance(selector, (str, type)):
             raise ConversionError(
@@ -224,7 +229,7 @@ def _selectors(selection: Selection, field: str) -> list[Selector]:
 
 def _refuse_one_that_fits_nothing(field: str, selector: Selector, places: _Places) -> None:
     if places.layers and not any(_fits(selector, list(places.around(layer))) for layer in places.layers):
-        names = ", ".join(places.names[layer][0] for layer in places.layers[:5])
+        names = ", ".join(places.names[layer][0] or "the module" for layer in places.layers[:5])
         more = ", …" if len(places.layers) > 5 else ""
         wanted = repr(selector) if isinstance(selector, str) else selector.__name__
         raise ConversionError(f"{field}={wanted} fits no BatchNorm layer; there are {names}{more}")
@@ -247,9 +252,9 @@ def _verdict(name: str, layer: Any, not_chosen: str) -> Verdict:
 
 
 def _is_convertible(layer: Module, kind: type) -> bool:
-    if _is_scripted(layer):
+    if _is_scripted(layer) or "forward" in vars(layer):
         return False
-    return converter_for(kind) is not None or ("forward" not in vars(layer) and reaches_core(kind))
+    return converter_for(kind) is not None or reaches_core(kind)
 
 
 def _reason(layer: Module) -> str:
@@ -269,5 +274,5 @@ def _convert_layer(layer: Any, peers: Peers) -> Module:
     if not isinstance(to_sync, type):
         return replace(layer, to_sync, peers)
     synchronise(layer, to_sync)
-    layer._peers = peers
+    vars(layer)["_peers"] = peers  # a class may refuse attributes that it does not know
     return layer  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ ToSync = type[SyncBatchNorm] | Callable[[Any, "dist.ProcessGroup | None"], Modul
 _registered: dict[type, ToSync] = {}
 
 
-def register_converter(cls: type[Module], to_sync: ToSync) -> None:
+def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
     """Say how layers of a class become synchronised that ``convert_sync_batchnorm`` would leave alone or get wrong.
 
     It counts for subclasses, too, that have the same ``forward``. A second call for a class replaces the first.
@@ -32,7 +32,7 @@ def register_converter(cls: type[Module], to_sync: ToSync) -> None:
             in its state dict, stands where the layer did until ``restore_batchnorm``.
 
     Raises:
-        ConversionError: ``cls`` is no class of modules, or ``to_sync`` is neither.
+        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` is neither.
 
     >>> import torch
     >>> class NormAct(torch.nn.BatchNorm2d):
@@ -44,8 +44,8 @@ def register_converter(cls: type[Module], to_sync: ToSync) -> None:
     ...         return super().forward(input).relu()
     >>> register_converter(NormAct, SyncNormAct)
     """
-    if not (isinstance(cls, type) and issubclass(cls, Module)):
-        raise ConversionError(f"cls must be a class of torch.nn.Module (got {cls!r}); give the class of the layers")
+    if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
+        raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
     if isinstance(to_sync, type) and not issubclass(to_sync, SyncBatchNorm):
         raise ConversionError(
             f"to_sync must be a subclass of SyncBatchNorm or a function (got {to_sync!r}); "

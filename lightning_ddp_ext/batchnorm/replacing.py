@@ -26,22 +26,28 @@ def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) 
         if isinstance(module, SyncBatchNorm):
             module._peers = peers
     made.train(layer.training)
-    if layer not in made.modules():  # else it runs them itself
-        _share_hooks(made, layer)
-    vars(made)[_STANDS_FOR] = layer
+    runs_them_itself = layer in made.modules()
+    vars(made)[_STANDS_FOR] = (layer, {} if runs_them_itself else _share_hooks(made, layer))
     return made
+
+
+def is_replacement(module: Module) -> bool:
+    """Whether the module stands where a layer did."""
+    return _STANDS_FOR in vars(module)
 
 
 def put_back(made: Module) -> Module | None:
     """The layer that a module stands for, with its mode and what tensors it has now; ``None``: it stands for none."""
-    layer: Module | None = vars(made).pop(_STANDS_FOR, None)
-    if layer is None:
+    if not is_replacement(made):
         return None
-    for name, tensor in [*made.named_parameters(), *made.named_buffers()]:
+    layer: Module
+    layer, hooks_of_made = vars(made).pop(_STANDS_FOR)
+    _take_off_hooks(made, layer, hooks_of_made)
+    for name, tensor in made.state_dict(keep_vars=True).items():
         above, _, last = name.rpartition(".")
         owner = layer.get_submodule(above)
         if last in owner._parameters:
-            owner._parameters[last] = tensor  # type: ignore[assignment]
+            owner._parameters[last] = tensor
         elif last in owner._buffers:
             owner._buffers[last] = tensor
     layer.train(made.training)
@@ -63,9 +69,26 @@ def _check(made: Any, layer: Module, name: str) -> None:
         )
 
 
-def _share_hooks(made: Module, layer: Module) -> None:
-    """Let both have the very same hooks, so that handles that were given out go on removing them."""
+def _share_hooks(made: Module, layer: Module) -> dict[str, list[int]]:
+    """Let both have the very same hooks, so that handles that were given out go on removing them.
+
+    Returns:
+        by kind, the numbers of those that ``made`` had.
+    """
+    hooks_of_made = {}
     for name, hooks in vars(layer).items():
         if "_hooks" in name and isinstance(hooks, dict):
+            hooks_of_made[name] = list(vars(made).get(name, {}))
             hooks.update(vars(made).get(name, {}))
             vars(made)[name] = hooks
+    if layer._is_full_backward_hook is not None:
+        made._is_full_backward_hook = layer._is_full_backward_hook
+    return hooks_of_made
+
+
+def _take_off_hooks(made: Module, layer: Module, hooks_of_made: dict[str, list[int]]) -> None:
+    for name, numbers in hooks_of_made.items():
+        for number in numbers:
+            vars(layer)[name].pop(number, None)
+    if layer._backward_hooks:
+        layer._is_full_backward_hook = made._is_full_backward_hook
