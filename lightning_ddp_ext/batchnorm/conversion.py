@@ -133,10 +133,14 @@ def convert(
     names = [places.names[layer][0] or type(layer).__name__ for layer in converted]
     longest = max((1 + 2 * layer.num_features for layer in converted), default=0)
     exchange = Exchange(process_group, names, longest)
-    for number, layer in enumerate(converted):
-        become = _convert_layer(layer, Peers(exchange, number))
-        if become is not layer:
-            module = places.put(become, layer)
+    try:
+        for number, layer in enumerate(converted):
+            become = _convert_layer(layer, Peers(exchange, number))
+            if become is not layer:
+                module = places.put(become, layer)
+    except BaseException:  # a converter's
+        restore_batchnorm(module)
+        raise
     return Conversion(module, tuple(verdicts.values()), exchange)
 
 

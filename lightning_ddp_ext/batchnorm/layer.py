@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +15,8 @@ from lightning_ddp_ext.batchnorm import on_device, on_host
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.on_host import Running
 from lightning_ddp_ext.errors import BatchNormInputError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -71,8 +77,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         self._check_kind(input)
-        output: Tensor = _with_peers(self, input)
-        return output
+        return _with_peers(self, input)
 
     def _check_kind(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
@@ -94,8 +99,16 @@ class SyncBatchNorm(_BatchNorm):
         return Running(self.running_mean, self.running_var, momentum or 0.0)
 
 
-# A compiled model is split here: what the ranks exchange is looked at on the host.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _not_compiled(function: F) -> F:
+    """Let a compiled model be split here: what the ranks exchange is looked at on the host."""
+    disable: Any = torch.compiler.disable
+    if "reason" not in inspect.signature(disable).parameters:  # torch < 2.7
+        return disable(function)  # type: ignore[no-any-return]
+    why = "statistics are exchanged with other ranks here, so compile without fullgraph=True"
+    return disable(function, reason=why)  # type: ignore[no-any-return]
+
+
+@_not_compiled
 def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
     batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
     return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._peers)
