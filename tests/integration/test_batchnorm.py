@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.errors import ConversionError, RankFailedError
 from tests.integration.normalising import (
     Classifier,
     images,
@@ -136,6 +136,7 @@ class Feature:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
+    is_compiled: bool = False
 
 
 FEATURES = {
@@ -150,7 +151,8 @@ FEATURES = {
     "float32": Feature(trainer={"precision": "32-true"}, tolerance=1e-5),
     "bfloat16": Feature(trainer={"precision": "bf16-mixed"}, tolerance=2e-2),
     "configure_model": Feature(Late),
-    "compiled": Feature(Compiled),
+    "compiled layers": Feature(Compiled),
+    "compiled": Feature(is_compiled=True),
     "validation": Feature(Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}),
 }
 
@@ -158,8 +160,9 @@ FEATURES = {
 def learn(feature: Feature, make: Callable[..., L.Trainer], **options: Any) -> dict[str, Any]:
     model = feature.model()
     trainer = make(**{"precision": "64-true", **feature.trainer, **options})
-    trainer.fit(model)
-    assert type(next(layer for layer in model.modules() if "BatchNorm1d" in repr(type(layer)))) is nn.BatchNorm1d
+    trainer.fit(torch.compile(model, backend="eager") if feature.is_compiled else model)
+    norms = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    assert norms == [nn.BatchNorm2d, nn.BatchNorm2d, nn.BatchNorm1d]
     return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
 
 
@@ -382,6 +385,27 @@ def test_whatever_ends_fit_the_model_is_what_it_was(tmp_path: Path) -> None:
         assert ranks == [[], []]
 
 
+def ask_for_too_much(kind: Kind, directory: Path) -> list[str]:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    errors = []
+    for selection in ({"include": "backbone.*"}, {"exclude": nn.BatchNorm3d}):
+        conversion = SyncBatchNormConversion(**selection)
+        with pytest.raises((ConversionError, RankFailedError)) as caught:
+            trainer_with(kind, directory, by="nothing", callbacks=[conversion]).fit(Classifier())
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_a_selection_that_fits_nothing_ends_fit_on_all_ranks(tmp_path: Path) -> None:
+    """When it begins, with the names of the layers that there are."""
+    layers_there = "there are layers.0.1, layers.1.1, layers.2.1"
+    for selection, *errors in zip(
+        ("include='backbone.*'", "exclude=BatchNorm3d"), *on_ranks("ours", ask_for_too_much, tmp_path), strict=True
+    ):
+        assert all(error.endswith(f"{selection} fits no BatchNorm layer; {layers_there}") for error in errors), errors
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -549,6 +573,25 @@ def test_ddp_no_longer_sends_what_is_the_same_everywhere(tmp_path: Path) -> None
         by_us = ["all", "all, as one group", "all, of one node", "only this", *(["flag"] if kind == "ours" else [])]
         expected = {name: {(False, name in by_us)} for name in second}
         assert second == expected
+
+
+def in_pairs(kind: Kind, directory: Path) -> tuple[set[tuple[bool, bool]], Tensor]:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    model = Marked()
+    trainer = trainer_with(
+        kind, directory, by="nothing", devices=4, callbacks=[SyncBatchNormConversion(process_group=2)]
+    )
+    trainer.fit(model)
+    return set(model.kept[1:]), model.layers[0][1].running_mean
+
+
+def test_groups_have_statistics_of_their_own_which_ddp_goes_on_sending(tmp_path: Path) -> None:
+    """With `process_group=2` two ranks each have the same statistics, until DDP sends those of rank 0 to all."""
+    (_, first), (kept, second), (_, third), (_, fourth) = on_ranks("ours", in_pairs, tmp_path, world_size=4)
+    assert kept == {(False, False)}
+    assert_same((first, third), (second, fourth))
+    assert not torch.equal(first, third)
 
 
 # --- averaged models ------------------------------------------------------------------------------
