@@ -14,12 +14,14 @@ from lightning.pytorch.plugins import (
     AsyncCheckpointIO,
     CheckpointIO,
     ClusterEnvironment,
+    LayerSync,
     MixedPrecision,
     Precision,
     TorchCheckpointIO,
     TorchSyncBatchNorm,
 )
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.integration.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
@@ -146,16 +148,49 @@ def test_a_plugin_goes_to_the_strategy_or_to_the_trainer_but_not_to_both(
     assert refusals[0] == refusals[1]
 
 
-def with_sync_batchnorm(kind: Kind, directory: Path) -> str:
-    with pytest.raises(ValueError, match="SyncBatchNorm") as caught:
-        make_trainer(make_strategy(kind, directory), sync_batchnorm=True).fit(Net())
-    return str(caught.value)
+def with_sync_batchnorm(kind: Kind, directory: Path) -> dict[str, Any]:
+    model = Net()
+    trainer = make_trainer(make_strategy(kind, directory), sync_batchnorm=True)
+    if kind == "stock":
+        with pytest.raises(ValueError, match="SyncBatchNorm"):
+            trainer.fit(model)
+    else:
+        trainer.fit(model)
+    return {"steps": trainer.global_step, "statistics": model.layers[1].running_mean}
 
 
-def test_sync_batchnorm_meets_torchs_own_limit(tmp_path: Path) -> None:
-    """`sync_batchnorm=True` converts as with stock, whose layer refuses the CPU."""
+def test_sync_batchnorm_trains_on_cpus_where_stock_cannot(tmp_path: Path) -> None:
+    """`sync_batchnorm=True` means our layer, on all ranks alike; torch's, which stock takes, refuses the CPU."""
     ours, stock = on_both(with_sync_batchnorm, tmp_path)
-    assert ours == stock
+    assert [result["steps"] for result in (*ours, *stock)] == [8, 8, 0, 0]
+    assert_same(*ours)
+
+
+class UsersLayers(LayerSync):
+    """A user's way to convert layers."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        self.calls.append("apply")
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        self.calls.append("revert")
+        return model
+
+
+def with_layer_sync(kind: Kind, directory: Path) -> list[str]:
+    plugin = UsersLayers()
+    make_trainer(make_strategy(kind, directory), plugins=[plugin]).fit(Net())
+    return plugin.calls
+
+
+def test_a_users_own_way_to_convert_layers_is_kept(tmp_path: Path) -> None:
+    """A plugin that is not torch's is called as with stock."""
+    ours, stock = on_both(with_layer_sync, tmp_path)
+    assert ours == stock == [["apply", "revert"]] * 2
 
 
 class SaveAtTheEnd(L.Callback):

@@ -59,8 +59,12 @@ class SyncBatchNormConversion(Callback):
         self._layers.restore(has_failed=False)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._layers.restore(has_failed=False)  # where nothing was left to be trained
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._layers.restore(has_failed=False)  # where Lightning's Tuner has left early
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

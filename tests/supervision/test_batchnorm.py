@@ -1,0 +1,141 @@
+"""BatchNorm over all ranks where a rank fails in amid a forward pass, or runs other layers: all end, with the cause."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.errors import BatchNormMismatchError, RankDiedError, RankFailedError
+from tests.ranks import launch_ranks, run_ranks
+from tests.supervision.model import BoomError, Fault, Model, by_hand, die, make_trainer, print_at_once
+
+NAMES = ("first", "middle", "last")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+class Normalised(Model):
+    """BatchNorm layers with a linear one behind each of them.
+
+    Args:
+        names: of the BatchNorm layers.
+        leaves_out: the layer that rank 1 does not run in its second step.
+        extra: the rank that runs the whole model once more in its second step.
+        faults: those at "between" strike in the second step after the first BatchNorm layer.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = NAMES,
+        *,
+        leaves_out: str | None = None,
+        extra: int | None = None,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        super().__init__(faults)
+        self.norms = nn.ModuleDict({name: nn.BatchNorm1d(4) for name in names})
+        self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+        self.leaves_out, self.extra = leaves_out, extra
+        self.is_second = False
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        self.is_second = batch_idx == 1
+        if self.is_second and self.global_rank == self.extra:
+            self.run_layers(batch[0])
+        return nn.functional.mse_loss(self.layer(self.run_layers(batch[0])), batch[1])
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, (name, norm) in enumerate(self.norms.items()):
+            is_left_out = self.is_second and self.global_rank == 1 and name == self.leaves_out
+            x = self.linears[name](x if is_left_out else norm(x))
+            if self.is_second and index == 0:
+                self.strike("between")
+        return x
+
+
+def fit(rank: int, world_size: int, url: str, model: Normalised, *, by: str = "callback") -> None:
+    print_at_once()
+    callbacks = [ddpx.SyncBatchNormConversion()] if by == "callback" else []
+    strategy = by_hand(rank, world_size, url, find_unused_parameters=True)
+    make_trainer(world_size, strategy=strategy, callbacks=callbacks, sync_batchnorm=by == "flag").fit(model)
+
+
+# --- other layers ---------------------------------------------------------------------------------
+
+DIFFERENCES: list[tuple[dict[str, object], str]] = [
+    (
+        {"leaves_out": "first"},
+        "rank 0 is in the forward pass of norms.first, rank 1 is in the forward pass of norms.middle",
+    ),
+    (
+        {"leaves_out": "middle"},
+        "rank 0 is in the forward pass of norms.middle, rank 1 is in the forward pass of norms.last",
+    ),
+    ({"leaves_out": "last"}, "rank 0 is in the forward pass of norms.last, rank 1 has finished its forward pass"),
+    (
+        {"names": ["only"], "leaves_out": "only"},
+        "rank 0 is in the forward pass of norms.only, rank 1 has finished its forward pass",
+    ),
+    ({"extra": 0}, "rank 0 is in the forward pass of norms.first, rank 1 has finished its forward pass"),
+    ({"extra": 1}, "rank 0 has finished its forward pass, rank 1 is in the forward pass of norms.first"),
+]
+
+
+def differ(rank: int, world_size: int, url: str) -> list[tuple[str, str]]:
+    """What each difference has raised; after it the same processes meet again."""
+    raised = []
+    for (options, _), by in zip(DIFFERENCES, itertools.cycle(("callback", "flag")), strict=False):
+        try:
+            fit(rank, world_size, url, Normalised(**options), by=by)  # type: ignore[arg-type]
+            raised.append(("nothing", ""))
+        except (BatchNormMismatchError, RankFailedError) as error:
+            raised.append((type(error).__name__, str(error)))
+    return raised
+
+
+@pytest.mark.lowest
+def test_ranks_that_run_other_layers_are_told_so(url: str) -> None:
+    """Where a rank leaves a layer out, or runs one more often, every rank's error says who was where."""
+    for ranks, (options, expected) in zip(zip(*run_ranks(differ, 2, url), strict=True), DIFFERENCES, strict=True):
+        assert "BatchNormMismatchError" in [name for name, _ in ranks], (options, ranks)
+        for _, message in ranks:
+            assert f"ranks are in different BatchNorm layers: {expected}; every rank must run the same" in message, (
+                options
+            )
+
+
+# --- amid a forward pass --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_fails_amid_its_forward_pass_ends_the_others(culprit: int, url: str) -> None:
+    """They wait for its part of the next layer's statistics, and get its exception instead."""
+    outcomes = launch_ranks(fit, 3, url, Normalised(faults=[Fault("between").on(culprit)]))
+    failed = outcomes.pop(culprit)
+    assert failed.error is not None, failed.story()
+    assert isinstance(failed.error.exception, BoomError)
+    for told in outcomes:
+        assert told.error is not None, told.story()
+        assert type(told.error.exception) is RankFailedError, told.story()
+        assert told.error.exception.rank == culprit
+        assert told.error.message.endswith("failed, so this rank stops: BoomError: no such layer")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_is_killed_amid_its_forward_pass_ends_the_others(culprit: int, url: str) -> None:
+    """They do not wait for the dead, and say who it is."""
+    outcomes = launch_ranks(fit, 3, url, Normalised(faults=[Fault("between", die).on(culprit)]))
+    killed = outcomes.pop(culprit)
+    for told in outcomes:
+        assert told.error is not None, told.story()
+        error = told.error.exception
+        assert type(error) is RankDiedError, told.story()
+        assert (error.rank, error.pid) == (culprit, killed.pid)
