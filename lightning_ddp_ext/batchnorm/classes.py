@@ -115,7 +115,7 @@ def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[...
     def reduce(layer: Module, protocol: Any) -> Any:
         function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
         function, *arguments = (own if part is made else part for part in (function, *arguments))
-        return (_made_anew, (core, layer._peers, function, arguments), *rest)
+        return (_made_anew, (core, layer._ddpx_peers, function, arguments), *rest)
 
     return reduce
 
@@ -125,5 +125,5 @@ def _made_anew(
 ) -> Module:
     layer = function(*arguments)
     object.__setattr__(layer, "__class__", synchronised(type(layer), core))
-    vars(layer)["_peers"] = peers  # which a class may leave out of its state
+    vars(layer)["_ddpx_peers"] = peers  # which a class may leave out of its state
     return layer

@@ -159,7 +159,7 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
             module = places.put(before, layer)
         elif is_synchronised(layer):
             desynchronise(layer)
-            vars(layer).pop("_peers", None)
+            vars(layer).pop("_ddpx_peers", None)
     return module
 
 
@@ -278,5 +278,5 @@ def _convert_layer(layer: Any, peers: Peers) -> Module:
     if not isinstance(to_sync, type):
         return replace(layer, to_sync, peers)
     synchronise(layer, to_sync)
-    vars(layer)["_peers"] = peers  # a class may refuse attributes that it does not know
+    vars(layer)["_ddpx_peers"] = peers  # a class may refuse attributes that it does not know
     return layer  # type: ignore[no-any-return]

@@ -58,14 +58,14 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._peers = Peers(Exchange(process_group, longest=1 + 2 * num_features))
+        self._ddpx_peers = Peers(Exchange(process_group, longest=1 + 2 * num_features))
 
-    _peers: Peers  # also given to the layers that become synchronised ones
+    _ddpx_peers: Peers  # also given to the layers that become synchronised ones
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks whose batches are joined; ``None``: all there are."""
-        return self._peers.exchange.process_group
+        return self._ddpx_peers.exchange.process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not 2 <= input.dim() <= 5:
@@ -73,7 +73,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch (N, C, ...). In training collective: every rank must call it, and its backward."""
-        if not self.training or self._peers.world_size == 1:
+        if not self.training or self._ddpx_peers.world_size == 1:
             return super().forward(input)
         self._check_input_dim(input)
         self._check_kind(input)
@@ -83,9 +83,13 @@ class SyncBatchNorm(_BatchNorm):
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
         if input.size(1) != self.num_features:
             shape = tuple(input.shape)
-            raise BatchNormInputError(f"{self._peers.name} takes {self.num_features} channels (got an input {shape})")
+            raise BatchNormInputError(
+                f"{self._ddpx_peers.name} takes {self.num_features} channels (got an input {shape})"
+            )
         if input.device.type not in ("cpu", "cuda"):
-            raise BatchNormInputError(f"{self._peers.name} takes inputs on cpu or cuda (got one on {input.device})")
+            raise BatchNormInputError(
+                f"{self._ddpx_peers.name} takes inputs on cpu or cuda (got one on {input.device})"
+            )
 
     def _count_batch(self) -> Running:
         """The running statistics to be updated, and the weight of this batch in them."""
@@ -111,4 +115,4 @@ def _not_compiled(function: F) -> F:
 @_not_compiled
 def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
     batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
-    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._peers)
+    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._ddpx_peers)

@@ -24,7 +24,7 @@ def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) 
     _check(made, layer, peers.name)
     for module in made.modules():
         if isinstance(module, SyncBatchNorm):
-            module._peers = peers
+            module._ddpx_peers = peers
     made.train(layer.training)
     runs_them_itself = layer in made.modules()
     vars(made)[_STANDS_FOR] = (layer, {} if runs_them_itself else _share_hooks(made, layer))

@@ -291,7 +291,7 @@ def _two_layers(longest: int = 11) -> tuple[SyncBatchNorm, SyncBatchNorm]:
     layers = SyncBatchNorm(3), SyncBatchNorm(5)
     exchange = Exchange(names=("stem.bn", "head.bn"), longest=longest)
     for number, layer in enumerate(layers):
-        layer._peers = Peers(exchange, number)
+        layer._ddpx_peers = Peers(exchange, number)
     return layers
 
 
@@ -329,7 +329,7 @@ def _forward_and_end(rank: int) -> None:
     if rank == 1:
         head(torch.randn(2, 5))
     else:
-        stem._peers.exchange.announce_end_of_forward()
+        stem._ddpx_peers.exchange.announce_end_of_forward()
         output.sum().backward()
 
 
@@ -354,7 +354,7 @@ def test_ranks_in_different_layers(tmp_path: Path) -> None:
 def run_with_ends(rank: int, world_size: int, directory: Path) -> list[str]:
     with stock_group(rank, world_size, directory):
         stem, head = _two_layers()
-        exchange = stem._peers.exchange
+        exchange = stem._ddpx_peers.exchange
         with collectives() as calls:
             for _ in range(2):
                 input = torch.randn(2, 3, requires_grad=True)
@@ -381,8 +381,8 @@ def test_one_process_is_torchs() -> None:
     ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
     x = torch.randn(4, 3, 5, 5)
     assert torch.equal(ours(x), plain(x))
-    ours._peers.exchange.announce_end_of_forward()
-    ours._peers.exchange.settle()
+    ours._ddpx_peers.exchange.announce_end_of_forward()
+    ours._ddpx_peers.exchange.settle()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         ours(torch.ones(1, 3))
 
