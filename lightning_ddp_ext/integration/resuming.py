@@ -152,6 +152,7 @@ class Resuming:
             return
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()
+            loop._data_fetcher = None  # Lightning 2.4 can tear it down only once, and may be about to
         loop._combined_loader = None
 
     def _hand_out_loader_states(self, restart: Restart) -> None:

@@ -267,6 +267,7 @@ def tune(kind: Kind, directory: Path) -> None:
         assert_same(weights(model), weights(untuned))
 
 
+@pytest.mark.lowest
 def test_a_learning_rate_is_found_without_a_trace(tmp_path: Path) -> None:
     """Lightning's Tuner leaves `fit` by an exception of its own: the model is what it was, and trains as it would."""
     on_ranks("ours", tune, tmp_path)
