@@ -29,7 +29,7 @@ def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
         cls: a subclass of BatchNorm, most likely one that calls ``torch.nn.functional.batch_norm`` itself.
         to_sync: a subclass of :class:`SyncBatchNorm`, whose ``forward`` takes the place of the layer's while all else
             of the layer stays; or a function ``(layer, process_group) -> module``, whose result, with the same keys
-            in its state dict, stands where the layer did until ``restore_batchnorm``.
+            in its state dict, gets the layer's own tensors and stands in its place until ``restore_batchnorm``.
 
     Raises:
         ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` is neither.

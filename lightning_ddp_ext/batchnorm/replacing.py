@@ -15,13 +15,14 @@ _STANDS_FOR = "_ddpx_stands_for"
 
 
 def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) -> Module:
-    """The module that ``to_sync(layer, process_group)`` makes of a layer, with the layer's mode and hooks.
+    """The module that ``to_sync(layer, process_group)`` makes of a layer, with the layer's own tensors, mode and hooks.
 
     Raises:
         ConversionError: it is the layer itself, no module, or has other keys in its state dict.
     """
     made = to_sync(layer, peers.exchange.process_group)
     _check(made, layer, peers.name)
+    _hand_over_tensors(layer, made)  # optimizers and DDP may know them already
     for module in made.modules():
         if isinstance(module, SyncBatchNorm):
             module._ddpx_peers = peers
@@ -43,13 +44,7 @@ def put_back(made: Module) -> Module | None:
     layer: Module
     layer, hooks_of_made = vars(made).pop(_STANDS_FOR)
     _take_off_hooks(made, layer, hooks_of_made)
-    for name, tensor in made.state_dict(keep_vars=True).items():
-        above, _, last = name.rpartition(".")
-        owner = layer.get_submodule(above)
-        if last in owner._parameters:
-            owner._parameters[last] = tensor
-        elif last in owner._buffers:
-            owner._buffers[last] = tensor
+    _hand_over_tensors(made, layer)
     layer.train(made.training)
     return layer
 
@@ -67,6 +62,15 @@ def _check(made: Any, layer: Module, name: str) -> None:
             f"{what} must return a module with the same keys in its state dict, or checkpoints could not be read later "
             f"(got {', '.join(after)} for {', '.join(before)})"
         )
+
+
+def _hand_over_tensors(giver: Module, taker: Module) -> None:
+    """Let ``taker`` have what ``giver`` has under the same names in its state dict: the very tensors."""
+    given = giver.state_dict(keep_vars=True)
+    in_place_of = {id(tensor): given[name] for name, tensor in taker.state_dict(keep_vars=True).items()}
+    for module in taker.modules():
+        for tensors in (module._parameters, module._buffers):
+            tensors.update((name, in_place_of.get(id(tensor), tensor)) for name, tensor in tensors.items())
 
 
 def _share_hooks(made: Module, layer: Module) -> dict[str, list[int]]:

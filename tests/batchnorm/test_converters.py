@@ -241,6 +241,18 @@ def test_a_function_s_module_stands_for_the_layer_until_it_is_restored() -> None
     assert calls == ["during"]
 
 
+@pytest.mark.parametrize("kind", [Functional, OwnConverter])
+def test_a_converted_module_trains_the_layer_s_own_parameters(kind: type[nn.BatchNorm2d]) -> None:
+    """Also where a function has copied them: an optimizer that was there before goes on with them."""
+    register_converter(Functional, standing)
+    model = nn.Sequential(kind(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    convert_sync_batchnorm(model)
+    model(IMAGES).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.get_parameter("0.bias"), torch.zeros(3))
+
+
 def test_hooks_registered_on_a_function_s_module_stay() -> None:
     """Also backward hooks, on a layer that had none."""
     register_converter(Functional, standing)
