@@ -27,7 +27,7 @@
     │   ├── UnevenInputsError                ranks have different numbers of training batches
     │   └── ExactEvaluationError             samples cannot be evaluated or predicted once each
     ├── BatchNormError (RuntimeError)        statistics of all ranks cannot be had
-    │   ├── BatchNormInputError (ValueError) the ranks' batches together have one value a channel
+    │   ├── BatchNormInputError (ValueError) an input of the wrong kind, or one value a channel on all ranks
     │   └── BatchNormMismatchError           ranks are in different layers
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
@@ -72,7 +72,7 @@ class SamplerError(ConfigurationError):
 
 
 class ConversionError(ConfigurationError):
-    """BatchNorm layers cannot be converted as was asked: a name that no layer has, ranks that do not divide, say."""
+    """BatchNorm layers cannot be converted as was asked: a name that no layer has, or what a converter returns, say."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):
@@ -179,7 +179,7 @@ class BatchNormError(DDPExtError, RuntimeError):
 
 
 class BatchNormInputError(BatchNormError, ValueError):
-    """The ranks' batches together cannot be normalised; also a ``ValueError``, as torch raises for one process."""
+    """A batch, or the ranks' batches together, cannot be normalised; also a ``ValueError``, as torch raises."""
 
 
 class BatchNormMismatchError(BatchNormError):

@@ -10,7 +10,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext.batchnorm.exchange import Peers
-from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.batchnorm.layer import PEERS, SyncBatchNorm
 from lightning_ddp_ext.errors import ConversionError
 
 _OWN = "_ddpx_own"  # the class that a synchronising one was made from
@@ -125,5 +125,5 @@ def _made_anew(
 ) -> Module:
     layer = function(*arguments)
     object.__setattr__(layer, "__class__", synchronised(type(layer), core))
-    vars(layer)["_ddpx_peers"] = peers  # which a class may leave out of its state
+    vars(layer)[PEERS] = peers  # which a class may leave out of its state
     return layer

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -17,14 +16,11 @@ from lightning_ddp_ext.batchnorm.classes import desynchronise, is_synchronised, 
 from lightning_ddp_ext.batchnorm.converters import converter_for, reaches_core
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
-from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.replacing import is_replacement, put_back, replace
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.batchnorm.layer import PEERS, SyncBatchNorm
+from lightning_ddp_ext.batchnorm.replacing import put_back, replace
+from lightning_ddp_ext.batchnorm.selection import Places, Predicate, Selection, check_predicate, not_chosen
 
 ModuleT = TypeVar("ModuleT", bound=Module)
-Selector = str | type
-Selection = Selector | Iterable[Selector] | None
-Predicate = Callable[[str, Module], bool]
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,8 @@ def convert_sync_batchnorm(
     Each layer stays the object that it is, with its parameters, buffers, hooks, parametrisations, mode, device and
     dtype, and gets a class made from its own class and :class:`SyncBatchNorm`, so what a subclass adds stays, too.
     Call it on every rank, before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise
-    already are not touched.
+    already are not touched. A layer whose class has a class method ``convert_sync_batchnorm(layer, process_group)``, as
+    torch's own, is converted by it.
 
     Args:
         module: the model, or a layer.
@@ -92,6 +89,13 @@ def convert_sync_batchnorm(
 
     Raises:
         ConversionError: a selector fits no layer, ``process_group`` makes no sense, or a converter's result does.
+
+    Under torchrun, for example::
+
+        torch.distributed.init_process_group()
+        model = DistributedDataParallel(convert_sync_batchnorm(Net()))
+        ...  # train
+        net = restore_batchnorm(model.module)
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -126,8 +130,9 @@ def convert(
     process_group: dist.ProcessGroup | None = None,
 ) -> Conversion:
     """As ``convert_sync_batchnorm``, for a group that is there; says what became of each layer, and does not warn."""
-    places = _Places(module)
-    left_out = _not_chosen(places, include, exclude, predicate)
+    places = Places(module, is_layer=lambda layer: isinstance(layer, _BatchNorm) or _is_scripted(layer))
+    check_predicate(predicate)
+    left_out = not_chosen(places, include, exclude, predicate)
     verdicts = {layer: _verdict(places.names[layer][0], layer, left_out.get(layer, "")) for layer in places.layers}
     converted = [layer for layer, verdict in verdicts.items() if not verdict.why_not]
     names = [places.names[layer][0] or type(layer).__name__ for layer in converted]
@@ -147,102 +152,21 @@ def convert(
 def restore_batchnorm(module: ModuleT) -> ModuleT:
     """Undo ``convert_sync_batchnorm``: each layer is again what stood there before, with the weights that it has now.
 
-    Layers that were written as synchronised ones stay. Not collective.
+    Layers that were written as synchronised ones stay. Copies that were made of converted layers are converted ones,
+    too: restore them as well. Not collective.
 
     Returns:
         ``module`` itself; the layer that was there if a converter had made a new module of it.
     """
-    places = _Places(module, is_layer=lambda layer: True)
+    places = Places(module, is_layer=lambda layer: True)
     for layer in places.layers:
         before = put_back(layer)
         if before is not None:
             module = places.put(before, layer)
         elif is_synchronised(layer):
             desynchronise(layer)
-            vars(layer).pop("_ddpx_peers", None)
+            vars(layer).pop(PEERS, None)
     return module
-
-
-class _Places:
-    """Where the layers of a model stand: a layer that is shared stands in several places."""
-
-    def __init__(self, module: Module, is_layer: Callable[[Module], bool] | None = None) -> None:
-        is_layer = is_layer or (lambda layer: isinstance(layer, _BatchNorm) or _is_scripted(layer))
-        self._modules = dict(module.named_modules(remove_duplicate=False))
-        self.names: dict[Any, list[str]] = {}
-        for name, layer in self._modules.items():
-            if is_layer(layer):
-                self.names.setdefault(layer, []).append(name)
-
-    @property
-    def layers(self) -> list[Any]:
-        return list(self.names)
-
-    def around(self, layer: Module) -> Iterator[tuple[str, Module]]:
-        """The layer and the modules that it is in, by name."""
-        for name in self.names[layer]:
-            yield name, layer
-            while name:
-                name = name.rpartition(".")[0]
-                yield name, self._modules[name]
-
-    def put(self, new: Module, old: Module) -> Any:
-        """Put a module where another one stands; returns the whole."""
-        for name in self.names[old]:
-            above, _, last = name.rpartition(".")
-            if name:
-                setattr(self._modules[above], last, new)
-            else:
-                self._modules[""] = new
-        return self._modules[""]
-
-
-def _not_chosen(places: _Places, include: Selection, exclude: Selection, predicate: Predicate | None) -> dict[Any, str]:
-    """The layers that are not to be converted, and why."""
-    included, excluded = _selectors(include, "include"), _selectors(exclude, "exclude")
-    for field, selectors in (("include", included), ("exclude", excluded)):
-        for selector in selectors:
-            _refuse_one_that_fits_nothing(field, selector, places)
-    why_not = {}
-    for layer in places.layers:
-        around = list(places.around(layer))
-        if any(is_replacement(module) for _, module in around):
-            why_not[layer] = "synchronises already"
-        elif include is not None and not any(_fits(selector, around) for selector in included):
-            why_not[layer] = "not in include"
-        elif any(_fits(selector, around) for selector in excluded):
-            why_not[layer] = "in exclude"
-        elif predicate is not None and not predicate(places.names[layer][0], layer):
-            why_not[layer] = "predicate says no"
-    return why_not
-
-
-def _selectors(selection: Selection, field: str) -> list[Selector]:
-    if selection is None:
-        return []
-    is_one = isinstance(selection, (str, type)) or not isinstance(selection, Iterable)
-    chosen: list[Any] = [selection] if is_one else [*selection]  # type: ignore[misc]
-    for selector in chosen:
-        if not isinstance(selector, (str, type)):
-            raise ConversionError(
-                f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-                "for anything else there is predicate="
-            )
-    return chosen
-
-
-def _refuse_one_that_fits_nothing(field: str, selector: Selector, places: _Places) -> None:
-    if places.layers and not any(_fits(selector, list(places.around(layer))) for layer in places.layers):
-        names = ", ".join(places.names[layer][0] or "the module" for layer in places.layers[:5])
-        more = ", …" if len(places.layers) > 5 else ""
-        wanted = repr(selector) if isinstance(selector, str) else selector.__name__
-        raise ConversionError(f"{field}={wanted} fits no BatchNorm layer; there are {names}{more}")
-
-
-def _fits(selector: Selector, around: list[tuple[str, Module]]) -> bool:
-    if isinstance(selector, str):
-        return any(fnmatch.fnmatchcase(name, selector) for name, _ in around if name)
-    return any(isinstance(module, selector) for _, module in around)
 
 
 def _verdict(name: str, layer: Any, not_chosen: str) -> Verdict:
@@ -263,10 +187,10 @@ def _is_convertible(layer: Module, kind: type) -> bool:
 
 def _reason(layer: Module) -> str:
     if _is_scripted(layer):
-        return "it has been scripted"
+        return "it has been scripted before it could be converted"
     if "forward" in vars(layer):
         return "its forward has been replaced on the object"
-    return "its forward does not call super().forward()"
+    return "its forward may normalise by itself"
 
 
 def _is_scripted(layer: Module) -> bool:
@@ -278,5 +202,5 @@ def _convert_layer(layer: Any, peers: Peers) -> Module:
     if not isinstance(to_sync, type):
         return replace(layer, to_sync, peers)
     synchronise(layer, to_sync)
-    vars(layer)["_ddpx_peers"] = peers  # a class may refuse attributes that it does not know
+    vars(layer)[PEERS] = peers  # a class may refuse attributes that it does not know
     return layer  # type: ignore[no-any-return]

@@ -27,9 +27,10 @@ def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
 
     Args:
         cls: a subclass of BatchNorm, most likely one that calls ``torch.nn.functional.batch_norm`` itself.
-        to_sync: a subclass of :class:`SyncBatchNorm`, whose ``forward`` takes the place of the layer's while all else
-            of the layer stays; or a function ``(layer, process_group) -> module``, whose result, with the same keys
-            in its state dict, gets the layer's own tensors and stands in its place until ``restore_batchnorm``.
+        to_sync: a subclass of :class:`SyncBatchNorm`, of which layers get ``forward`` and nothing else that they have
+            themselves (its ``__init__`` is not called); or a function ``(layer, process_group) -> module``, whose
+            result gets the layer's own tensors, so it has the same keys in its state dict, and stands in the layer's
+            place until ``restore_batchnorm``.
 
     Raises:
         ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` is neither.
@@ -46,13 +47,11 @@ def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
     """
     if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
         raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
-    if isinstance(to_sync, type) and not issubclass(to_sync, SyncBatchNorm):
+    if not callable(to_sync) or (isinstance(to_sync, type) and not issubclass(to_sync, SyncBatchNorm)):
         raise ConversionError(
             f"to_sync must be a subclass of SyncBatchNorm or a function (got {to_sync!r}); "
-            "derive it from lightning_ddp_ext.SyncBatchNorm"
+            "derive a class from lightning_ddp_ext.SyncBatchNorm"
         )
-    if not callable(to_sync):
-        raise ConversionError(f"to_sync must be a subclass of SyncBatchNorm or a function (got {to_sync!r})")
     _registered[cls] = to_sync
 
 
@@ -89,19 +88,22 @@ def reaches_core(kind: type) -> bool:
     for base in kind.__mro__:
         if base is _BatchNorm:
             return True
-        if "forward" in vars(base) and not _calls_super_forward(vars(base)["forward"]):
+        if any(_names_in(function) & _BY_ITSELF for function in vars(base).values()):
+            return False
+        if "forward" in vars(base) and not {"super", "forward"} <= _names_in(vars(base)["forward"]):
             return False
     return False
 
 
-def _calls_super_forward(function: object) -> bool:
-    unwrapped = inspect.unwrap(function) if callable(function) else function
-    if not isinstance(unwrapped, FunctionType):
-        return False
-    names = set(_names_in(unwrapped.__code__))
-    return {"super", "forward"} <= names and not names & {"batch_norm", "native_batch_norm"}
+_BY_ITSELF = {"batch_norm", "native_batch_norm"}
 
 
-def _names_in(code: CodeType) -> list[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return [*code.co_names, *(name for part in inner for name in _names_in(part))]
+def _names_in(function: object) -> set[str]:
+    """The names that a function of Python's uses; of anything else nothing is known."""
+    function = inspect.unwrap(function) if callable(function) else function
+    return _names_in_code(function.__code__) if isinstance(function, FunctionType) else set()
+
+
+def _names_in_code(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in_code, inner))

@@ -45,7 +45,7 @@ class Exchange:
     """
 
     process_group: dist.ProcessGroup | None = None
-    names: Sequence[str] = ("the layer",)
+    names: Sequence[str] = ("",)
     longest: int = 0
     _announced: tuple[Any, Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
@@ -55,6 +55,11 @@ class Exchange:
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))
+
+    def name_of(self, number: int) -> str:
+        """What errors call a layer."""
+        name = self.names[number]
+        return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
     def gather(self, numbers: Tensor, number: int, doing: Doing) -> Tensor:
         """The vectors of all ranks, by rank. Collective: every rank in the group.
@@ -114,7 +119,7 @@ class Exchange:
             return
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         told = (
-            f"rank {rank} {Doing(int(doing)).describe(self.names[int(number)])}"
+            f"rank {rank} {Doing(int(doing)).describe(self.names[int(number)] or 'the layer')}"
             for rank, (number, doing) in zip(ranks, headers.tolist(), strict=True)
         )
         raise BatchNormMismatchError(
@@ -154,8 +159,8 @@ class Peers:
 
     @property
     def name(self) -> str:
-        """The layer's, for errors."""
-        return self.exchange.names[self.number]
+        """What errors call the layer."""
+        return self.exchange.name_of(self.number)
 
     def gather(self, numbers: Tensor, doing: Doing) -> Tensor:
         """The vectors (n) of all ranks, (ranks, n). Collective: see ``Exchange.gather``."""

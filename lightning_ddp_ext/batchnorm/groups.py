@@ -21,9 +21,10 @@ def check_ranks(ranks: Ranks) -> None:
         ConversionError: it is something else than ``None``, ``"node"``, a number from 1 on, or a process group.
     """
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    if not (ranks is None or ranks == "node" or is_number or isinstance(ranks, dist.ProcessGroup)):
+    if not (ranks is None or ranks == "node" or is_number or _is_group(ranks)):
         raise ConversionError(
-            f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r})"
+            f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r}); "
+            "leave it out for all ranks"
         )
 
 
@@ -34,14 +35,19 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
         ConversionError: ``ranks`` makes no sense, or there is no process group yet to take ranks from.
     """
     check_ranks(ranks)
-    if ranks is None or isinstance(ranks, dist.ProcessGroup):
-        return ranks
+    if ranks is None or _is_group(ranks):
+        return ranks  # type: ignore[return-value]
     if not dist.is_initialized():
         raise ConversionError(
             f"process_group={ranks!r} needs the ranks, and they have not met yet; "
             "convert after init_process_group, or use the callback SyncBatchNormConversion"
         )
-    return _open_groups(_by_node() if ranks == "node" else _by_number(int(ranks)))
+    return _open_groups(_by_number(ranks) if isinstance(ranks, int) else _by_node())
+
+
+def _is_group(ranks: object) -> bool:
+    """Whether it is a group, or what torch gives to ranks that are not in it: each of those is alone."""
+    return isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def _by_number(size: int) -> list[list[int]]:

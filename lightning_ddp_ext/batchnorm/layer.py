@@ -13,10 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm import on_device, on_host
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
-from lightning_ddp_ext.batchnorm.on_host import Running
-from lightning_ddp_ext.errors import BatchNormInputError
+from lightning_ddp_ext.batchnorm.statistics import Running
+from lightning_ddp_ext.errors import BatchNormInputError, ConversionError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+PEERS = "_ddpx_peers"  # the attribute that layers get when they become synchronised ones
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -24,8 +26,7 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, mean and variance are those of all ranks' batches joined, however many values each of them has, none
     included; running statistics are the same on all ranks. One collective forward and one backward: every rank must
-    run the same layers in the same order. In evaluation, in a single process, and where ``track_running_stats=False``
-    meets ``eval()``, it is ``torch.nn.BatchNorm``.
+    run the same layers in the same order. In evaluation and in a single process it is ``torch.nn.BatchNorm``.
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
     DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
@@ -35,11 +36,12 @@ class SyncBatchNorm(_BatchNorm):
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
         process_group: the ranks whose batches are joined; ``None``: all there are.
+        bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
 
     Raises:
         BatchNormInputError: all batches together have one value a channel (on CPU), or an input has other channels
             than the layer, or is on a device that is neither.
-        BatchNormMismatchError: another rank is in another layer (on CPU).
+        BatchNormMismatchError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -56,8 +58,17 @@ class SyncBatchNorm(_BatchNorm):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        asked: Any = process_group
+        if isinstance(asked, str) or (isinstance(asked, int) and asked > 0):  # below is torch's word for no member
+            raise ConversionError(
+                f"process_group of a layer must be None or a ProcessGroup (got {process_group!r}); "
+                "'node' and numbers are for convert_sync_batchnorm"
+            )
+        options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self._ddpx_peers = Peers(Exchange(process_group, longest=1 + 2 * num_features))
 
     _ddpx_peers: Peers  # also given to the layers that become synchronised ones
@@ -80,15 +91,16 @@ class SyncBatchNorm(_BatchNorm):
         return _with_peers(self, input)
 
     def _check_kind(self, input: Tensor) -> None:
+        name, wanted = self._ddpx_peers.name, self.num_features
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
-        if input.size(1) != self.num_features:
-            shape = tuple(input.shape)
+        if input.size(1) != wanted:
             raise BatchNormInputError(
-                f"{self._ddpx_peers.name} takes {self.num_features} channels (got an input {shape})"
+                f"{name} takes inputs of {wanted} channels (got one of shape {tuple(input.shape)}); "
+                "channels are the second dimension"
             )
         if input.device.type not in ("cpu", "cuda"):
             raise BatchNormInputError(
-                f"{self._ddpx_peers.name} takes inputs on cpu or cuda (got one on {input.device})"
+                f"{name} takes inputs on cpu or cuda (got one on {input.device}); convert without it (exclude=)"
             )
 
     def _count_batch(self) -> Running:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_ext.batchnorm.exchange import Doing, Peers
-from lightning_ddp_ext.batchnorm.on_host import Running
-from lightning_ddp_ext.batchnorm.statistics import dense, dtype_of, values_a_channel
-from lightning_ddp_ext.batchnorm.twice import differentiable_gradients
+from lightning_ddp_ext.batchnorm.statistics import Running, dense, dtype_of, values_a_channel
+from lightning_ddp_ext.batchnorm.twice import differentiable_gradients, only_wanted
 
 
 def batch_norm(
@@ -53,8 +52,7 @@ class _Normalise(torch.autograd.Function):
             gradients = _take_part_with_nothing(ctx, input, mean)
         else:
             gradients = _gradients(ctx, _laid_out_as(input, grad_outputs[0]), input, weight, mean, invstd, counts)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_wanted else None for gradient, is_wanted in wanted), *[None] * 3
+        return only_wanted(gradients, ctx)
 
 
 def _gather(input: Tensor, eps: float, peers: Peers) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_ext.batchnorm.exchange import Doing, Peers
 from lightning_ddp_ext.batchnorm.statistics import (
+    Running,
     Statistics,
     dense,
     dtype_of,
@@ -17,25 +18,8 @@ from lightning_ddp_ext.batchnorm.statistics import (
     statistics_of,
     values_a_channel,
 )
-from lightning_ddp_ext.batchnorm.twice import differentiable_gradients
+from lightning_ddp_ext.batchnorm.twice import differentiable_gradients, only_wanted
 from lightning_ddp_ext.errors import BatchNormInputError
-
-
-class Running(NamedTuple):
-    """A layer's running statistics (C), and the weight of a new batch in them; ``None``: the layer keeps none."""
-
-    mean: Tensor | None
-    var: Tensor | None
-    momentum: float
-
-    def update(self, joint: Statistics) -> None:
-        """Take a batch in, by its unbiased variance, as torch does."""
-        if self.mean is None or self.var is None or joint.count == 0:
-            return
-        unbiased = joint.var * (joint.count / (joint.count - 1))
-        # Rounded once, to what may be half precision.
-        self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
-        self.var.copy_(self.var.double().lerp(unbiased, self.momentum))
 
 
 def batch_norm(
@@ -116,8 +100,7 @@ class _Normalise(torch.autograd.Function):
             gradients = differentiable_gradients(grad_outputs[0], input, weight, ctx.eps, ctx.peers)
         else:
             gradients = _gradients(ctx, grad_outputs[0], input, weight, Statistics(mean, var, ctx.count))
-        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if is_wanted else None for gradient, is_wanted in wanted), *[None] * 6
+        return only_wanted(gradients, ctx)
 
 
 def _gradients(

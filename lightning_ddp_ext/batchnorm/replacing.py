@@ -21,7 +21,7 @@ def replace(layer: Module, to_sync: Callable[[Any, Any], Module], peers: Peers) 
         ConversionError: it is the layer itself, no module, or has other keys in its state dict.
     """
     made = to_sync(layer, peers.exchange.process_group)
-    _check(made, layer, peers.name)
+    _check(made, layer, peers.exchange.names[peers.number])
     _hand_over_tensors(layer, made)  # optimizers and DDP may know them already
     for module in made.modules():
         if isinstance(module, SyncBatchNorm):

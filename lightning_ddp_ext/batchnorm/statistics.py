@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,3 +80,20 @@ def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
     mean = (counts * means).sum(0) / count
     var = (counts * (variances + (means - mean).square())).sum(0) / count
     return Statistics(mean, var, count)
+
+
+class Running(NamedTuple):
+    """A layer's running statistics (C), and the weight of a new batch in them; ``None``: the layer keeps none."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    momentum: float
+
+    def update(self, joint: Statistics) -> None:
+        """Take a batch in, by its unbiased variance, as torch does."""
+        if self.mean is None or self.var is None or joint.count == 0:
+            return
+        unbiased = joint.var * (joint.count / (joint.count - 1))
+        # Rounded once, to what may be half precision.
+        self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
+        self.var.copy_(self.var.double().lerp(unbiased, self.momentum))

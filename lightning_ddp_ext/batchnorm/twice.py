@@ -1,7 +1,8 @@
-"""The gradients of a synchronised BatchNorm as functions that can be differentiated once more."""
+"""The gradients of a synchronised BatchNorm, as functions that can be differentiated once more."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def differentiable_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias, computed anew from what they depend on. Collective.
 
-    Slower than what an ordinary backward does, and with three collectives of its own: for ``create_graph=True``.
+    Slower than what an ordinary backward does, with three collectives of its own, and more when it is differentiated:
+    for ``create_graph=True``.
     """
     dims = [0, *range(2, input.dim())]
     shape = [1, -1] + [1] * (input.dim() - 2)
@@ -55,3 +57,10 @@ def differentiable_gradients(
     centred_grad = dy - sums[:channels].view(shape) - normalised * sums[channels:].view(shape)
     scale = invstd if weight is None else invstd * weight
     return (centred_grad * scale.view(shape)).to(input.dtype), grad_weight, grad_bias
+
+
+def only_wanted(gradients: Sequence[Tensor | None], ctx: Any) -> tuple[Tensor | None, ...]:
+    """What a backward returns for all arguments of its forward, the first of which are those of the gradients."""
+    needed = ctx.needs_input_grad
+    nothing = [None] * (len(needed) - len(gradients))
+    return tuple(value if is_needed else None for value, is_needed in zip([*gradients, *nothing], needed, strict=True))

@@ -10,17 +10,12 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ddp_ext.batchnorm.conversion import (
-    Conversion,
-    Predicate,
-    Selection,
-    convert,
-    restore_batchnorm,
-    warning_of,
-)
+from lightning_ddp_ext.batchnorm.conversion import Conversion, convert, restore_batchnorm, warning_of
 from lightning_ddp_ext.batchnorm.groups import Ranks, check_ranks, group_of, own_group
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.report import summary, table
+from lightning_ddp_ext.batchnorm.selection import Predicate, Selection, check_predicate
+from lightning_ddp_ext.errors import ConversionError
 from lightning_ddp_ext.integration.lightning_tree import (
     LayerSync,
     LightningModule,
@@ -49,9 +44,22 @@ class TrainedLayers:
         process_group: Ranks = None,
     ) -> None:
         check_ranks(process_group)
+        check_predicate(predicate)
         self._selection = (include, exclude, predicate)
         self._ranks = process_group
         self._conversion: Conversion | None = None
+
+    def refuse_to_contradict(self, layer_sync: LayerSync | None) -> None:
+        """Only one of the Trainer's own layer synchronisation and a choice of layers can be meant.
+
+        Raises:
+            ConversionError: there are both.
+        """
+        if layer_sync is not None and any(choice is not None for choice in (*self._selection, self._ranks)):
+            raise ConversionError(
+                "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "
+                "choose among them; leave sync_batchnorm out"
+            )
 
     def convert(self, model: Module) -> None:
         """Synchronise the layers and say so. Collective: every rank must call it."""

@@ -151,6 +151,14 @@ class Functional(nn.BatchNorm2d):
         return nn.functional.batch_norm(input, mean, var, self.weight, self.bias, self.training)
 
 
+class Helped(nn.BatchNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return self.normalised(input) if self.training else super().forward(input)
+
+    def normalised(self, input: Tensor) -> Tensor:
+        return nn.functional.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
+
+
 class ByName(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return nn.BatchNorm2d.forward(self, input)

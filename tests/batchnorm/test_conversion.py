@@ -103,16 +103,16 @@ def test_a_selector_that_fits_nothing_is_an_error(field: str, selector: Any, sho
     model = network()
     with pytest.raises(ConversionError) as raised:
         convert_sync_batchnorm(model, **{field: ["stem", selector]})
-    told = "fits no BatchNorm layer; there are stem.1, body.0.norm, body.1.norm, head"
+    told = "fits no BatchNorm layer; choose among stem.1, body.0.norm, body.1.norm, head, or modules that they are in"
     assert str(raised.value) == f"{field}={shown} {told}"
     assert synchronised(model) == []
 
 
 def test_a_few_of_many_layers_are_named_and_the_module_itself() -> None:
     """An error stays one line long, and a layer without a name is called the module."""
-    with pytest.raises(ConversionError, match=r"there are 0, 1, 2, 3, 4, …$"):
+    with pytest.raises(ConversionError, match=r"choose among 0, 1, 2, 3, 4, …, or modules"):
         convert_sync_batchnorm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6))), "six")
-    with pytest.raises(ConversionError, match=r"there are the module$"):
+    with pytest.raises(ConversionError, match=r"choose among the module, or"):
         convert_sync_batchnorm(nn.BatchNorm1d(3), "norm")
 
 
@@ -121,6 +121,14 @@ def test_a_selector_must_be_a_pattern_or_a_class(selection: Any) -> None:
     """A module given in place of its name is refused, as is anything else."""
     with pytest.raises(ConversionError, match=r"^exclude takes patterns of layer names and classes"):
         convert_sync_batchnorm(network(), exclude=selection)
+
+
+def test_a_predicate_must_be_a_function() -> None:
+    """A pattern given in its place is sent to where patterns go."""
+    with pytest.raises(
+        ConversionError, match=r"^predicate must be a function .*\(got 'stem.\*'\); for patterns there are"
+    ):
+        convert_sync_batchnorm(network(), predicate="stem.*")  # type: ignore[arg-type]
 
 
 def test_a_model_without_batchnorm_stays_as_it_is() -> None:

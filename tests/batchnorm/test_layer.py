@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
 from lightning_ddp_ext.batchnorm.layer import _with_peers
 from lightning_ddp_ext.batchnorm.statistics import merge
-from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError
+from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError, ConversionError
 from tests.batchnorm.cases import CASES, Case, rows
 from tests.batchnorm.references import (
     Formula,
@@ -240,7 +241,7 @@ def keeps_memory_format(rank: int, world_size: int) -> None:
 def refuses_one_value(rank: int, world_size: int) -> None:
     layer = SyncBatchNorm(3)
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(BatchNormInputError, match="the layer needs more than 1 value per channel in training"):
+    with pytest.raises(BatchNormInputError, match="a BatchNorm layer needs more than 1 value per channel in training"):
         layer(torch.ones(1 if rank == 1 else 0, 3))
     assert torch.equal(layer.running_var, before["running_var"])
     assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
@@ -253,10 +254,11 @@ def refuses_inputs(rank: int, world_size: int) -> None:
     options = ({}, {"affine": False}, {"track_running_stats": False})
     for channels, chosen in ((channels, chosen) for channels in (1, 5) for chosen in options):
         with pytest.raises(
-            BatchNormInputError, match=rf"the layer takes 3 channels \(got an input \(2, {channels}\)\)"
+            BatchNormInputError,
+            match=rf"a BatchNorm layer takes inputs of 3 channels \(got one of shape \(2, {channels}\)\)",
         ):
             SyncBatchNorm(3, **chosen)(torch.ones(2, channels))
-    with pytest.raises(BatchNormInputError, match=r"the layer takes inputs on cpu or cuda \(got one on meta\)"):
+    with pytest.raises(BatchNormInputError, match=r"a BatchNorm layer takes inputs on cpu or cuda \(got one on meta\)"):
         SyncBatchNorm(3)(torch.ones(2, 3, device="meta"))
 
 
@@ -423,3 +425,18 @@ def test_merge(sizes: list[int], offset: float, spread: float, seed: int) -> Non
     torch.testing.assert_close(joint.mean, joined.mean(0), rtol=0, atol=last_place)
     atol = last_place * (spread + last_place)
     torch.testing.assert_close(joint.var, joined.var(0, correction=0), rtol=1e-10, atol=4 * atol)
+
+
+@pytest.mark.parametrize("process_group", ["node", 2])
+def test_a_layer_takes_no_recipe_for_a_group(process_group: Any) -> None:
+    """What a conversion makes a group of is refused, though in one process it would never be missed."""
+    with pytest.raises(ConversionError, match=r"^process_group of a layer must be None or a ProcessGroup \(got "):
+        SyncBatchNorm(3, process_group=process_group)
+
+
+def test_a_layer_without_bias() -> None:
+    """As torch's, where torch has it."""
+    if "bias" not in inspect.signature(nn.BatchNorm1d).parameters:
+        return
+    layer = SyncBatchNorm(3, bias=False)
+    assert list(layer.state_dict()) == list(nn.BatchNorm1d(3, bias=False).state_dict())

@@ -400,11 +400,32 @@ def ask_for_too_much(kind: Kind, directory: Path) -> list[str]:
 
 def test_a_selection_that_fits_nothing_ends_fit_on_all_ranks(tmp_path: Path) -> None:
     """When it begins, with the names of the layers that there are."""
-    layers_there = "there are layers.0.1, layers.1.1, layers.2.1"
+    layers_there = "choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
     for selection, *errors in zip(
         ("include='backbone.*'", "exclude=BatchNorm3d"), *on_ranks("ours", ask_for_too_much, tmp_path), strict=True
     ):
         assert all(error.endswith(f"{selection} fits no BatchNorm layer; {layers_there}") for error in errors), errors
+
+
+def contradict(kind: Kind, directory: Path) -> list[str]:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    errors = []
+    for choice in ({"exclude": "layers.2"}, {"process_group": 1}):
+        trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(**choice)])
+        with pytest.raises(ConversionError) as caught:
+            trainer.fit(Classifier())
+        errors.append(str(caught.value))
+    trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Classifier())
+    return errors
+
+
+def test_all_layers_and_some_of_them_cannot_both_be_meant(tmp_path: Path) -> None:
+    """The Trainer's flag beside a callback that chooses is refused on every rank, before anything is converted."""
+    for errors in on_ranks("ours", contradict, tmp_path):
+        assert [error.partition(",")[0] for error in errors] == 2 * [
+            "sync_batchnorm=True converts all layers over all ranks"
+        ]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -496,9 +517,9 @@ def test_rank_zero_says_once_what_has_been_converted(tmp_path: Path) -> None:
         for summary, warning in first:
             assert summary == (
                 "SyncBatchNorm: 5 of 7 layers, statistics over 2 ranks; "
-                "not: 1 its forward does not call super().forward(), 1 synchronises already"
+                "not: 1 its forward may normalise by itself, 1 synchronises already"
             )
-            assert "layers.2.5 (OnItsOwn): its forward does not call super().forward()" in warning
+            assert "layers.2.5 (OnItsOwn): its forward may normalise by itself" in warning
 
 
 def test_at_debug_level_there_is_a_table(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext.batchnorm.conversion import Predicate, Selection
 from lightning_ddp_ext.batchnorm.groups import Ranks
+from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 from lightning_ddp_ext.integration.layer_sync import TrainedLayers
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 
@@ -15,21 +15,29 @@ class SyncBatchNormConversion(Callback):
     """Gives BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
     When ``fit`` begins, layers become synchronised ones, on CPU and CUDA alike, and when training ends they are again
-    what they were: exports, ``torch.jit``, ``load_state_dict`` and whoever gets the model see plain BatchNorm. State
-    dicts have the same keys all the time. Rank 0 says in one line what has been converted, and in a table at debug
-    level. With one rank nothing is done.
+    what they were: ``on_train_end`` of the module and of callbacks that come after this one, exports, ``torch.jit`` and
+    ``load_state_dict`` see plain BatchNorm. State dicts have the same keys all the time. Copies that are made of layers
+    in between stay synchronised: ``restore_batchnorm`` restores them, too. Layers that are added later are not
+    converted. Rank 0 says in one line what has been converted, and in a table at debug level. With one rank nothing is
+    done.
 
-    ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks.
+    ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
+    ``on_fit_end``.
+
+    Averages of the model, such as those of Lightning's ``WeightAveraging``, have their own running statistics, or the
+    model's, as documented there: the numbers are those of one process on the joined batches.
 
     Args:
         include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
             that fits a module counts for all layers in it.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
-            number for groups of so many consecutive ranks, or a ``torch.distributed.ProcessGroup``.
+            number for groups of so many consecutive ranks, or a ``torch.distributed.ProcessGroup`` of processes that
+            have met before the Trainer is made.
 
     Raises:
-        ConversionError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer.
+        ConversionError: ``process_group`` or ``predicate`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits
+            no layer, or ``sync_batchnorm=True`` was given, too.
 
     Example::
 
@@ -44,6 +52,11 @@ class SyncBatchNormConversion(Callback):
         process_group: Ranks = None,
     ) -> None:
         self._layers = TrainedLayers(include, exclude, predicate, process_group)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._layers.refuse_to_contradict(getattr(trainer.strategy, "_layer_sync", None))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
