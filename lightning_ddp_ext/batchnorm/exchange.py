@@ -110,7 +110,7 @@ class Exchange:
         message[:_HEADER] = numbers.new_tensor([number, doing])
         message[_HEADER : _HEADER + len(numbers)] = numbers
         received = message.new_empty(self.world_size, len(message))
-        work = dist.all_gather(list(received.unbind()), message, group=self.process_group, async_op=not wait)
+        work = _all_gather(received.view(-1), message, group=self.process_group, async_op=not wait)
         return work, message, received
 
     def _check(self, received: Tensor) -> None:
@@ -131,7 +131,7 @@ class Exchange:
         world_size = self.world_size
         if "nccl" in str(dist.get_backend(self.process_group)):
             received = numbers.new_empty(world_size * len(numbers))
-            dist.all_gather_into_tensor(received, numbers, group=self.process_group)
+            _all_gather(received, numbers, group=self.process_group)
             return received.view(world_size, -1)
         pieces = [torch.empty_like(numbers) for _ in range(world_size)]
         dist.all_gather(pieces, numbers, group=self.process_group)
@@ -143,6 +143,12 @@ class Exchange:
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group does not travel: in another process, all ranks that there are.
         return (Exchange, (None, self.names, self.longest))
+
+
+def _all_gather(received: Tensor, message: Tensor, **options: Any) -> Any:
+    """Gather into one tensor: with a list of them torch copies everything once more."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    return gather(received, message, **options)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         self._check_kind(input)
-        return _with_peers(self, input)
+        # Asked here, because the way around the compiler takes time in every layer.
+        normalise = _with_peers_uncompiled if torch.compiler.is_compiling() else _with_peers
+        return normalise(self, input)
 
     def _check_kind(self, input: Tensor) -> None:
         name, wanted = self._ddpx_peers.name, self.num_features
@@ -115,6 +117,11 @@ class SyncBatchNorm(_BatchNorm):
         return Running(self.running_mean, self.running_var, momentum or 0.0)
 
 
+def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+    batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
+    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._ddpx_peers)
+
+
 def _not_compiled(function: F) -> F:
     """Let a compiled model be split here: what the ranks exchange is looked at on the host."""
     disable: Any = torch.compiler.disable
@@ -124,7 +131,4 @@ def _not_compiled(function: F) -> F:
     return disable(function, reason=why)  # type: ignore[no-any-return]
 
 
-@_not_compiled
-def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
-    batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
-    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._ddpx_peers)
+_with_peers_uncompiled = _not_compiled(_with_peers)

@@ -70,15 +70,16 @@ def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
         variances: biased, (parts, C), in float64.
 
     >>> parts = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 60.0]]).double()
-    >>> joint = merge(torch.full((2, 1), 3.0), parts.mean(1, keepdim=True), parts.var(1, keepdim=True, correction=0))
+    >>> joint = merge(torch.full((2, 1), 3.0).double(), parts.mean(1, keepdim=True), parts.var(1, keepdim=True, correction=0))
     >>> joint.count, torch.allclose(joint.mean, parts.mean()), torch.allclose(joint.var, parts.var(correction=0))
     (6.0, True, True)
     """
     count = float(counts.sum())
     if count == 0:
         return Statistics(means[0], variances[0], 0.0)
-    mean = (counts * means).sum(0) / count
-    var = (counts * (variances + (means - mean).square())).sum(0) / count
+    weights = (counts / count).T
+    mean = (weights @ means)[0]
+    var = (weights @ (variances + (means - mean).square()))[0]
     return Statistics(mean, var, count)
 
 

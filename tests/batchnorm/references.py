@@ -101,11 +101,15 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
+# What a layer calls: torch has renamed it in 2.13.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
 @contextmanager
 def collectives() -> Iterator[list[str]]:
     """The names of the collectives that are called within."""
     calls: list[str] = []
-    names = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "barrier", "reduce_scatter")
+    names = ("all_gather", GATHER, "all_reduce", "broadcast", "barrier", "reduce_scatter")
     originals = {name: getattr(dist, name) for name in names}
     for name, original in originals.items():
         setattr(dist, name, _counted(name, original, calls))

@@ -28,6 +28,7 @@ from lightning_ddp_ext.batchnorm.statistics import merge
 from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError, ConversionError
 from tests.batchnorm.cases import CASES, Case, rows
 from tests.batchnorm.references import (
+    GATHER,
     Formula,
     collectives,
     deviations,
@@ -375,7 +376,7 @@ def run_with_ends(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_end_of_forward(tmp_path: Path) -> None:
     """Ranks in step may say at each end of a forward pass that they are there."""
     a_step = 3 + 1 + 3
-    assert run_ranks(run_with_ends, 2, tmp_path) == [["all_gather"] * (2 * a_step + 1)] * 2
+    assert run_ranks(run_with_ends, 2, tmp_path) == [[GATHER] * (2 * a_step + 1)] * 2
 
 
 def test_one_process_is_torchs() -> None:
