@@ -70,7 +70,8 @@ def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
         variances: biased, (parts, C), in float64.
 
     >>> parts = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 60.0]]).double()
-    >>> joint = merge(torch.full((2, 1), 3.0).double(), parts.mean(1, keepdim=True), parts.var(1, keepdim=True, correction=0))
+    >>> counts = torch.tensor([[3.0], [3.0]]).double()
+    >>> joint = merge(counts, parts.mean(1, keepdim=True), parts.var(1, keepdim=True, correction=0))
     >>> joint.count, torch.allclose(joint.mean, parts.mean()), torch.allclose(joint.var, parts.var(correction=0))
     (6.0, True, True)
     """
