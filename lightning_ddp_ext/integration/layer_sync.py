@@ -76,9 +76,7 @@ class TrainedLayers:
 
     def stop_broadcasts(self, wrapped: object) -> None:
         """Take the running statistics, which are the same on all ranks, out of what DDP sends before each forward."""
-        if self._conversion is None or not isinstance(wrapped, DistributedDataParallel):
-            return
-        if self._conversion.exchange.world_size == torch.distributed.get_world_size():
+        if self._conversion is not None and isinstance(wrapped, DistributedDataParallel):
             _leave_out_of_broadcasts(wrapped)
 
     def before_backward(self) -> None:
@@ -135,8 +133,13 @@ def _leave_out_of_broadcasts(wrapped: DistributedDataParallel) -> None:
     if not hasattr(wrapped, "parameters_to_ignore") or not hasattr(wrapped, "_assign_modules_buffers"):
         _logger.warning("torch %s has another DDP than known: it goes on sending buffers; tell us", torch.__version__)
         return
-    layers = (module for module in wrapped.module.modules() if isinstance(module, SyncBatchNorm))
+    layers = (module for module in wrapped.module.modules() if _is_the_same_on_all_ranks(module))
     ours = {id(buffer) for layer in layers for buffer in layer.buffers(recurse=False)}
     names: Any = {name for name, buffer in wrapped.module.named_buffers() if id(buffer) in ours}
     wrapped.parameters_to_ignore |= names
     wrapped._assign_modules_buffers()
+
+
+def _is_the_same_on_all_ranks(module: Module) -> bool:
+    """Whether it is a layer whose statistics are those of all ranks; one that a user wrote may be of fewer."""
+    return isinstance(module, SyncBatchNorm) and module._ddpx_peers.world_size == torch.distributed.get_world_size()

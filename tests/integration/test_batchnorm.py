@@ -15,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -586,7 +587,19 @@ def sent(kind: Kind, directory: Path) -> dict[str, Any]:
         model = Marked()
         trainer.fit(model)
         found[name] = set(model.kept[1:])
+    model = Marked()
+    model.layers[1][1] = on_its_own(model.layers[1][1].num_features)
+    trainer_with(kind, directory, by="nothing", callbacks=[SyncBatchNormConversion()]).fit(model)
+    found["the rest, this was written for one rank"] = set(model.kept[1:])
     return found
+
+
+def on_its_own(num_features: int) -> nn.Module:
+    """A layer for the statistics of this rank, as a user may write it."""
+    from lightning_ddp_ext import SyncBatchNorm
+
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    return SyncBatchNorm(num_features, process_group=groups[dist.get_rank()])
 
 
 def test_ddp_no_longer_sends_what_is_the_same_everywhere(tmp_path: Path) -> None:
