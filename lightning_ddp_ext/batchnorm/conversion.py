@@ -175,22 +175,18 @@ def _verdict(name: str, layer: Any, not_chosen: str) -> Verdict:
         return Verdict(name, kind.__name__, "synchronises already")
     if not_chosen:
         return Verdict(name, kind.__name__, not_chosen)
-    why_not = "" if _is_convertible(layer, kind) else _reason(layer)
+    why_not = _why_impossible(layer, kind)
     return Verdict(name, kind.__name__, why_not, is_left_out=bool(why_not))
 
 
-def _is_convertible(layer: Module, kind: type) -> bool:
-    if _is_scripted(layer) or "forward" in vars(layer):
-        return False
-    return converter_for(kind) is not None or reaches_core(kind)
-
-
-def _reason(layer: Module) -> str:
+def _why_impossible(layer: Module, kind: type) -> str:
     if _is_scripted(layer):
         return "it has been scripted before it could be converted"
     if "forward" in vars(layer):
         return "its forward has been replaced on the object"
-    return "its forward may normalise by itself"
+    if converter_for(kind) is None and not reaches_core(kind):
+        return "its forward may normalise by itself"
+    return ""
 
 
 def _is_scripted(layer: Module) -> bool:

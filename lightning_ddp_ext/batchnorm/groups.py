@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import ConversionError
@@ -58,15 +55,11 @@ def _by_number(size: int) -> list[list[int]]:
 
 def _by_node() -> list[list[int]]:
     """The ranks of each host. Collective."""
-    name = hashlib.sha256(network_identity().encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(name, "big", signed=True)])
-    if "nccl" in str(dist.get_backend()):
-        mine = mine.cuda()
-    names = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(names, mine)
-    hosts: dict[int, list[int]] = {}
-    for rank, name_of_host in enumerate(names):
-        hosts.setdefault(int(name_of_host), []).append(rank)
+    networks: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(networks, network_identity())
+    hosts: dict[str, list[int]] = {}
+    for rank, network in enumerate(networks):
+        hosts.setdefault(network, []).append(rank)
     return list(hosts.values())
 
 

@@ -93,16 +93,16 @@ class SyncBatchNorm(_BatchNorm):
         return normalise(self, input)
 
     def _check_kind(self, input: Tensor) -> None:
-        name, wanted = self._ddpx_peers.name, self.num_features
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
-        if input.size(1) != wanted:
+        if input.size(1) != self.num_features:
             raise BatchNormInputError(
-                f"{name} takes inputs of {wanted} channels (got one of shape {tuple(input.shape)}); "
-                "channels are the second dimension"
+                f"{self._ddpx_peers.name} takes inputs of {self.num_features} channels "
+                f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
             )
         if input.device.type not in ("cpu", "cuda"):
             raise BatchNormInputError(
-                f"{name} takes inputs on cpu or cuda (got one on {input.device}); convert without it (exclude=)"
+                f"{self._ddpx_peers.name} takes inputs on cpu or cuda (got one on {input.device}); "
+                "convert without it (exclude=)"
             )
 
     def _count_batch(self) -> Running:
