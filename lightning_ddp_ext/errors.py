@@ -31,7 +31,8 @@
     │   └── BatchNormMismatchError           ranks are in different layers
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
-        ├── RankAbsentError                  a rank has gone past a call that every rank must make
+        ├── RankAbsentError                  a rank does not come to a call that every rank must make
+        ├── RankMismatchError                a rank makes another call than the others
         └── RankLeftError                    another rank has ended while this one still needed it
 
 A message says field, rule, value and remedy, in this order where all four exist.
@@ -214,6 +215,10 @@ class RankDiedError(RankFailedError):
 
 class RankAbsentError(RankFailedError):
     """Some ranks made a call that every rank must make, such as ``trainer.save_checkpoint``; ``rank`` did not."""
+
+
+class RankMismatchError(RankFailedError):
+    """Ranks wait for each other in different calls, such as barriers of different names; ``rank`` is the odd one."""
 
 
 class RankLeftError(RankFailedError):

@@ -35,6 +35,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 from lightning_ddp_ext.integration.progress import progress_of
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
+from lightning_ddp_ext.supervision.places import calling_place
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 
@@ -110,18 +111,15 @@ class Checkpoints:
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
         with self._every_rank(what):
-            # A rank that has gone on without this call waits for rank 0 in the loop's own broadcast. This one lets it
-            # go on to its next step, where it finds out.
-            self._ranks.from_rank_zero(None)
             return self._ranks.to_rank_zero(value)
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
         """A call that every rank must make: one that will not come is named, and one that fails."""
         membership = current()
-        if membership is not None:
-            membership.begin_call(what)
         try:
+            if membership is not None:
+                membership.meetings.meet(what.partition(" ")[0], what, calling_place())
             yield
         except (DDPExtError, OSError):
             raise

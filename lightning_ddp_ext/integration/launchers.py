@@ -30,6 +30,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     set_num_threads_if_needed,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, arrange_meeting, environment_of_started_ranks
+from lightning_ddp_ext.integration.stopping import StoppedException
 from lightning_ddp_ext.integration.ticket import ResultsQueue, Ticket
 from lightning_ddp_ext.rendezvous.process_group import current, leave
 from lightning_ddp_ext.rendezvous.store import serve
@@ -83,7 +84,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start()
         set_num_threads_if_needed(num_processes=self.num_processes)
-        return supervised(function, *args, harmless=(TunerExitException,), **kwargs)
+        return supervised(function, *args, harmless=(TunerExitException, StoppedException), **kwargs)
 
     def _start(self) -> None:
         global _started
@@ -232,7 +233,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
             # each overwriting the others'. Lightning thinks of it for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        supervised_function = partial(supervised, function, harmless=(TunerExitException,))
+        supervised_function = partial(supervised, function, harmless=(TunerExitException, StoppedException))
         through_file: Any = ResultsQueue(return_queue, self._ticket.results_file)
         try:
             super()._wrapping_function(

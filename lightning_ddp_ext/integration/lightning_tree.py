@@ -33,6 +33,7 @@ __all__ = [
     "ProgressBar",
     "RichProgressBar",
     "RunningStage",
+    "SIGTERMException",
     "SLURMEnvironment",
     "Accelerator",
     "Strategy",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
@@ -168,6 +170,7 @@ else:
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
     SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
     Loop = _private(f"{lightning_name}.loops.loop", "_Loop")
+    SIGTERMException = import_module(f"{lightning_name}.utilities.exceptions").SIGTERMException
     TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
     _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"
     check_missing_main_guard = _private(_multiprocessing, "_check_missing_main_guard")

@@ -41,6 +41,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
 from lightning_ddp_ext.integration.sampling import Order, Sampling
+from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
@@ -48,6 +49,7 @@ from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
+from lightning_ddp_ext.supervision.places import calling_place
 from lightning_ddp_ext.world import World, check_devices, read_world
 
 P = ParamSpec("P")
@@ -106,6 +108,10 @@ class DDPExtStrategy(DDPStrategy):
             loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
             step that each of them has a batch for. ``None``: loaders with lengths that differ are refused when training
             begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
+        stop_checkpoint: where all ranks save when one of them gets SIGTERM, SIGUSR1 or Ctrl-C, before they end: a file
+            name beside the other checkpoints, or a path; ``None`` to save nothing.
+        save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
+            they are ended without; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
@@ -163,6 +169,8 @@ class DDPExtStrategy(DDPStrategy):
         sampler: Order = "torch",
         exact_evaluation: bool = True,
         uneven_inputs: UnevenInputs | None = None,
+        stop_checkpoint: PathLike | None = "preempted.ckpt",
+        save_deadline: float | timedelta | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -219,6 +227,7 @@ class DDPExtStrategy(DDPStrategy):
         self.sampling = Sampling(
             self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
         )
+        self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -395,6 +404,7 @@ class DDPExtStrategy(DDPStrategy):
         assert self.lightning_module is not None
         agree_on_path(self.lightning_module.trainer)
         self.sampling.attach(self.lightning_module.trainer)
+        self.stops.attach(self.lightning_module.trainer, current())
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
@@ -406,8 +416,10 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._advance()
         self.checkpoints.release()
         self.sampling.resuming.on_train_start()
+        self.stops.on_start()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -415,15 +427,41 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._advance()
         self.checkpoints.release()
+        self.stops.on_start()
 
     @override
     def on_test_start(self) -> None:
+        self._advance()
         self.checkpoints.release()
+        self.stops.on_start()
 
     @override
     def on_predict_start(self) -> None:
+        self._advance()
         self.checkpoints.release()
+        self.stops.on_start()
+
+    @override
+    def on_train_end(self) -> None:
+        self._advance()
+        self.stops.at_place()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._advance()
+        self.stops.at_end_of_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._advance()
+        self.stops.at_end_of_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._advance()
+        self.stops.at_end_of_evaluation()
 
     @override
     def teardown(self) -> None:
@@ -456,23 +494,67 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        _begin_step()
+        self._advance()
         return super().training_step(*args, **kwargs)
 
+    def _begin(self, what: str) -> None:
+        """Say that this rank begins a collective that is rare enough to say so."""
+        membership = current()
+        if membership is not None:
+            membership.meetings.begin(what, what, calling_place())
+
+    def _advance(self) -> None:
+        """Pass a point that all ranks pass: what others began before it, and this rank did not, it never will."""
+        membership = current()
+        if membership is not None:
+            membership.meetings.advance()
+
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.stops.at_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.stops.at_step()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.stops.at_step()
+        return super().predict_step(*args, **kwargs)
+
+    @override
+    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Collective: every rank must call it, with the same name.
+
+        Raises:
+            RankMismatchError: a rank is in another barrier, or in another call that every rank must make.
+            RankAbsentError: a rank has gone on without it, or has not come within ``timeout``.
+        """
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
-        if not self.checkpoints.is_interrupted:
-            _begin_step()
-            super().barrier(*args, **kwargs)
+        if self.checkpoints.is_interrupted:
+            return
+        membership = current()
+        if membership is not None:
+            membership.meetings.meet(f"barrier {name}", f"barrier {name!r}" if name else "a barrier", calling_place())
+        if membership is None or self.root_device.type != "cpu":  # what an accelerator was given before is done, too
+            super().barrier(name, *args, **kwargs)
+        self.stops.at_barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self.checkpoints.is_handling_exception else super().broadcast(obj, src)
+        if self.checkpoints.is_handling_exception:
+            return obj
+        self._begin(f"broadcast from rank {src}")
+        return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self.checkpoints.is_handling_exception else super().reduce_boolean_decision(decision, all)
+        if self.checkpoints.is_handling_exception:
+            return decision
+        self._begin("reduce_boolean_decision")
+        return super().reduce_boolean_decision(decision, all)
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
@@ -499,13 +581,6 @@ class DDPExtStrategy(DDPStrategy):
                     start_method=start_method,
                     **options,
                 )
-
-
-def _begin_step() -> None:
-    """This rank goes on to something that every rank does: it will not make a call any more that others wait in."""
-    membership = current()
-    if membership is not None:
-        membership.begin_step()
 
 
 _SUFFIXES: dict[str, dict[str, bool]] = {

@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from lightning_ddp_ext.errors import StoreError
-from lightning_ddp_ext.rendezvous.calls import Call
 from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.line import LONGEST_LINE, SEND_WITHIN, Line, Message, keep_alive
@@ -69,7 +68,7 @@ class Lifelines:
         table: the final table of the roll call.
         rank: this process's rank.
         on_news: called from the thread with each piece of news about another rank, in the order of arrival.
-        on_call: called from the thread with each call that a rank at the other end of a line begins.
+        on_message: called from the thread with each message of :meth:`send`: its subject and what it says.
         listener: on rank 0, the socket that :func:`listen_for_lifelines` made.
         preferred: an address of rank 0's host that is known to be reachable, tried first.
         deadline: when to give up connecting.
@@ -85,14 +84,14 @@ class Lifelines:
         on_news: Callable[[News], None],
         deadline: Deadline,
         *,
-        on_call: Callable[[Call], None] = lambda call: None,
+        on_message: Callable[[str, Message], None] = lambda subject, message: None,
         listener: socket.socket | None = None,
         preferred: str | None = None,
     ) -> None:
         self._table = table
         self._rank = rank
         self._on_news = on_news
-        self._on_call = on_call
+        self._on_message = on_message
         self._lines: dict[int, Line] = {}
         self._strangers: dict[Line, None] = {}
         self._gone: dict[int, News] = {}
@@ -146,16 +145,17 @@ class Lifelines:
     def tell(self, news: News) -> None:
         """Send news to every rank that is connected; never blocks for long, never raises."""
         message = _message_of(news)
+        is_known_there = news.kind in ("died", "failed", "left")
         with self._lock:
             for rank, line in self._lines.items():
-                if rank != news.rank:
+                if rank != news.rank or not is_known_there:
                     line.send(message)
 
-    def tell_call(self, call: Call) -> None:
-        """Say that this rank begins a call; never blocks for long, never raises."""
+    def send(self, subject: str, message: Message) -> None:
+        """Send a message to rank 0, or from rank 0 to all that are connected; never blocks for long, never raises."""
         with self._lock:
             for line in self._lines.values():
-                line.send({"call": asdict(call)})
+                line.send({"subject": subject, "message": message})
 
     def close(self) -> None:
         """Say goodbye and stop the thread."""
@@ -256,8 +256,8 @@ class Lifelines:
         for message in line.receive():
             if "news" in message:
                 self._take(News(**message["news"]))
-            elif "call" in message:
-                self._on_call(Call(**message["call"]))
+            elif "subject" in message:
+                self._on_message(message["subject"], message["message"])
         if not line.is_open:
             self._selector.unregister(line.socket)
             with self._lock:

@@ -8,35 +8,40 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from socket import socket
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
-from lightning_ddp_ext.rendezvous.calls import Call, Calls
 from lightning_ddp_ext.rendezvous.claims import Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.lifelines import Lifelines
+from lightning_ddp_ext.rendezvous.line import Message
+from lightning_ddp_ext.rendezvous.meetings import Meetings
 from lightning_ddp_ext.rendezvous.news import News, reason_of
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import Sockets, interface_of, sockets_opened
 from lightning_ddp_ext.rendezvous.store import wait_for
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
 # Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
 # may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has
 # made it could wait for ever.
-_EXIT_GRACE = {"died": 3.0, "failed": 30.0, "absent": 30.0}
+_EXIT_GRACE = {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0}
 _POST_WITHIN = 2.0
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DELETE_WITHIN = 2.0
 
 _jobs = 0
@@ -80,10 +85,13 @@ class Membership:
         self._is_forming = False
         self._news: News | None = None
         self._departed: News | None = None
-        self._arrived = threading.Condition()
+        self.arrived = threading.Condition()
+        """Notified whenever there is news; parts use it for what they wait for, too."""
         self._exit_timer: threading.Timer | None = None
         self._has_observed = False
-        self._calls = Calls()
+        self._parts: dict[object, Any] = {}
+        self._listeners: dict[str, Callable[[Message], None]] = {}
+        self._unheard: dict[str, list[Message]] = {}
         self.failure: BaseException | None = None
         self.first_cause: News | None = None
 
@@ -97,7 +105,7 @@ class Membership:
             self.world.rank,
             self._hear,
             deadline,
-            on_call=self._hear_call,
+            on_message=self._take_message,
             listener=listener,
             preferred=preferred,
         )
@@ -240,6 +248,11 @@ class Membership:
         return self._news
 
     @property
+    def news_or_departure(self) -> News | None:
+        """The same, or else the first rank that has left in good order."""
+        return self._news or self._departed
+
+    @property
     def unheard_news(self) -> News | None:
         """The same, if the main thread has not come to know of it."""
         return None if self._has_observed else self._news
@@ -260,9 +273,9 @@ class Membership:
 
     def await_news(self, seconds: float) -> News | None:
         """The first death or failure, or else a departure, waiting up to ``seconds`` for it to arrive."""
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._news or self._departed, timeout=seconds)
-            return self._news or self._departed
+        with self.arrived:
+            self.arrived.wait_for(lambda: self.news_or_departure, timeout=seconds)
+            return self.news_or_departure
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long.
@@ -277,37 +290,53 @@ class Membership:
             self._lifelines.tell(news)
         self.close_group()
 
-    def begin_call(self, what: str) -> None:
-        """This rank makes a call that every rank must make; one that has gone past it, on either side, says so."""
-        call = self._calls.begin(self.world.rank, what)
-        if self._lifelines is not None:
-            self._lifelines.tell_call(call)
+    @property
+    def meetings(self) -> Meetings:
+        """Where ranks wait for each other."""
+        return self.part(Meetings)
 
-    def begin_step(self) -> None:
-        """This rank begins a training step, or comes to a barrier.
+    @property
+    def collective_timeout(self) -> timedelta:
+        """How long a rank waits for the others."""
+        return self._request.timeout or _DEFAULT_TIMEOUT
 
-        Raises:
-            RankAbsentError: another rank waits in a call that this one should have made before.
-        """
-        self._calls.steps += 1
-        call = self._calls.missed()
-        if call is not None:
-            raise self._report_absence(call).to_error()
-
-    def _hear_call(self, call: Call) -> None:
-        """Called by the lifelines' thread, while the main one may be waiting in some other collective already."""
-        self._calls.hear(call)
-        if self._calls.missed() is not None:
-            self._report_absence(call)
-
-    def _report_absence(self, call: Call) -> News:
-        mine = self.table[self.world.rank]
-        news = News("absent", mine.rank, mine.host, mine.pid, f"rank {call.rank} began {call.what}")
+    def report(self, news: News) -> News:
+        """Tell all ranks, this one included, why they cannot go on, unless there is an earlier cause; returns that."""
         first = self._post_cause(news)
         if self._lifelines is not None:
             self._lifelines.tell(first)
         self._hear(first)
         return first
+
+    def part(self, kind: Callable[[Membership], T]) -> T:
+        """The one object that ``kind`` makes for this membership; it is let go of when the rank retires."""
+        with self.arrived:
+            if kind not in self._parts:
+                self._parts[kind] = kind(self)
+            return cast(T, self._parts[kind])
+
+    # Messages.
+
+    def send(self, subject: str, message: Message) -> None:
+        """Send a message to rank 0, or from rank 0 to all others; never blocks for long, never raises."""
+        if self._lifelines is not None:
+            self._lifelines.send(subject, message)
+
+    def listen(self, subject: str, listener: Callable[[Message], None]) -> None:
+        """Have messages of a subject passed on by the lifelines' thread; those that came early come now."""
+        with self.arrived:
+            early = self._unheard.pop(subject, [])
+            self._listeners[subject] = listener
+            for message in early:
+                listener(message)
+
+    def _take_message(self, subject: str, message: Message) -> None:
+        with self.arrived:
+            listener = self._listeners.get(subject)
+            if listener is None:
+                self._unheard.setdefault(subject, []).append(message)
+        if listener is not None:
+            listener(message)
 
     def close_group(self) -> None:
         """End this rank's part of the group: whoever waits for it in a collective is released."""
@@ -338,12 +367,12 @@ class Membership:
 
     def _hear(self, news: News) -> None:
         """Called by the lifelines' thread."""
-        with self._arrived:
+        with self.arrived:
             if news.kind == "left":
                 self._departed = self._departed or news
             else:
                 self._news = self._news or news
-            self._arrived.notify_all()
+            self.arrived.notify_all()
         if news.kind != "left":
             self._release(news)
 
@@ -374,6 +403,8 @@ class Membership:
         """Say goodbye and let go of the lifelines, once the group is closed; in the store the ranks may meet again."""
         self._group = None
         self._kept.clear()
+        self._parts.clear()
+        self._listeners.clear()
         if self._lifelines is not None:
             self._lifelines.close()
         self.observe()

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankLeftError
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankLeftError, RankMismatchError
 from lightning_ddp_ext.rendezvous.claims import Claim
 
 _LONGEST_REASON = 2000
-_ERRORS = {"died": RankDiedError, "failed": RankFailedError, "left": RankLeftError, "absent": RankAbsentError}
+_ERRORS = {
+    "died": RankDiedError,
+    "failed": RankFailedError,
+    "left": RankLeftError,
+    "absent": RankAbsentError,
+    "mismatched": RankMismatchError,
+}
 
 
 class RemoteTraceback(Exception):
@@ -21,9 +27,9 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class News:
-    """What became of a rank: it died, failed with an exception, left in good order, or did not come to a call."""
+    """What became of a rank: it died, failed, left in good order, or did not come to a call, or to another."""
 
-    kind: Literal["died", "failed", "left", "absent"]
+    kind: Literal["died", "failed", "left", "absent", "mismatched"]
     rank: int
     host: str
     pid: int
@@ -39,8 +45,8 @@ class News:
             "failed": f"{who} failed, so this rank stops: {self.reason}",
             "left": f"{who} has finished and gone, but this rank still needs it for a collective; "
             "let every rank make the same calls in the same order",
-            "absent": f"{self.reason}, and {who} did not: it has gone on without it; "
-            "call it on every rank, not for one rank alone, and give every rank as many batches",
+            "absent": self.reason,
+            "mismatched": self.reason,
         }[self.kind]
         kind = _ERRORS[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import lightning as L
 import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_ddp_ext import RankZeroCheckpoint
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint
 from tests.integration.checkpointing import Net, strategy_for
 from tests.integration.training import make_trainer
-from tests.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 
 
 class SavesOn(L.Callback):
@@ -73,8 +74,49 @@ def test_a_save_on_one_rank_between_two_calls_is_named(tmp_path: Path) -> None:
     """After `fit`, too, where the others go on to the next call of the Trainer."""
     outcomes = launch_ranks(fitted_then_tested, 2, tmp_path, env=by_hand_env(2), time_limit=20)
     for outcome in outcomes:
-        assert "RankAbsentError" in outcome.story()
-        assert "rank 1 (host" in outcome.story()
+        assert "RankMismatchError" in outcome.story()
+        assert re.search(
+            r"rank 1 \(host .*?\) began broadcast from rank 0 \(.*test_lone_calls.py:\d+\)", outcome.story()
+        )
+        assert re.search(r"rank 0 \(host .*?\) began saving .*it.ckpt \(.*test_lone_calls.py:\d+\)", outcome.story())
+
+
+def at_barriers(rank: int, world_size: int, directory: Path, names: list[str | None]) -> None:
+    trainer = make_trainer(strategy_for("strategy", directory), devices=world_size, max_epochs=1)
+    trainer.fit(Net())
+    trainer.strategy.barrier("all")
+    trainer.strategy.barrier(names[rank])
+
+
+def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> None:
+    """Nobody waits for the others: each says who is where."""
+    outcomes = launch_ranks(at_barriers, 3, tmp_path, ["data", "model", "data"], env=by_hand_env(3), time_limit=20)
+    for outcome in outcomes:
+        assert outcome.error is not None
+        assert outcome.error.type_name == "RankMismatchError"
+        assert re.search(r"rank 1 .*? began barrier 'model' \(.*test_lone_calls.py:\d+\)", outcome.error.message)
+        assert re.search(r"rank [02] .*? began barrier 'data' \(.*test_lone_calls.py:\d+\)", outcome.error.message)
+    run_ranks(at_barriers, 3, tmp_path, ["data"] * 3, env=by_hand_env(3))
+
+
+def late_at_a_barrier(rank: int, world_size: int, directory: Path) -> None:
+    strategy = DDPExtStrategy(init_method=f"file://{directory}/store", timeout=1)
+    trainer = make_trainer(strategy, devices=world_size, max_epochs=1)
+    trainer.fit(Net())
+    if rank == 1:
+        hold("elsewhere")
+    strategy.barrier("end")
+
+
+def test_a_rank_that_does_not_come_to_a_barrier_in_time_is_named(tmp_path: Path) -> None:
+    """The ranks that wait, and that one, end with its name."""
+    with RankProcesses(late_at_a_barrier, 3, tmp_path, env=by_hand_env(3)) as ranks:
+        ranks.wait_for("elsewhere", rank=1)
+        for outcome in ranks.wait(0, 2):
+            assert outcome.error is not None
+            assert re.search(
+                r"rank \d began barrier 'end' .*, and rank 1 \(host .*has not come in time", outcome.story()
+            )
 
 
 def one_device_among_ranks(rank: int, world_size: int, directory: Path) -> int:

@@ -1,0 +1,197 @@
+"""A Trainer that stops on all ranks after the same step, and saves, when one of them is asked to."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.writer import PathLike
+from lightning_ddp_ext.integration.lightning_tree import (
+    SIGTERMException,
+    SLURMEnvironment,
+    Strategy,
+    rank_zero_info,
+    refuse_missing,
+)
+from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.supervision.signals import StopSignals, deliver, status_of
+from lightning_ddp_ext.supervision.stopping import Request, Stopping
+
+# torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
+_UNDER_TORCHRUN = timedelta(seconds=25)
+_ELSEWHERE = timedelta(minutes=10)
+
+
+class StoppedException(SIGTERMException):
+    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status.
+
+    Args:
+        signum: the signal that one of them got.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(status_of(signum))
+
+
+class Stops:
+    """How a strategy's Trainer stops when a signal comes to any rank.
+
+    Args:
+        strategy: whose Trainer.
+        file: where to save: a file name, taken to be beside the other checkpoints, or a path; ``None``: nowhere.
+        deadline: what the ranks have from the first signal on; ``None`` for 25 s under torchrun and else 10 minutes.
+    """
+
+    def __init__(self, strategy: Strategy, file: PathLike | None, deadline: timedelta | None) -> None:
+        self._strategy = strategy
+        self._file = file
+        self._deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
+        self._trainer: Any = None
+        self._stopping: Stopping | None = None
+        self._signals = StopSignals(self._note)
+        self._noted: int | None = None
+        self._is_running = False
+        self._has_trained = False
+        self._of_steps = 1
+
+    # A strategy travels to spawned ranks by pickle; what belongs to a process does not.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"chosen": (self._strategy, self._file, self._deadline)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["chosen"])  # type: ignore[misc]
+
+    def attach(self, trainer: Any, membership: Membership | None) -> None:
+        """From now on signals are heeded. Without a membership, in a foreign process group, all is as in Lightning."""
+        if membership is None:
+            return
+        self._trainer = trainer
+        self._stopping = membership.part(Stopping)
+        self._is_running = self._has_trained = False
+        self._noted = None
+        self._replace_lightnings(trainer)
+        self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
+        self._stopping.begin(self._deadline)
+
+    @property
+    def _warning(self) -> signal.Signals:
+        """The signal by which schedulers say that they will end the job soon."""
+        environment = self._slurm
+        requeue_signal = None if environment is None else environment.requeue_signal
+        return requeue_signal or signal.SIGUSR1
+
+    @property
+    def _slurm(self) -> SLURMEnvironment | None:
+        """Where Lightning is to have jobs requeued."""
+        environment = self._strategy.cluster_environment  # type: ignore[attr-defined]
+        return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
+
+    def _replace_lightnings(self, trainer: Any) -> None:
+        """Put our places into the Trainer's loops, and keep its own handler from calling a collective."""
+        connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+        refuse_missing(type(connector), "_sigterm_notifier_fn", "teardown")
+        refuse_missing(type(epoch_loop), "on_advance_end")
+
+        def on_advance_end(*args: Any, **kwargs: Any) -> None:
+            type(epoch_loop).on_advance_end(epoch_loop, *args, **kwargs)
+            self._has_trained = True
+            self.at_place()
+
+        def teardown() -> None:
+            type(connector).teardown(connector)
+            self._detach()
+
+        connector._sigterm_notifier_fn = lambda *args: None
+        connector.teardown = teardown
+        epoch_loop.on_advance_end = on_advance_end
+        epoch_loop._broadcast_sigterm_tensor = lambda: None  # a collective a step, for what a signal says
+
+    def _detach(self) -> None:
+        self._signals.restore()
+        if self._stopping is None:
+            return
+        self._stopping.end()
+        self._stopping = None
+        if self._noted is not None:
+            deliver(self._noted)  # too late for any place: whoever handles it now is to know
+
+    def _note(self, signum: int) -> None:
+        if self._stopping is not None:
+            self._noted = signum
+            self._stopping.note(signum)
+
+    # Places.
+
+    def at_barrier(self) -> None:
+        """The ranks have met; before they train or evaluate they can stop there."""
+        if not self._is_running:
+            self.at_place()
+
+    def on_start(self) -> None:
+        """The ranks begin to train or to evaluate: barriers are no places any more."""
+        self._is_running = True
+        self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
+
+    def at_step(self) -> None:
+        """Before a step of an evaluation; training that evaluates in between stops after that."""
+        if self._stopping is not None and not self._has_trained:
+            request = self._stopping.at_step(self._of_steps)
+            if request is not None:
+                self._stop(request)
+
+    def at_end_of_evaluation(self) -> None:
+        """An evaluation is over; training stops after what it does because of it."""
+        if self._trainer is not None and self._trainer.state.fn != "fit":
+            self.at_place()
+
+    def at_place(self) -> None:
+        """Stop, if the ranks have agreed on this place."""
+        if self._stopping is not None:
+            request = self._stopping.at_place()
+            if request is not None:
+                self._stop(request)
+
+    def _stop(self, request: Request) -> None:
+        saved = self._save(request) if self._has_trained else "nothing to save yet"
+        rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
+        self._noted = None
+        self._trainer._signal_connector.received_sigterm = True
+        raise StoppedException(request.signum)
+
+    def _where(self) -> str:
+        if self._trainer.state.fn != "fit":
+            return f"in {self._trainer.state.fn.value}"
+        return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
+
+    def _save(self, request: Request) -> str:
+        connector = self._trainer._signal_connector
+        if self._slurm is not None and request.signum == self._warning:
+            connector._slurm_sigusr_handler_fn(request.signum, None)  # saves on all ranks, and requeues
+            return "saved where the requeued job will find it"
+        if self._file is None:
+            return "nothing is saved, as was asked for"
+        path = self.path
+        self._trainer.save_checkpoint(path)
+        self._strategy.checkpoints.finish()  # type: ignore[attr-defined]
+        return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
+
+    @property
+    def path(self) -> str:
+        """Where to save."""
+        callback = self._trainer.checkpoint_callback
+        beside = getattr(callback, "dirpath", None) or self._trainer.default_root_dir
+        return os.path.join(beside, os.fspath(self._file or ""))
+
+
+def _steps_of(trainer: Any) -> int:
+    """Steps of the evaluation that begins, if that is known, else 1."""
+    if trainer.training:
+        return 1
+    loop = trainer._active_loop
+    is_known = loop is not None and getattr(loop, "_is_sequential", True)
+    steps = sum(loop.max_batches) if is_known else math.inf
+    return 1 if steps == math.inf else int(steps)

@@ -1,0 +1,37 @@
+"""Where in the user's code a call came from."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+# Packages in between, whose lines say nothing to whoever looks for a mistake of his own.
+_BETWEEN = {
+    "contextlib",
+    "functools",
+    "lightning",
+    "lightning_ddp_ext",
+    "lightning_fabric",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "torch",
+    "torchmetrics",
+}
+
+
+def calling_place() -> str:
+    """File and line of the innermost call that is neither ours nor Lightning's nor torch's; empty if there is none."""
+    return place_of(sys._getframe(1))
+
+
+def place_of(frame: FrameType | None) -> str:
+    """The same for a frame and those that have called it."""
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def place_of_main_thread() -> str:
+    """Where the main thread is right now; called by another one."""
+    return place_of(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -1,0 +1,249 @@
+"""All ranks stop at the same place, because one of them was asked to.
+
+A *place* is a point of the program that every rank passes in the same order: the end of a training step, a barrier
+before training, the end of training. Each rank counts those that it has passed. A request reaches rank 0 over the
+lifelines, which has all ranks hold: from then on none passes a place, and a thread of each reports how many it has
+passed by then. So the ranks can agree on the first place that none of them has passed, and go on until there.
+
+Nothing waits for anything but these threads, so ranks that work together in a collective meanwhile always come out
+of it; and until a signal comes, a place costs an addition and a look at a bool.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from signal import Signals
+
+from lightning_ddp_ext.rendezvous.line import Message
+from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.supervision.places import place_of_main_thread
+from lightning_ddp_ext.supervision.signals import status_of
+
+# Seconds until a rank that was about to begin an evaluation is asked again.
+_ASK_AGAIN_AFTER = 0.05
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which rank was asked to stop, and how."""
+
+    signum: int
+    rank: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far a rank is: places passed, steps passed of an evaluation since then, and how many steps that has."""
+
+    passed: int
+    steps: int = 0
+    of_steps: int = 0
+
+
+def agree(places: list[Place]) -> Place | None:
+    """The first place, if possible within an evaluation, that no rank has passed and that every rank comes to.
+
+    >>> agree([Place(4), Place(5)])
+    Place(passed=6, steps=0, of_steps=0)
+    >>> agree([Place(4, 17, 100), Place(4, 18, 99)])
+    Place(passed=4, steps=19, of_steps=0)
+    >>> agree([Place(4, 99, 100), Place(4, 99, 99)])
+    Place(passed=5, steps=0, of_steps=0)
+    >>> agree([Place(4, 17, 100), Place(4)]) is None  # a rank that will get to it any moment: ask again
+    True
+    """
+    passed = max(place.passed for place in places)
+    if any(place.of_steps for place in places if place.passed == passed):
+        if any(place.passed < passed or not place.of_steps for place in places):
+            return None
+        steps = max(place.steps for place in places) + 1
+        if steps <= min(place.of_steps for place in places):
+            return Place(passed, steps)
+    return Place(passed + 1)
+
+
+class Stopping:
+    """This rank's part in stopping together; one for the process, as the ranks count places over all Trainers.
+
+    Args:
+        membership: this process among the ranks.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._rank = membership.world.rank
+        self._changed = membership.arrived
+        self._noted: SimpleQueue[int | None] = SimpleQueue()
+        self._place = Place(0)
+        self._is_active = False
+        self._is_holding = False
+        self._target: Place | None = None
+        self._requests: list[Request] = []
+        self._places: dict[int, Place] = {}
+        self._deadline: timedelta | None = None
+        self._timer: threading.Timer | None = None
+        membership.listen("stop", self._hear)
+
+    def note(self, signum: int) -> None:
+        """Called by a signal handler; a thread does the rest."""
+        self._noted.put(signum)  # may be interrupted by itself, unlike anything with a lock
+
+    def begin(self, deadline: timedelta) -> None:
+        """From now on requests are heeded: the ranks have begun something that has places.
+
+        Args:
+            deadline: what the ranks have from the first signal until they are gone; they are ended then.
+        """
+        with self._changed:
+            self._is_active = True
+            self._deadline = deadline
+            is_asked = bool(self._requests)
+        threading.Thread(target=self._announce, name="ddpx-stop", daemon=True).start()
+        if is_asked and self._rank == 0:
+            self._ask()
+
+    def end(self) -> None:
+        """The ranks have stopped, or there is no place any more."""
+        with self._changed:
+            self._is_active = False
+        self._noted.put(None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # Places, in the main thread.
+
+    def at_place(self) -> Request | None:
+        """Why all ranks stop here, if they do. Every rank must call it at the same places.
+
+        Raises:
+            RankFailedError: one of its kinds; that a rank died or failed overrules every request.
+        """
+        self._place = Place(self._place.passed + 1)
+        return self._decide() if self._is_holding else None
+
+    def at_step(self, of_steps: int) -> Request | None:
+        """The same within an evaluation, before each of its steps.
+
+        Args:
+            of_steps: how many steps this rank makes in this evaluation, if it is known, else 1.
+        """
+        self._place = Place(self._place.passed, self._place.steps + 1, of_steps)
+        return self._decide() if self._is_holding else None
+
+    def _decide(self) -> Request | None:
+        """Wait until the ranks have agreed where to stop, and see whether it is here."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_holding or self._target or self._membership.news)
+            news, target, here = self._membership.news, self._target, self._place
+            if news is not None:
+                raise news.to_error()
+            if target is None or (here.passed, here.steps) < (target.passed, target.steps):
+                return None
+            request = self._requests[0]
+            self._is_active = self._is_holding = False
+            self._target = None
+            self._requests.clear()
+            return request
+
+    # The agreement, in threads.
+
+    def _announce(self) -> None:
+        """Tell rank 0 of each signal."""
+        mine = self._membership.table[self._rank]
+        while (signum := self._noted.get()) is not None:
+            request = Request(signum, mine.rank, mine.host)
+            if self._rank == 0:
+                self._take_request(request)
+            else:
+                self._membership.send("stop", {"request": asdict(request)})
+
+    def _hear(self, message: Message) -> None:
+        """Called by the lifelines' thread."""
+        if "request" in message:
+            self._take_request(Request(**message["request"]))
+        elif "hold" in message:
+            self._hold(Request(**message["hold"]))
+        elif "place" in message:
+            self._collect(message["rank"], Place(**message["place"]))
+        elif "target" in message:
+            self._release(Place(**message["target"]) if message["target"] else None)
+
+    def _take_request(self, request: Request) -> None:
+        """On rank 0: the first one begins a round, as soon as there are places."""
+        with self._changed:
+            is_first = not self._requests
+            self._requests.append(request)
+            is_active = self._is_active
+        if is_first and is_active:
+            self._ask()
+
+    def _ask(self) -> None:
+        """On rank 0: have all ranks hold and say how far they are."""
+        self._places.clear()
+        request = self._requests[0]
+        self._membership.send("stop", {"hold": asdict(request)})
+        self._hold(request)
+
+    def _hold(self, request: Request) -> None:
+        with self._changed:
+            if self._rank != 0:
+                self._requests = [request]
+            self._is_holding = True
+            place = self._place  # after the flag: the main thread sets them the other way round
+            self._bound(request)
+        if self._rank == 0:
+            self._collect(0, place)
+        else:
+            self._membership.send("stop", {"place": asdict(place), "rank": self._rank})
+
+    def _collect(self, rank: int, place: Place) -> None:
+        """On rank 0: when all have answered, say where to stop."""
+        with self._changed:
+            self._places[rank] = place
+            places = list(self._places.values())
+        if len(places) < len(self._membership.table.claims):
+            return
+        target = agree(places)
+        self._membership.send("stop", {"target": target and asdict(target)})
+        self._release(target)
+        if target is None:
+            again = threading.Timer(_ASK_AGAIN_AFTER, self._ask)
+            again.daemon = True
+            again.start()
+
+    def _release(self, target: Place | None) -> None:
+        with self._changed:
+            self._target = target
+            self._is_holding = target is not None
+            self._changed.notify_all()
+
+    # The end of patience.
+
+    def _bound(self, request: Request) -> None:
+        if self._timer is None and self._deadline is not None:
+            self._timer = threading.Timer(self._deadline.total_seconds(), self._give_up, [request])
+            self._timer.name = "ddpx-stop-deadline"
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _give_up(self, request: Request) -> None:
+        assert self._deadline is not None
+        silent = [claim for claim in self._membership.table.claims if claim.rank not in self._places]
+        who = f" ({', '.join(map(str, silent))} did not answer)" if self._rank == 0 and silent else ""
+        sys.stderr.write(
+            f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "
+            f"{self._deadline.total_seconds():g} s{who}, so this one is ended at {place_of_main_thread()}; "
+            "the last complete checkpoint is still there. Give them a longer save_deadline if that is what they need\n"
+        )
+        sys.stderr.flush()
+        os._exit(status_of(request.signum))
