@@ -34,13 +34,14 @@ class Restart:
     batches_that_stepped: int
 
 
-def settle(fit_loop: Any, *, accumulated: int, batches: float | None) -> Restart:
+def settle(fit_loop: Any, *, accumulated: int, batches: float | None, is_between_batches: bool = False) -> Restart:
     """Put loops that have just been restored into a state from which Lightning goes on rightly.
 
     Args:
         fit_loop: the Trainer's.
         accumulated: batches for an optimiser step, when the checkpoint was saved.
         batches: how many batches the epoch had then; ``None`` if nobody knows.
+        is_between_batches: whether all that belongs to the last batch was done, validation included.
     """
     epoch, batch = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
     is_cut_short = batches is not None and 0 < batch.current.processed < batches and not batch.is_last_batch
@@ -56,6 +57,8 @@ def settle(fit_loop: Any, *, accumulated: int, batches: float | None) -> Restart
         return _continue_epoch(fit_loop, accumulated, is_counted=False)
     if batch.current.processed < batch.current.ready:  # saved in the middle of the next batch
         return _continue_epoch(fit_loop, accumulated, is_counted=True)
+    if is_between_batches and not batch.is_last_batch:
+        return _continue_epoch(fit_loop, accumulated, is_counted=False)
     if batch.is_last_batch or batch.current.processed % accumulated == 0:
         return _at_validation(fit_loop)
     return _continue_epoch(fit_loop, accumulated, is_counted=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Resuming:
         self.reads = Reads()
         self._trainer: Any = None
         self._quiet = ExitStack()
+        self._is_between_batches = False
         self._reset({})
 
     def _reset(self, section: Mapping[str, Any]) -> None:
@@ -109,10 +110,27 @@ class Resuming:
             "world_size": self._world_size,
             "seed": seed,
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
+            "between_batches": self._is_between_batches,
             "batches": None if loop.max_batches == float("inf") else loop.max_batches,
             "loaders": self._data.state_dicts(),
             "ranks": by_rank,  # None in the middle of an exception: other ranks may not be there
         }
+
+    @contextmanager
+    def between_batches(self) -> Iterator[None]:
+        """A checkpoint that is saved in the block is saved after all that belongs to a batch, validation included.
+
+        Nothing of Lightning's is ever saved there, so its counts are put as they are a little earlier.
+        """
+        loop = self._trainer.fit_loop.epoch_loop
+        is_counted = 0 if loop._should_accumulate() else 1
+        self._is_between_batches = True
+        loop._batches_that_stepped -= is_counted
+        try:
+            yield
+        finally:
+            loop._batches_that_stepped += is_counted
+            self._is_between_batches = False
 
     def _random(self) -> dict[str, Any]:
         """The generators where they were after the last optimiser step."""
@@ -134,7 +152,12 @@ class Resuming:
             return
         self._reset(checkpoint.get(KEY) or {})
         accumulated = self._section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
-        restart = settle(self._trainer.fit_loop, accumulated=accumulated, batches=self._section.get("batches"))
+        restart = settle(
+            self._trainer.fit_loop,
+            accumulated=accumulated,
+            batches=self._section.get("batches"),
+            is_between_batches=self._section.get("between_batches", False),
+        )
         self._restart = restart
         if restart.at == "end" and self._saved_by != self._world_size:
             self._trainer.fit_loop._combined_loader_states_to_load = []  # nothing is left of what they are about

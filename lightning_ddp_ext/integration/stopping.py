@@ -13,6 +13,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     SIGTERMException,
     SLURMEnvironment,
     Strategy,
+    TrainerStatus,
     rank_zero_info,
     refuse_missing,
 )
@@ -92,13 +93,19 @@ class Stops:
 
     def _replace_lightnings(self, trainer: Any) -> None:
         """Put our places into the Trainer's loops, and keep its own handler from calling a collective."""
-        connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+        connector, fit_loop, epoch_loop = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
         refuse_missing(type(connector), "_sigterm_notifier_fn", "teardown")
+        refuse_missing(type(fit_loop), "on_advance_end")
         refuse_missing(type(epoch_loop), "on_advance_end")
 
-        def on_advance_end(*args: Any, **kwargs: Any) -> None:
+        def after_batch(*args: Any, **kwargs: Any) -> None:
             type(epoch_loop).on_advance_end(epoch_loop, *args, **kwargs)
             self._has_trained = True
+            if not epoch_loop.batch_progress.is_last_batch:  # what schedulers monitor of an epoch is in no checkpoint
+                self._after_batch()
+
+        def after_epoch() -> None:
+            type(fit_loop).on_advance_end(fit_loop)
             self.at_place()
 
         def teardown() -> None:
@@ -107,7 +114,7 @@ class Stops:
 
         connector._sigterm_notifier_fn = lambda *args: None
         connector.teardown = teardown
-        epoch_loop.on_advance_end = on_advance_end
+        epoch_loop.on_advance_end, fit_loop.on_advance_end = after_batch, after_epoch
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # a collective a step, for what a signal says
 
     def _detach(self) -> None:
@@ -116,7 +123,7 @@ class Stops:
             return
         self._stopping.end()
         self._stopping = None
-        if self._noted is not None:
+        if self._noted is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             deliver(self._noted)  # too late for any place: whoever handles it now is to know
 
     def _note(self, signum: int) -> None:
@@ -125,6 +132,12 @@ class Stops:
             self._stopping.note(signum)
 
     # Places.
+
+    def _after_batch(self) -> None:
+        request = None if self._stopping is None else self._stopping.at_place()
+        if request is not None:
+            with self._strategy.sampling.resuming.between_batches():  # type: ignore[attr-defined]
+                self._stop(request)
 
     def at_barrier(self) -> None:
         """The ranks have met; before they train or evaluate they can stop there."""
@@ -146,7 +159,14 @@ class Stops:
     def at_end_of_evaluation(self) -> None:
         """An evaluation is over; training stops after what it does because of it."""
         if self._trainer is not None and self._trainer.state.fn != "fit":
-            self.at_place()
+            self.at_end()
+
+    def at_end(self) -> None:
+        """The ranks are done with what the Trainer was called for."""
+        if self._stopping is not None:
+            request = self._stopping.at_last_place()
+            if request is not None:
+                self._stop(request)
 
     def at_place(self) -> None:
         """Stop, if the ranks have agreed on this place."""

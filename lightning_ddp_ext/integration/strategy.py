@@ -446,7 +446,7 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         self._advance()
-        self.stops.at_place()
+        self.stops.at_end()
 
     @override
     def on_validation_end(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from queue import SimpleQueue
 from signal import Signals
@@ -47,6 +47,10 @@ class Place:
     passed: int
     steps: int = 0
     of_steps: int = 0
+
+    def before(self) -> Place:
+        """The place before this one."""
+        return replace(self, steps=self.steps - 1) if self.steps else Place(self.passed - 1)
 
 
 def agree(places: list[Place]) -> Place | None:
@@ -85,7 +89,9 @@ class Stopping:
         self._noted: SimpleQueue[int | None] = SimpleQueue()
         self._place = Place(0)
         self._is_active = False
+        self._is_asked_here = False
         self._is_holding = False
+        self._is_waiting = False
         self._target: Place | None = None
         self._requests: list[Request] = []
         self._places: dict[int, Place] = {}
@@ -95,6 +101,7 @@ class Stopping:
 
     def note(self, signum: int) -> None:
         """Called by a signal handler; a thread does the rest."""
+        self._is_asked_here = True
         self._noted.put(signum)  # may be interrupted by itself, unlike anything with a lock
 
     def begin(self, deadline: timedelta) -> None:
@@ -129,7 +136,7 @@ class Stopping:
             RankFailedError: one of its kinds; that a rank died or failed overrules every request.
         """
         self._place = Place(self._place.passed + 1)
-        return self._decide() if self._is_holding else None
+        return self._decide() if self._is_holding or self._is_asked_here else None
 
     def at_step(self, of_steps: int) -> Request | None:
         """The same within an evaluation, before each of its steps.
@@ -138,22 +145,35 @@ class Stopping:
             of_steps: how many steps this rank makes in this evaluation, if it is known, else 1.
         """
         self._place = Place(self._place.passed, self._place.steps + 1, of_steps)
-        return self._decide() if self._is_holding else None
+        return self._decide() if self._is_holding or self._is_asked_here else None
+
+    def at_last_place(self) -> Request | None:
+        """The same where no other place follows: whatever signal came before is heeded here. Collective."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
+        self._membership.meetings.meet("end", "the end of its work")
+        return self.at_place()
 
     def _decide(self) -> Request | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_holding or self._target or self._membership.news)
+            self._is_waiting = True
+            self._changed.wait_for(self._is_decided)
+            self._is_waiting = False
             news, target, here = self._membership.news, self._target, self._place
             if news is not None:
                 raise news.to_error()
             if target is None or (here.passed, here.steps) < (target.passed, target.steps):
                 return None
             request = self._requests[0]
-            self._is_active = self._is_holding = False
+            self._is_active = self._is_asked_here = self._is_holding = False
             self._target = None
             self._requests.clear()
             return request
+
+    def _is_decided(self) -> bool:
+        is_open = self._is_asked_here or self._is_holding
+        return self._target is not None or not is_open or self._membership.news is not None
 
     # The agreement, in threads.
 
@@ -162,6 +182,7 @@ class Stopping:
         mine = self._membership.table[self._rank]
         while (signum := self._noted.get()) is not None:
             request = Request(signum, mine.rank, mine.host)
+            self._bound(request)
             if self._rank == 0:
                 self._take_request(request)
             else:
@@ -199,8 +220,12 @@ class Stopping:
             if self._rank != 0:
                 self._requests = [request]
             self._is_holding = True
+            self._is_asked_here = False
             place = self._place  # after the flag: the main thread sets them the other way round
-            self._bound(request)
+            if self._is_waiting:  # there, and not past it
+                place = place.before()
+            self._changed.notify_all()
+        self._bound(request)
         if self._rank == 0:
             self._collect(0, place)
         else:
@@ -230,7 +255,9 @@ class Stopping:
     # The end of patience.
 
     def _bound(self, request: Request) -> None:
-        if self._timer is None and self._deadline is not None:
+        with self._changed:
+            if self._timer is not None or self._deadline is None:
+                return
             self._timer = threading.Timer(self._deadline.total_seconds(), self._give_up, [request])
             self._timer.name = "ddpx-stop-deadline"
             self._timer.daemon = True

@@ -1,0 +1,106 @@
+"""Runs that get a real signal at a moment of their life, on one rank, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from tests.integration.continuing import Net, Numbers, Run, Step
+from tests.integration.training import make_trainer
+
+# A hook of a callback, and how often it has been called before.
+Moment = tuple[str, int]
+HOOKS = (
+    "setup",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_optimizer_step",
+    "on_train_epoch_end",
+    "on_train_end",
+    "on_validation_start",
+    "on_validation_batch_start",
+    "on_validation_end",
+    "on_test_batch_start",
+    "on_predict_batch_start",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+    "on_sanity_check_start",
+    "on_fit_end",
+)
+
+
+class Signalled(L.Callback):
+    """Sends its process a signal when a moment has come."""
+
+    def __init__(self, moment: Moment, signum: int = signal.SIGTERM) -> None:
+        self.moment = moment
+        self.signum = signum
+        self.calls: dict[str, int] = {}
+
+    def _at(self, hook: str) -> None:
+        number = self.calls.get(hook, 0)
+        self.calls[hook] = number + 1
+        if (hook, number) == self.moment:
+            os.kill(os.getpid(), self.signum)
+
+
+def _hook(name: str) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: self._at(name)
+
+
+for name in HOOKS:
+    setattr(Signalled, name, _hook(name))
+
+
+@dataclass
+class Stopped(Run):
+    """What a run did until it stopped."""
+
+    status: int | None = None
+    files: list[str] = field(default_factory=list)
+
+
+def fit(
+    strategy: Any,
+    directory: Path,
+    loaders: Callable[[], Any],
+    *,
+    callbacks: list[L.Callback] | None = None,
+    ckpt_path: str | None = None,
+    plateau: bool = False,
+    **options: Any,
+) -> Stopped:
+    """Train until the end or until all stop; resumed runs have another seed, and generators somewhere else."""
+    L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
+    net = Net(loaders, plateau=plateau)
+    torch.manual_seed(7 if ckpt_path is None else 1234)
+    settings: dict[str, Any] = {"num_sanity_val_steps": 0, "default_root_dir": directory, **options}
+    trainer = make_trainer(strategy, callbacks=callbacks or [], **settings)
+    status = None
+    try:
+        trainer.fit(net, ckpt_path=ckpt_path)
+    except SystemExit as end:
+        status = end.code
+        assert isinstance(status, int)
+    weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    loop = trainer.fit_loop.epoch_loop
+    counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
+    files = sorted(path.name for path in directory.glob("*.ckpt"))
+    return Stopped(net.steps, weights, counts, [], status, files)
+
+
+def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
+    return lambda: torch.utils.data.DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+
+
+__all__ = ["Moment", "Signalled", "Step", "Stopped", "fit", "shuffled"]
