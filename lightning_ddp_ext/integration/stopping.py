@@ -52,7 +52,7 @@ class Stops:
         self._deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._stopping: Stopping | None = None
-        self._signals = StopSignals(self._note)
+        self._signals = StopSignals(self._hear, self._note)
         self._noted: int | None = None
         self._is_running = False
         self._has_trained = False
@@ -126,10 +126,14 @@ class Stops:
         if self._noted is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             deliver(self._noted)  # too late for any place: whoever handles it now is to know
 
-    def _note(self, signum: int) -> None:
+    def _hear(self, signum: int) -> None:
         if self._stopping is not None:
-            self._noted = signum
-            self._stopping.note(signum)
+            self._stopping.ask(signum)
+
+    def _note(self, signum: int) -> None:
+        self._noted = signum
+        if self._stopping is not None:
+            self._stopping.expect()
 
     # Places.
 

@@ -4,44 +4,80 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any]
-
 
 class StopSignals:
-    """Handlers for signals, in front of those that are there; they do nothing but call ``note``.
+    """Handlers for signals, in front of those that are there.
+
+    Python calls a handler in the main thread, when that is done with what it does in C: never, if it waits there for
+    a rank that does not come. So a thread hears of each signal, too, from Python's own handler in C, which writes the
+    signal's number to a descriptor at once.
 
     A handler of the user's is called after ours. Python's own for Ctrl-C is not: it would raise in the middle of a
     step. It is what a second Ctrl-C gets, though.
 
     Args:
-        note: called with the signal's number in the main thread, between any two instructions of its own: it must take
-            no lock that the main thread may hold.
+        hear: called with the signal's number in the thread.
+        note: called with it in the main thread, between any two instructions of its own: it must take no lock that
+            the main thread may hold.
     """
 
-    def __init__(self, note: Callable[[int], None]) -> None:
+    def __init__(self, hear: Callable[[int], None], note: Callable[[int], None]) -> None:
+        self._hear = hear
         self._note = note
         self._before: dict[int, Any] = {}
         self._noted: set[int] = set()
+        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
         """Take these signals over, but for those that are ignored. Outside of the main thread this does nothing."""
-        if threading.current_thread() is threading.main_thread():
-            for each in signals:
-                if signal.getsignal(each) is not signal.SIG_IGN:
-                    self._before[each] = signal.signal(each, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reader, writer = self._ends = socket.socketpair()
+        writer.setblocking(False)
+        self._former_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for each in signals:
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                self._before[each] = signal.signal(each, self._handle)
+        taken = frozenset(self._before)
+        listen = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
+        listen.start()
+        _installed.add(self)
 
     def restore(self) -> None:
-        """Put back the handlers that were there, but for those that somebody has replaced since."""
+        """Put back what was there, but for handlers that somebody has replaced since."""
+        if self._ends is None:
+            return
+        _installed.discard(self)
         self._noted.clear()
         while self._before:
             each, handler = self._before.popitem()
             if signal.getsignal(each) == self._handle and handler is not None:
                 signal.signal(each, handler)
+        _, writer = self._ends
+        self._ends = None
+        current = signal.set_wakeup_fd(self._former_descriptor)
+        if current != writer.fileno():
+            signal.set_wakeup_fd(current)
+        writer.close()
+
+    def _listen(self, reader: socket.socket, taken: frozenset[int]) -> None:
+        with reader:
+            while numbers := reader.recv(64):
+                if self._former_descriptor >= 0:
+                    with suppress(OSError):
+                        os.write(self._former_descriptor, numbers)
+                for signum in numbers:
+                    if signum in taken:
+                        self._hear(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
@@ -51,6 +87,18 @@ class StopSignals:
         self._note(signum)
         if callable(before) and before is not signal.default_int_handler:
             before(signum, frame)
+
+
+_installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
+
+
+def _give_back() -> None:
+    """In a forked child, such as a loader's worker: its signals are not its parent's."""
+    for signals in list(_installed):
+        signals.restore()
+
+
+os.register_at_fork(after_in_child=_give_back)
 
 
 def deliver(signum: int) -> None:

@@ -16,7 +16,6 @@ import sys
 import threading
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from queue import SimpleQueue
 from signal import Signals
 
 from lightning_ddp_ext.rendezvous.line import Message
@@ -86,7 +85,6 @@ class Stopping:
         self._membership = membership
         self._rank = membership.world.rank
         self._changed = membership.arrived
-        self._noted: SimpleQueue[int | None] = SimpleQueue()
         self._place = Place(0)
         self._is_active = False
         self._is_asked_here = False
@@ -99,10 +97,19 @@ class Stopping:
         self._timer: threading.Timer | None = None
         membership.listen("stop", self._hear)
 
-    def note(self, signum: int) -> None:
-        """Called by a signal handler; a thread does the rest."""
-        self._is_asked_here = True
-        self._noted.put(signum)  # may be interrupted by itself, unlike anything with a lock
+    def expect(self) -> None:
+        """This rank got a signal: it passes no place before all hold. For signal handlers, as it takes no lock."""
+        self._is_asked_here = not self._is_holding and self._target is None
+
+    def ask(self, signum: int) -> None:
+        """Have all ranks stop; for any thread but that of a signal handler."""
+        mine = self._membership.table[self._rank]
+        request = Request(signum, mine.rank, mine.host)
+        self._bound(request)
+        if self._rank == 0:
+            self._take_request(request)
+        else:
+            self._membership.send("stop", {"request": asdict(request)})
 
     def begin(self, deadline: timedelta) -> None:
         """From now on requests are heeded: the ranks have begun something that has places.
@@ -114,15 +121,13 @@ class Stopping:
             self._is_active = True
             self._deadline = deadline
             is_asked = bool(self._requests)
-        threading.Thread(target=self._announce, name="ddpx-stop", daemon=True).start()
         if is_asked and self._rank == 0:
-            self._ask()
+            self._hold_all()
 
     def end(self) -> None:
         """The ranks have stopped, or there is no place any more."""
         with self._changed:
-            self._is_active = False
-        self._noted.put(None)
+            self._is_active = self._is_asked_here = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -177,17 +182,6 @@ class Stopping:
 
     # The agreement, in threads.
 
-    def _announce(self) -> None:
-        """Tell rank 0 of each signal."""
-        mine = self._membership.table[self._rank]
-        while (signum := self._noted.get()) is not None:
-            request = Request(signum, mine.rank, mine.host)
-            self._bound(request)
-            if self._rank == 0:
-                self._take_request(request)
-            else:
-                self._membership.send("stop", {"request": asdict(request)})
-
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
         if "request" in message:
@@ -206,9 +200,9 @@ class Stopping:
             self._requests.append(request)
             is_active = self._is_active
         if is_first and is_active:
-            self._ask()
+            self._hold_all()
 
-    def _ask(self) -> None:
+    def _hold_all(self) -> None:
         """On rank 0: have all ranks hold and say how far they are."""
         self._places.clear()
         request = self._requests[0]
@@ -242,7 +236,7 @@ class Stopping:
         self._membership.send("stop", {"target": target and asdict(target)})
         self._release(target)
         if target is None:
-            again = threading.Timer(_ASK_AGAIN_AFTER, self._ask)
+            again = threading.Timer(_ASK_AGAIN_AFTER, self._hold_all)
             again.daemon = True
             again.start()
 
