@@ -42,6 +42,7 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.rank_logging import RankLogging
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from lightning_ddp_ext.integration.callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
@@ -54,6 +55,7 @@ from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrap
 from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_own_launcher
+from lightning_ddp_ext.supervision.rank_logger import rank_logger
 from lightning_ddp_ext.world import World
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
+    "RankLogging",
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
     "RendezvousError",
@@ -104,6 +107,7 @@ __all__ = [
     "WorldError",
     "convert_sync_batchnorm",
     "gather_predictions",
+    "rank_logger",
     "register_converter",
     "restore_batchnorm",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 import threading
@@ -29,8 +28,9 @@ from lightning_ddp_ext.rendezvous.news import News, reason_of
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import Sockets, interface_of, sockets_opened
 from lightning_ddp_ext.rendezvous.store import wait_for
+from lightning_ddp_ext.supervision.rank_logger import rank_logger
 
-_logger = logging.getLogger(__name__)
+_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 # Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
 # may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 
@@ -20,8 +19,9 @@ from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.roll_call import ENDS_WITHIN, call_roll
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
 from lightning_ddp_ext.rendezvous.store import connect_tcp, host_tcp
+from lightning_ddp_ext.supervision.rank_logger import rank_logger
 
-_logger = logging.getLogger(__name__)
+_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 # Seconds to wait for the news that explains why a start broke off: it comes by another way than the break itself.
 _NEWS_WITHIN = 2.0
