@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import multiprocessing.util
 import re
 import socket
 import sys
@@ -33,9 +34,9 @@ Captured = pytest.CaptureFixture[str]
 def as_it_was(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test leaves `logging` and `warnings` exactly as they were."""
     monkeypatch.setattr(logging.root, "handlers", [caplog.handler])  # none that an import has left on a closed stream
-    before = [vars(owner)[name] for owner, name in FUNCTIONS], warnings.showwarning
+    before = what_is_there()
     yield
-    assert ([vars(owner)[name] for owner, name in FUNCTIONS], warnings.showwarning) == before
+    assert what_is_there() == before
 
 
 class OnStderr(logging.StreamHandler[Any]):
@@ -51,6 +52,12 @@ def console(capsys: Captured) -> Iterator[logging.StreamHandler[Any]]:
     handler.setFormatter(logging.Formatter("%(levelname)s|%(message)s"))
     with handling(log, handler):
         yield handler
+
+
+def what_is_there() -> list[object]:
+    """What ours stand in front of, and what is to be done at the end of the process."""
+    functions = [vars(owner)[name] for owner, name in FUNCTIONS]
+    return [*functions, warnings.showwarning, dict(multiprocessing.util._finalizer_registry)]  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -97,20 +104,19 @@ def test_every_line_of_a_message_and_of_a_traceback_has_it(capsys: Captured) -> 
 
 
 @pytest.mark.usefixtures("console")
-def test_other_handlers_get_the_record_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """Those that collect records or write elsewhere see neither a prefix nor a formatter's leftovers."""
+def test_other_handlers_get_the_record_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those that collect records or write elsewhere see neither a prefix nor what a formatter of ours leaves in it."""
     stream = io.StringIO()
     elsewhere = logging.StreamHandler(stream)
     elsewhere.setFormatter(Json())
-    with RankLines(1, 4), handling(log, elsewhere):
+    with handling(log, elsewhere):
         log.info("step %d", 7, extra={"mine": 1})
-    assert [(record.msg, record.args, record.getMessage()) for record in caplog.records] == [
-        ("step %d", (7,), "step 7")
-    ]
-    seen = json.loads(stream.getvalue())
-    assert (seen["msg"], seen["args"], seen["text"], seen["mine"]) == ("step %d", [7], "step 7", 1)
-    log.info("step %d", 8, extra={"mine": 1})
-    assert json.loads(stream.getvalue()).keys() == vars(caplog.records[-1]).keys() - {"message"} | {"text"}
+        with RankLines(1, 4, file=open_file(tmp_path, 1, 4)):
+            log.info("step %d", 7, extra={"mine": 1})
+    assert [(record.msg, record.args) for record in caplog.records] == [("step %d", (7,))] * 2
+    before, within = map(json.loads, stream.getvalue().splitlines())
+    assert (within["msg"], within["args"], within["text"], within["mine"]) == ("step %d", [7], "step 7", 1)
+    assert within.keys() <= before.keys()
 
 
 def test_structured_lines_on_the_console_stay_readable(console: logging.Handler, capsys: Captured) -> None:
@@ -158,18 +164,24 @@ def test_it_is_there_once(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("console")
-def test_somebody_who_puts_himself_in_front_stays(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_who_puts_himself_in_front_stays(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """What another library has changed since is not undone, and ours behind it does nothing any more."""
+    functions = [(owner, name, vars(owner)[name]) for owner, name in FUNCTIONS]
     with RankLines(1, 4):
-        behind = logging.Handler.format
+        behind, calls_behind = logging.Handler.format, logging.Logger.callHandlers
         monkeypatch.setattr(logging.Handler, "format", lambda self, record: f"<{behind(self, record)}>")
+        monkeypatch.setattr(logging.Logger, "callHandlers", lambda self, record: calls_behind(self, record))
     log.info("after")
-    with RankLines(1, 4):
+    with RankLines(1, 4, file=open_file(tmp_path, 1, 4, format="%(message)s")):
         log.info("again")
     assert capsys.readouterr().err == f"<INFO|after>\n<INFO|{PREFIX}again>\n"
+    assert (tmp_path / "rank-1.log").read_text().count("again") == 1
     monkeypatch.undo()
-    assert logging.Handler.format is behind
-    logging.Handler.format = behind.__wrapped__  # type: ignore[attr-defined, method-assign]
+    assert (logging.Handler.format, logging.Logger.callHandlers) == (behind, calls_behind)
+    for function in functions:
+        setattr(*function)
 
 
 @pytest.mark.usefixtures("console")
@@ -277,6 +289,7 @@ def test_warnings_that_logging_has_captured_are_lines_already(tmp_path: Path, ca
     """They are there once, wherever it was captured first."""
     file = open_file(tmp_path, 1, 4, format="%(name)s")
     stderr = logging.StreamHandler()
+    stderr.setFormatter(logging.Formatter("logged: %(message)s"))
     with warnings.catch_warnings(), ExitStack() as stack:
         show_warnings()
         logging.captureWarnings(True)
@@ -284,7 +297,9 @@ def test_warnings_that_logging_has_captured_are_lines_already(tmp_path: Path, ca
         stack.enter_context(handling(logging.getLogger("py.warnings"), stderr))
         stack.enter_context(RankLines(1, 4, file=file))
         warnings.warn("captured", UserWarning, stacklevel=1)
-    assert capsys.readouterr().err.count("captured") == 2, "the message, and the line of the source"
+    first, *others = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(f"logged: {re.escape(PREFIX)}.*UserWarning: captured", first)
+    assert not any("UserWarning: captured" in line for line in others)
     assert (tmp_path / "rank-1.log").read_text().count("py.warnings\n") == 1
 
 
