@@ -245,10 +245,10 @@ def _prefixed(record: logging.LogRecord, prefix: str) -> logging.LogRecord:
 
 def _is_of_console(handler: logging.Handler) -> bool:
     """Whether the handler writes to stdout or stderr, by itself or through a rich console."""
-    stream = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
-    if stream is None or stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__):
+    stream: Any = getattr(handler, "stream", None) or getattr(getattr(handler, "console", None), "file", None)
+    if stream in (None, sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__):
         return stream is not None
     try:
         return stream.fileno() in (1, 2)
     except (AttributeError, OSError, ValueError):
-        return False
+        return False  # it has no descriptor, or is closed
