@@ -43,6 +43,7 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.rank_logging import RankLogging
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from lightning_ddp_ext.integration.callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
@@ -50,6 +51,7 @@ from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.predictions import gather_predictions
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
+from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
@@ -87,6 +89,7 @@ __all__ = [
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
+    "RankLogging",
     "RankMismatchError",
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
@@ -106,6 +109,7 @@ __all__ = [
     "WorldError",
     "convert_sync_batchnorm",
     "gather_predictions",
+    "rank_logger",
     "register_converter",
     "restore_batchnorm",
 ]

@@ -133,6 +133,30 @@ def read_world(
     return None
 
 
+def read_rank(environ: Environ) -> tuple[int | None, int | None]:
+    """Rank and world size as far as they can be told before the ranks have met; ``None`` where they cannot.
+
+    For lines of a log: never an error. A script that Lightning has started once more for a device of the first node
+    is known as well, which has ``LOCAL_RANK`` but no ``RANK``; and a process of which nobody says anything is rank 0.
+
+    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"})
+    (1, 2)
+    >>> read_rank({})
+    (0, None)
+    >>> read_rank({"NODE_RANK": "1"})
+    (None, None)
+    """
+    try:
+        world = read_world(environ)
+        if world is not None:
+            return world.rank, world.world_size
+        is_on_first_node = not _known(environ, "NODE_RANK", "GROUP_RANK")
+        rank = _known(environ, "LOCAL_RANK") or 0 if is_on_first_node else None
+        return rank, _known(environ, "WORLD_SIZE")
+    except WorldError:
+        return None, None
+
+
 def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     """Refuse a Trainer whose processes are not those that were started.
 

@@ -42,6 +42,7 @@ PUBLIC = [
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
+    "RankLogging",
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
     "RendezvousError",
@@ -60,6 +61,7 @@ PUBLIC = [
     "WorldError",
     "convert_sync_batchnorm",
     "gather_predictions",
+    "rank_logger",
     "register_converter",
     "restore_batchnorm",
 ]

@@ -7,7 +7,6 @@ removed may be the last good checkpoint.
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -18,8 +17,9 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, Snapshot, take
+from lightning_ddp_ext.rank_logger import own_logger
 
-_logger = logging.getLogger(__name__)
+_logger = own_logger(__name__)
 
 Job = Callable[[], None]
 

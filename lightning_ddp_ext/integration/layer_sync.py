@@ -22,11 +22,11 @@ from lightning_ddp_ext.integration.lightning_tree import (
     TorchSyncBatchNorm,
     TrainerStatus,
     rank_zero_info,
-    rank_zero_only,
     rank_zero_warn,
 )
+from lightning_ddp_ext.rank_logger import rank_logger
 
-_logger = logging.getLogger(__name__)
+_logger = rank_logger(__name__, ranks=0)
 
 
 class TrainedLayers:
@@ -69,7 +69,7 @@ class TrainedLayers:
         self._conversion = conversion = convert(model, *self._selection, process_group=group)
         rank_zero_info(summary(conversion))
         if _logger.isEnabledFor(logging.DEBUG):
-            _log_on_rank_zero(f"BatchNorm layers:\n{table(conversion)}")
+            _logger.debug("BatchNorm layers:\n%s", table(conversion))
         warning = warning_of(conversion.verdicts)
         if warning is not None:
             rank_zero_warn(warning)
@@ -122,11 +122,6 @@ class RanksLayerSync(LayerSync):
 def _has_several_ranks() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-@rank_zero_only
-def _log_on_rank_zero(text: str) -> None:
-    _logger.debug(text)
 
 
 def _leave_out_of_broadcasts(wrapped: DistributedDataParallel) -> None:

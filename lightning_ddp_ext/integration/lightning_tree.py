@@ -50,7 +50,6 @@ __all__ = [
     "lightning_name",
     "lightning_version",
     "rank_zero_info",
-    "rank_zero_only",
     "rank_zero_warn",
     "refuse_missing",
     "set_num_threads_if_needed",
@@ -125,7 +124,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
     lightning_name: str
     lightning_version: str
@@ -164,7 +163,6 @@ else:
     RunningStage, TrainerStatus = _states.RunningStage, _states.TrainerStatus
     _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
     rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
-    rank_zero_only = _rank_zero.rank_zero_only
     _launchers = f"{lightning_name}.strategies.launchers"
     MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")

@@ -8,7 +8,6 @@ that is killed while it writes, and in another file that has taken the first one
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import secrets
 import struct
@@ -19,9 +18,10 @@ from datetime import timedelta
 from torch.distributed import FileStore, Store
 
 from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 
-_logger = logging.getLogger(__name__)
+_logger = own_logger(__name__)
 
 # How a file begins: the length of its first key, then that key.
 _BEGINNING = struct.pack("<I", len("refcount/")) + b"refcount/"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
+from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
@@ -34,7 +34,7 @@ from lightning_ddp_ext.rendezvous.store import wait_for
 
 T = TypeVar("T")
 
-_logger = logging.getLogger(__name__)
+_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 # Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
 # may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
+from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import open_file
@@ -21,7 +21,7 @@ from lightning_ddp_ext.rendezvous.roll_call import ENDS_WITHIN, call_roll
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
 from lightning_ddp_ext.rendezvous.store import connect_tcp, host_tcp
 
-_logger = logging.getLogger(__name__)
+_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 # Seconds to wait for the news that explains why a start broke off: it comes by another way than the break itself.
 _NEWS_WITHIN = 2.0

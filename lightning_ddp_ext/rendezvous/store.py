@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 from contextlib import suppress
@@ -12,11 +11,12 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
 
-_logger = logging.getLogger(__name__)
+_logger = own_logger(__name__)
 
 # Rank 0 leaves this key in a store of ours, so that nobody mistakes another job's store for it.
 _OURS = "lightning_ddp_ext"

@@ -1,0 +1,101 @@
+"""Loggers whose lines come from some ranks only, or say which rank they come from."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.world import read_rank
+
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _LoggerAdapter = logging.LoggerAdapter  # cannot be subscribed to before Python 3.11
+
+Ranks = Literal["all"] | int | Iterable[int]
+
+
+def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
+    """A logger whose lines appear on these ranks only, so that nobody writes ``if rank == 0``.
+
+    Which rank this process is, is asked at each line: of the default process group, and before there is one of the
+    launcher's variables. A process of which nobody says anything is rank 0; one whose rank cannot be told, as on a
+    second node before the ranks have met, is none that was named.
+
+    Args:
+        name: of the ``logging.Logger`` that the lines go to; levels, handlers and filters are those of that logger.
+        ranks: ``"all"``, one rank, or several.
+
+    Raises:
+        ConfigurationError: ``ranks`` is nothing of that.
+
+    >>> log = rank_logger(__name__, ranks=0)
+    >>> log.isEnabledFor(logging.WARNING)
+    True
+    >>> rank_logger(__name__, ranks=[1, 3]).isEnabledFor(logging.WARNING)
+    False
+    """
+    return RankLogger(logging.getLogger(name), ranks)
+
+
+class RankLogger(_LoggerAdapter):
+    """What ``rank_logger`` makes: a ``logging.LoggerAdapter`` that is enabled for nothing on other ranks.
+
+    ``isEnabledFor`` spares these what only a line would need; ``extra=`` and ``stacklevel=`` mean what they do for the
+    logger itself.
+    """
+
+    def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
+        super().__init__(logger, {})
+        self._ranks = None if ranks == "all" else _numbers(ranks)
+
+    @override
+    def isEnabledFor(self, level: int) -> bool:
+        return self.logger.isEnabledFor(level) and (self._ranks is None or rank_now()[0] in self._ranks)
+
+    @override
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs  # the base class would put an ``extra`` of its own in the place of the caller's
+
+
+class OwnLogger(RankLogger):
+    """For lines of this package that may come from any rank: those of others than rank 0 say whose they are."""
+
+    @override
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        rank, world_size = rank_now()
+        return f"{prefix_of(rank, world_size)}{msg}" if rank and world_size else msg, kwargs
+
+
+def own_logger(name: str) -> OwnLogger:
+    """The logger of a module of this package whose lines are not the same on all ranks."""
+    return OwnLogger(logging.getLogger(name))
+
+
+def rank_now() -> tuple[int | None, int | None]:
+    """Rank and world size of this process as far as they are known by now."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return read_rank(os.environ)
+
+
+def prefix_of(rank: int, world_size: int) -> str:
+    """What a line of this rank begins with: ``"[rank 1/4 host] "``. Ranks count from 0."""
+    return f"[rank {rank}/{world_size} {socket.gethostname()}] "
+
+
+def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
+    several: Any = ranks if isinstance(ranks, Iterable) and not isinstance(ranks, str) else [ranks]
+    numbers = list(several)
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers):
+        raise ConfigurationError(
+            f"ranks must be 'all', a rank or several, counted from 0 (got {ranks!r}); write ranks=0, say"
+        )
+    return frozenset(numbers)

@@ -1,0 +1,110 @@
+"""Loggers for some ranks only, and the lines of this package that say their rank."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.rank_logger import own_logger, rank_logger
+from tests.ranks import run_ranks
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
+SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
+BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise AssertionError("nobody is to format this")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without any launcher's variables."""
+    for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "shown"),
+    [
+        ({}, {"all", "0", "[0, 3]"}),
+        (TORCHRUN, {"all", "[0, 3]"}),
+        (SCRIPT, {"all"}),
+        (SECOND_NODE, {"all"}),
+        (BROKEN, {"all"}),
+    ],
+)
+def test_lines_appear_on_their_ranks(
+    variables: dict[str, str], shown: set[str], environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a launcher's variables; alone it is rank 0; where nobody can tell the rank it is none that was named."""
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    choices: list[Any] = ["all", 0, [0, 3]]
+    for ranks in choices:
+        logger = rank_logger("tests.some", ranks=ranks)
+        logger.warning("%s", ranks if str(ranks) in shown else Unprintable())
+    assert set(caplog.messages) == shown
+
+
+def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFixture) -> None:
+    """Function, file and `stacklevel` are the caller's, and so is what he gives as `extra`."""
+
+    def helper() -> None:
+        rank_logger("tests.some").warning("of the caller", stacklevel=2)
+
+    rank_logger("tests.some", ranks=0).error("%s", "text", extra={"mine": 1})
+    helper()
+    here, caller = caplog.records
+    assert (here.name, here.levelname, here.msg, here.args) == ("tests.some", "ERROR", "%s", ("text",))
+    assert here.mine == 1  # type: ignore[attr-defined]
+    name = test_a_line_is_as_if_the_logger_had_been_called.__name__
+    assert [(each.funcName, each.pathname) for each in (here, caller)] == [(name, __file__)] * 2
+    assert caller.lineno == here.lineno + 1
+
+
+@pytest.mark.parametrize("ranks", ["0", -1, [0, -1], True, 1.5, ["a"], None])
+def test_other_ranks_are_refused(ranks: Any) -> None:
+    """The message names the argument, what it may be, and what it was."""
+    with pytest.raises(ConfigurationError) as refused:
+        rank_logger("tests.some", ranks=ranks)
+    assert str(refused.value) == (
+        f"ranks must be 'all', a rank or several, counted from 0 (got {ranks!r}); write ranks=0, say"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "prefix"),
+    [({}, ""), ({**SCRIPT, "LOCAL_RANK": "0"}, ""), (SCRIPT, f"[rank 1/2 {socket.gethostname()}] "), (SECOND_NODE, "")],
+)
+def test_lines_of_ours_say_their_rank_unless_it_is_0(
+    variables: dict[str, str], prefix: str, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A line that may come from any rank would else be read as one of rank 0."""
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    own_logger("lightning_ddp_ext.test").warning("%s of them", "one")
+    assert caplog.messages == [f"{prefix}one of them"]
+
+
+def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
+    logger = rank_logger("tests.some", ranks=1)
+    before = logger.isEnabledFor(logging.WARNING)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=1 - rank, world_size=world_size)
+    within = logger.isEnabledFor(logging.WARNING)
+    dist.destroy_process_group()
+    return [before, within, logger.isEnabledFor(logging.WARNING)]
+
+
+def test_a_process_group_knows_better_than_variables(tmp_path: Any) -> None:
+    """A logger that was made before there is a group follows it, and what was before it afterwards."""
+    env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
+    assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [[False, True, False], [True, False, True]]
