@@ -22,6 +22,7 @@ from lightning_ddp_ext.errors import (
     DamagedCheckpointError,
     DDPExtError,
     DisagreementError,
+    DivergenceError,
     DuplicateRankError,
     DurationError,
     ExactEvaluationError,
@@ -42,6 +43,7 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.rank_consistency import RankConsistency
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from lightning_ddp_ext.integration.callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
@@ -72,6 +74,7 @@ __all__ = [
     "DisagreementError",
     "DistributedBatchSamplerWrapper",
     "DistributedWeightedSampler",
+    "DivergenceError",
     "DuplicateRankError",
     "DurationError",
     "Env",
@@ -83,6 +86,7 @@ __all__ = [
     "MissingRanksError",
     "OptionError",
     "RankAbsentError",
+    "RankConsistency",
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",
