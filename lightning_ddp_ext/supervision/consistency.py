@@ -104,6 +104,7 @@ class Consistency:
         _refuse_irreparable(found, state, text)
         _repair(found, state, ranks)
         replicas.remember_buffers()
+        self._last_equal = when
         self._warn(f"{text}; what rank 0 has took its place on the other ranks, and training goes on")
 
     def _report(self, found: Sequence[Difference], text: str) -> None:
