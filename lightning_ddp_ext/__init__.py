@@ -22,6 +22,7 @@ from lightning_ddp_ext.errors import (
     DamagedCheckpointError,
     DDPExtError,
     DisagreementError,
+    DivergenceError,
     DuplicateRankError,
     DurationError,
     ExactEvaluationError,
@@ -43,6 +44,7 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.rank_consistency import RankConsistency
 from lightning_ddp_ext.integration.callbacks.rank_logging import RankLogging
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
@@ -75,6 +77,7 @@ __all__ = [
     "DisagreementError",
     "DistributedBatchSamplerWrapper",
     "DistributedWeightedSampler",
+    "DivergenceError",
     "DuplicateRankError",
     "DurationError",
     "Env",
@@ -86,6 +89,7 @@ __all__ = [
     "MissingRanksError",
     "OptionError",
     "RankAbsentError",
+    "RankConsistency",
     "RankDiedError",
     "RankFailedError",
     "RankLeftError",

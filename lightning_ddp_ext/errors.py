@@ -29,6 +29,7 @@
     ├── BatchNormError (RuntimeError)        statistics of all ranks cannot be had
     │   ├── BatchNormInputError (ValueError) an input of the wrong kind, or one value a channel on all ranks
     │   └── BatchNormMismatchError           ranks are in different layers
+    ├── DivergenceError (RuntimeError)       ranks that should be alike are not
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank does not come to a call that every rank must make
@@ -185,6 +186,23 @@ class BatchNormInputError(BatchNormError, ValueError):
 
 class BatchNormMismatchError(BatchNormError):
     """Ranks are in different BatchNorm layers, or in different passes; raised on every rank that meets such another."""
+
+
+class DivergenceError(DDPExtError, RuntimeError):
+    """The ranks have different parameters, buffers, optimiser states, models or options; raised on every rank.
+
+    Attributes:
+        ranks: those that differ from most others, ascending; of equally many, from those with the lowest rank.
+        names: what differs.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.names = names
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.ranks, self.names)
 
 
 class RankFailedError(DDPExtError, RuntimeError):
