@@ -29,6 +29,7 @@
     ├── BatchNormError (RuntimeError)        statistics of all ranks cannot be had
     │   ├── BatchNormInputError (ValueError) an input of the wrong kind, or one value a channel on all ranks
     │   └── BatchNormMismatchError           ranks are in different layers
+    ├── LogMismatchError (RuntimeError)      ranks have logged different values that are reduced together
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank has gone past a call that every rank must make
@@ -184,6 +185,10 @@ class BatchNormInputError(BatchNormError, ValueError):
 
 class BatchNormMismatchError(BatchNormError):
     """Ranks are in different BatchNorm layers, or in different passes; raised on every rank that meets such another."""
+
+
+class LogMismatchError(DDPExtError, RuntimeError):
+    """Ranks have logged different values with ``sync_dist=True``; raised on every rank."""
 
 
 class RankFailedError(DDPExtError, RuntimeError):

@@ -36,6 +36,7 @@ PUBLIC = [
     "File",
     "GroupInUseError",
     "InitMethodError",
+    "LogMismatchError",
     "MissingRanksError",
     "OptionError",
     "RankAbsentError",

@@ -41,6 +41,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
 from lightning_ddp_ext.integration.sampling import Order, Sampling
+from lightning_ddp_ext.integration.step_metrics import StepMetrics
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
@@ -219,6 +220,7 @@ class DDPExtStrategy(DDPStrategy):
         self.sampling = Sampling(
             self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
         )
+        self.step_metrics = StepMetrics(self)
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -395,6 +397,7 @@ class DDPExtStrategy(DDPStrategy):
         assert self.lightning_module is not None
         agree_on_path(self.lightning_module.trainer)
         self.sampling.attach(self.lightning_module.trainer)
+        self.step_metrics.attach(self.lightning_module.trainer)
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
@@ -457,7 +460,18 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         _begin_step()
-        return super().training_step(*args, **kwargs)
+        with self.step_metrics.together("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.step_metrics.together("validation_step"):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.step_metrics.together("test_step"):
+            return super().test_step(*args, **kwargs)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -476,7 +490,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return self.sampling.evaluation.reduce(super().reduce, tensor, group, reduce_op)
+        return self.step_metrics.reduce(tensor, group, reduce_op)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
