@@ -18,6 +18,7 @@ from lightning_ddp_ext.rendezvous.process_group import current
 T = TypeVar("T")
 
 _TRAINING = "training_step"
+_EPOCH_END = "the end of an epoch"
 
 
 class StepMetrics:
@@ -39,21 +40,25 @@ class StepMetrics:
         self._key: str | None = None  # under which Lightning stores what is being logged
         self._answers: Iterator[Any] | None = None  # to what Lightning is about to reduce
         self._is_first = True  # no training step has ended yet
+        self._is_open = False  # an epoch's values have been read, and some rank may wait for more of them
         self._is_expected = True  # all ranks reduce in the next training step, even those that have logged nothing
 
     def attach(self, trainer: Any) -> None:
         """Have the Trainer's results tell us what is logged under which name, and when it is read."""
         self._is_first = self._is_expected = True
+        self._is_open = False
         training = trainer.fit_loop.epoch_loop
         for loop in (training, training.val_loop, trainer.validate_loop, trainer.test_loop):
             results = loop._results
-            refuse_missing(type(results), "update_metrics", "metrics", "valid_items")
+            refuse_missing(type(results), "update_metrics", "metrics", "valid_items", "reset")
             results.update_metrics = functools.partial(self._update, results)
             results.metrics = functools.partial(self._read, results)
+            results.reset = functools.partial(self._reset, results)
 
     # Logging.
 
     def _update(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+        _spare_moves(results[key])
         self._key = key
         try:
             type(results).update_metrics(results, key, value, batch_size)
@@ -70,6 +75,7 @@ class StepMetrics:
         if self._is_in_step and self._key is not None and self._can_pack(tensor, group, reduce_op):
             self._packed.add(Value(self._key, reduce_op, tensor))  # type: ignore[arg-type]
             return tensor
+        self.close()
         return self._strategy.sampling.evaluation.reduce(  # type: ignore[no-any-return]
             all_reduce, tensor, group, reduce_op
         )
@@ -104,7 +110,7 @@ class StepMetrics:
             self._is_in_step = False
         is_expected = step == _TRAINING and self._is_expected and self._has_others
         if self._packed.names or is_expected:
-            self._reduce(is_end=True)
+            self._is_expected = self._reduce(is_end=True)
         self._is_first &= step != _TRAINING
 
     # Reading.
@@ -122,16 +128,33 @@ class StepMetrics:
         if not due:
             return
         states = {key: _states(key, result) for key, result in due.items()}
-        self._packed.begin("the end of an epoch")
+        self._packed.begin(_EPOCH_END)
         for value in (each for values in states.values() for each in values):
             self._packed.add(value)
         self._reduce(is_end=False)
+        self._is_open = True
         for key, result in due.items():
             self._answers = iter([value.tensor for value in states[key]])
             try:
                 result.compute()
             finally:
                 self._answers = None
+
+    def close(self) -> None:
+        """Find out whether a rank waits for values of an epoch that others do not have.
+
+        Collective, if anything of an epoch has been read since: every rank must call it.
+        """
+        if self._is_open:
+            self._is_open = False
+            if self._packed.where != _EPOCH_END:
+                self._packed.begin(_EPOCH_END)
+            self._reduce(is_end=True)
+
+    def _reset(self, results: Any, metrics: bool | None = None, fx: str | None = None) -> None:
+        if metrics is None and fx is None:
+            self.close()
+        type(results).reset(results, metrics, fx)
 
     def _is_due(self, result: Any) -> bool:
         meta = result.meta
@@ -141,8 +164,8 @@ class StepMetrics:
 
     # The collective.
 
-    def _reduce(self, *, is_end: bool) -> None:
-        self._is_expected = self._packed.reduce(
+    def _reduce(self, *, is_end: bool) -> bool:
+        return self._packed.reduce(
             is_end=is_end,
             device=self._strategy.root_device,
             group=self._group(),
@@ -159,6 +182,21 @@ class StepMetrics:
         if is_trial or membership is None or self._strategy.root_device.type != "cpu":
             return None
         return membership.new_group(range(membership.world.world_size), backend="gloo", purpose="metrics")
+
+
+def _spare_moves(result: Any) -> None:
+    """Have a logged value go over all it has only where it has to move: Lightning does so whenever it is logged again.
+
+    That took more time than the collective.
+    """
+    if not result.is_tensor or "to" in vars(result):
+        return
+    refuse_missing(type(result), "to")
+
+    def to(*args: Any, **kwargs: Any) -> Any:
+        return result if args == (result.value.device,) and not kwargs else type(result).to(result, *args, **kwargs)
+
+    result.to = to
 
 
 def _states(key: str, result: Any) -> list[Value]:

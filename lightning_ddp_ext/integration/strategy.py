@@ -384,6 +384,8 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
+        if not self.checkpoints.is_interrupted:
+            self.step_metrics.close()
         self.sampling.add_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -415,6 +417,14 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.sampling.inputs.on_train_batch_start(batch)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.step_metrics.close()
+
+    @override
+    def on_test_end(self) -> None:
+        self.step_metrics.close()
 
     @override
     def on_validation_start(self) -> None:

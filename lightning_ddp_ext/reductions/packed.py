@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -55,6 +56,13 @@ class _Header(NamedTuple):
     values: int
     """How many wait."""
     is_end: int
+
+
+class _Logged(NamedTuple):
+    where: str
+    names: tuple[str, ...]
+    waiting: tuple[str, ...]
+    """Those of them that are not reduced yet."""
 
 
 class Packed:
@@ -149,7 +157,10 @@ class Packed:
 
     def _mismatch(self, group: Any) -> LogMismatchError:
         found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, (self.where, tuple(self.names)), group=group)
+        waiting = tuple(value.name for value in self._waiting)
+        dist.all_gather_object(found, _Logged(self.where, tuple(self.names), waiting), group=group)
+        with suppress(RuntimeError):  # a rank that closes its group must not keep this one from knowing
+            dist.barrier(group=group)
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         return LogMismatchError(
             f"ranks have logged different values with sync_dist=True: {_difference(ranks, found)}; every rank must log "
@@ -201,9 +212,6 @@ def _crc(text: str) -> int:
     return zlib.crc32(text.encode())
 
 
-_Logged = tuple[str, tuple[str, ...]]  # where, and which names
-
-
 def _difference(ranks: list[int], found: list[_Logged]) -> str:
     """What sets ranks apart from what most of them do, or from the first one where there is no majority."""
     usual, _ = Counter(found).most_common(1)[0]
@@ -213,12 +221,14 @@ def _difference(ranks: list[int], found: list[_Logged]) -> str:
 
 
 def _deviation(rank: int, own: _Logged, usual: _Logged) -> str:
-    (where, names), (usual_where, usual_names) = own, usual
-    if where != usual_where:
-        return f"rank {rank} is in {where}, and not in {usual_where}"
-    more, less = Counter(names) - Counter(usual_names), Counter(usual_names) - Counter(names)
+    if own.where != usual.where:
+        return (
+            f"rank {rank} has {_listed(own.waiting) or 'nothing'} to reduce in {own.where}, and not "
+            f"{_listed(usual.waiting) or 'nothing'} in {usual.where}"
+        )
+    more, less = Counter(own.names) - Counter(usual.names), Counter(usual.names) - Counter(own.names)
     told = [f"logged {_listed(more)}"] * bool(more) + [f"did not log {_listed(less)}"] * bool(less)
-    return f"rank {rank} {' and '.join(told) or f'logged in another order: {_listed(names)}'}"
+    return f"rank {rank} {' and '.join(told) or f'logged in another order: {_listed(own.names)}'}"
 
 
 def _listed(names: Iterable[str]) -> str:
