@@ -488,11 +488,15 @@ class DDPExtStrategy(DDPStrategy):
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
         if not self.checkpoints.is_interrupted:
             _begin_step()
+            self.step_metrics.close()
             super().barrier(*args, **kwargs)
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj if self.checkpoints.is_handling_exception else super().broadcast(obj, src)
+        if self.checkpoints.is_handling_exception:
+            return obj
+        self.step_metrics.close()
+        return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
