@@ -166,7 +166,7 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
         "more": counted(Logs(40)) - nothing,
         "epoch": counted(Logs(10, on_step=False, on_epoch=True)) - nothing,
         "both": counted(Logs(10, on_step=True, on_epoch=True)) - nothing,
-        "nothing": nothing,
+        "at once": counted(Logs(3, sync_dist_group=dist.group.WORLD)) - nothing,
     }
 
 
@@ -176,6 +176,7 @@ def test_a_step_makes_one_collective_and_an_epoch_another(tmp_path: Path) -> Non
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     # Of the first step there is one that tells whether anything is logged, even if nothing is.
     assert ours["step"] == {"all_gather": 3}
+    assert ours["at once"] == {"all_reduce": 3 * 4}
     assert ours["more"] == {"all_gather": 3 + 1}  # in the first step more than there is room for
     assert ours["epoch"] == {"all_gather": 1 + 1}  # and one that tells that no rank has more of them
     assert ours["both"] == {"all_gather": 3 + 2}
