@@ -27,8 +27,8 @@ class StepMetrics:
     What is logged in a step waits until its end, or until somebody reads it before, and is reduced then; readers see
     the same tensors as without. Ranks that have logged different values all raise. A rank that logs nothing where
     others do is found out in a first training step, and in one after a step in which something was logged; else the
-    others wait for it, until it reduces something, too, or the timeout ends that. One rank alone may read in the middle of
-    a step, unless that step goes on to another collective, which the others would reach before they answer.
+    others wait for it, until it reduces something, too, or the timeout ends that. One rank alone may read in the
+    middle of a step, unless that step goes on to another collective, which the others would reach before they answer.
 
     Args:
         strategy: whose ranks.
