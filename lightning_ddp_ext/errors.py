@@ -30,6 +30,7 @@
     │   ├── BatchNormInputError (ValueError) an input of the wrong kind, or one value a channel on all ranks
     │   └── BatchNormMismatchError           ranks are in different layers
     ├── DivergenceError (RuntimeError)       ranks that should be alike are not
+    ├── LogMismatchError (RuntimeError)      ranks have logged different values that are reduced together
     └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank does not come to a call that every rank must make
@@ -203,6 +204,10 @@ class DivergenceError(DDPExtError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.ranks, self.names)
+
+
+class LogMismatchError(DDPExtError, RuntimeError):
+    """Ranks have logged different values with ``sync_dist=True``; raised on every rank."""
 
 
 class RankFailedError(DDPExtError, RuntimeError):

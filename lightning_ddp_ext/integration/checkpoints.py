@@ -119,7 +119,7 @@ class Checkpoints:
         membership = current()
         try:
             if membership is not None:
-                membership.meetings.meet(what.partition(" ")[0], what, calling_place())
+                membership.meetings.meet(what, calling_place(), name=what.partition(" ")[0])
             yield
         except (DDPExtError, OSError):
             raise

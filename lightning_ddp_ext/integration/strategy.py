@@ -41,8 +41,10 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
 from lightning_ddp_ext.integration.sampling import Order, Sampling
+from lightning_ddp_ext.integration.step_metrics import StepMetrics
 from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.integration.uneven import UnevenInputs
+from lightning_ddp_ext.rendezvous.calls import Call
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -228,6 +230,7 @@ class DDPExtStrategy(DDPStrategy):
             self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
+        self.step_metrics = StepMetrics(self)
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -391,6 +394,8 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
+        if not self.checkpoints.is_interrupted:
+            self.step_metrics.close()
         self.sampling.add_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -404,6 +409,7 @@ class DDPExtStrategy(DDPStrategy):
         assert self.lightning_module is not None
         agree_on_path(self.lightning_module.trainer)
         self.sampling.attach(self.lightning_module.trainer)
+        self.step_metrics.attach(self.lightning_module.trainer)
         self.stops.attach(self.lightning_module.trainer, current())
 
     @override
@@ -451,11 +457,13 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_validation_end(self) -> None:
         self._advance()
+        self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
     def on_test_end(self) -> None:
         self._advance()
+        self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -495,29 +503,20 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._advance()
-        return super().training_step(*args, **kwargs)
-
-    def _begin(self, what: str) -> None:
-        """Say that this rank begins a collective that is rare enough to say so."""
-        membership = current()
-        if membership is not None:
-            membership.meetings.begin(what, what, calling_place())
-
-    def _advance(self) -> None:
-        """Pass a point that all ranks pass: what others began before it, and this rank did not, it never will."""
-        membership = current()
-        if membership is not None:
-            membership.meetings.advance()
+        with self.step_metrics.together("training_step"):
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        return super().validation_step(*args, **kwargs)
+        with self.step_metrics.together("validation_step"):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        return super().test_step(*args, **kwargs)
+        with self.step_metrics.together("test_step"):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -535,9 +534,11 @@ class DDPExtStrategy(DDPStrategy):
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
         if self.checkpoints.is_interrupted:
             return
+        call = self._begin(f"barrier {name!r}" if name else "a barrier")
+        self.step_metrics.close()
         membership = current()
-        if membership is not None:
-            membership.meetings.meet(f"barrier {name}", f"barrier {name!r}" if name else "a barrier", calling_place())
+        if membership is not None and call is not None:
+            membership.meetings.wait(call)
         if membership is None or self.root_device.type != "cpu":  # what an accelerator was given before is done, too
             super().barrier(name, *args, **kwargs)
         self.stops.at_barrier()
@@ -547,6 +548,7 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         self._begin(f"broadcast from rank {src}")
+        self.step_metrics.close()
         return super().broadcast(obj, src)
 
     @override
@@ -558,7 +560,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return self.sampling.evaluation.reduce(super().reduce, tensor, group, reduce_op)
+        return self.step_metrics.reduce(tensor, group, reduce_op)
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
@@ -566,6 +568,17 @@ class DDPExtStrategy(DDPStrategy):
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
         return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
+
+    def _begin(self, what: str) -> Call | None:
+        """Say that this rank begins a call that every rank must make, and that is rare enough to say so."""
+        membership = current()
+        return None if membership is None else membership.meetings.begin(what, calling_place())
+
+    def _advance(self) -> None:
+        """Pass a point that all ranks pass: what others began before it, and this rank did not, it never will."""
+        membership = current()
+        if membership is not None:
+            membership.meetings.advance()
 
     @classmethod
     @override

@@ -52,32 +52,36 @@ class Meetings:
         if call is not None:
             raise self._membership.report(self._absence(call, [self._rank])).to_error()
 
-    def begin(self, name: str, what: str, where: str = "") -> Call:
-        """Say that this rank begins a call that makes ranks wait by itself; for the rest see :meth:`meet`."""
+    def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
+        """Say that this rank begins a call that every rank must make. It need not wait, if the call makes ranks wait.
+
+        Args:
+            what: the call, as a message shows it.
+            where: file and line of the user's, if known.
+            name: what must be the same on every rank; ``what``, if left out.
+        """
         with self._arrived:
-            call = self._calls.begin(name, what, where)
+            call = self._calls.begin(name or what, what, where)
         self._send({"call": asdict(call)})
         self._lead()
         return call
 
-    def meet(self, name: str, what: str, where: str = "") -> None:
-        """Wait until every rank has begun this call, and none has begun another one instead.
+    def meet(self, what: str, where: str = "", *, name: str = "") -> None:
+        """Begin a call and :meth:`wait`."""
+        self.wait(self.begin(what, where, name=name))
 
-        Args:
-            name: the call; the same on every rank.
-            what: the call, as a message shows it.
-            where: file and line of the user's, if known.
+    def wait(self, call: Call) -> None:
+        """Wait until every rank has begun this call, and none has begun another one instead.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
             RankMismatchError: a rank has begun another call instead.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
-        call = self.begin(name, what, where)
-        if not self._wait(call, self._membership.collective_timeout.total_seconds()):
+        if not self._is_open(call, self._membership.collective_timeout.total_seconds()):
             self._send({"overdue": asdict(call)})
             self._answer_overdue(call)
-            if not self._wait(call, _ANSWERS_WITHIN):
+            if not self._is_open(call, _ANSWERS_WITHIN):
                 raise self._membership.report(self._absence(call, [0], "has not answered", _BE_THERE)).to_error()
 
     def _hear(self, message: Message) -> None:
@@ -99,7 +103,7 @@ class Meetings:
     def _send(self, message: Message) -> None:
         self._membership.send("meeting", message)
 
-    def _wait(self, call: Call, seconds: float) -> bool:
+    def _is_open(self, call: Call, seconds: float) -> bool:
         """Whether all have come, or news, within ``seconds``."""
         with self._arrived:
             heard = self._membership

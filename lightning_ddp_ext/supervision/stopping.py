@@ -156,7 +156,7 @@ class Stopping:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
-        self._membership.meetings.meet("end", "the end of its work")
+        self._membership.meetings.meet("the end of its work")
         return self.at_place()
 
     def _decide(self) -> Request | None:

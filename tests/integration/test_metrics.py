@@ -1,0 +1,250 @@
+"""`self.log(..., sync_dist=True)`: stock's values, of a step in one collective, and of an epoch in another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+from lightning_ddp_ext import LogMismatchError
+from tests.integration.training import (
+    Batch,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+)
+
+Seen = list[tuple[str, Any]]
+
+
+class AllKinds(Net):
+    """Logs in every way that there is, from everywhere, and looks at it in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.collection = MeanMetric(), MetricCollection([SumMetric()])
+        self.seen: Seen = []
+
+    def look(self) -> None:
+        for which in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+            metrics = getattr(self.trainer, which)
+            self.seen += [(f"{which} {name}", _copied(value)) for name, value in metrics.items()]
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        self.look()
+        self.log_values(loss, index)
+        self.log("at once", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
+        self.log_metrics(loss)
+        self.seen.append(("reduced", self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")))
+        if self.global_rank == 0:
+            self.look()
+        self.log("mean of all", loss, sync_dist=True)
+        return loss
+
+    def log_values(self, loss: Tensor, index: int) -> None:
+        for op in ("sum", "min", "max", torch.mean):
+            self.log(f"{op}", loss, on_step=True, on_epoch=True, reduce_fx=op, sync_dist=True)
+        self.log("double", loss.double() / 3, sync_dist=True)
+        self.log("half", loss.half(), sync_dist=True)
+        self.log("integer", torch.tensor(index), sync_dist=True)
+        self.log("number", 0.1 * (1 + self.global_rank), sync_dist=True, prog_bar=True)
+        self.log("nan", loss * torch.nan, sync_dist=True)
+        self.log("one", loss.reshape(1), sync_dist=True, batch_size=7)
+        self.log("graph", loss, sync_dist=True, enable_graph=True)
+        self.log("epoch", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log("twice", loss, sync_dist=True)
+        self.log("twice", loss + 1, sync_dist=True)
+        self.log("own", loss)
+        self.log("of rank 0", loss, sync_dist=True, rank_zero_only=True)
+        self.log_dict({f"{number}": loss * number for number in range(8)}, sync_dist=True, on_epoch=True)
+
+    def log_metrics(self, loss: Tensor) -> None:
+        self.metric.update(loss)
+        self.collection.update(loss)
+        self.log("metric", self.metric, sync_dist=True)
+        self.log_dict(self.collection, sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("after the step", 1.0 + self.global_rank, sync_dist=True, on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 1:  # as the progress bar does on rank 0
+            self.look()
+        self.log("after the epoch", 2.0 + self.global_rank, sync_dist=True)
+
+    def validation_step(self, batch: Batch, index: int, dataloader_idx: int = 0) -> None:
+        loss = self.loss(batch)
+        self.log("val_mean", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("val_max", loss, on_step=True, reduce_fx="max", sync_dist=True)
+        self.log(f"val {dataloader_idx}", loss, sync_dist=True, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+    def val_dataloader(self) -> list[DataLoader[Any]]:  # type: ignore[override]
+        return [DataLoader(data(8), batch_size=2), DataLoader(data(4), batch_size=1)]
+
+    test_dataloader = val_dataloader  # type: ignore[assignment]
+
+
+class Looks(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        module.look()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+        module.look()
+
+    on_validation_end = on_test_end = on_train_end = on_train_epoch_end
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
+    L.seed_everything(7)
+    model = AllKinds()
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=[Looks()], log_every_n_steps=2)
+    trainer.fit(model)
+    return {"tested": trainer.test(model, verbose=False), "seen": model.seen}
+
+
+@pytest.mark.lowest
+def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
+    """Values, types and order, in the midst of a step, after each step and after each epoch, on each rank."""
+    for ours, stock in zip(*on_both(train_all_kinds, tmp_path), strict=True):
+        assert [name for name, _ in ours["seen"]] == [name for name, _ in stock["seen"]]
+        assert len(ours["seen"]) > 500
+        assert_same([value for _, value in ours["seen"]], [value for _, value in stock["seen"]])
+        assert_same(ours["tested"], stock["tested"])
+
+
+class Logs(Net):
+    """Logs so many values in each training step, and nothing else."""
+
+    def __init__(self, number: int, **options: Any) -> None:
+        super().__init__()
+        self.number, self.options = number, {"sync_dist": True, **options}
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        loss = self.loss(batch)
+        for number in range(self.number):
+            self.log(f"{number}", loss, reduce_fx=("mean", "max")[number % 2], **self.options)
+        return loss
+
+
+def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
+    """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken off."""
+
+    def counted(model: Net) -> Counter[str]:
+        trainer = make_trainer(make_strategy(kind, directory), max_epochs=1, limit_val_batches=0)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            trainer.fit(model)
+        return Counter(event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name)
+
+    counted(Logs(1))  # opens groups
+    nothing = counted(Logs(0))
+    return {
+        "step": counted(Logs(10)) - nothing,
+        "more": counted(Logs(40)) - nothing,
+        "epoch": counted(Logs(10, on_step=False, on_epoch=True)) - nothing,
+        "both": counted(Logs(10, on_step=True, on_epoch=True)) - nothing,
+        "at once": counted(Logs(3, sync_dist_group=dist.group.WORLD)) - nothing,
+    }
+
+
+def test_a_step_makes_one_collective_and_an_epoch_another(tmp_path: Path) -> None:
+    """Whatever the number of values, once it is known, and with no barrier; stock makes two for each."""
+    ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
+    assert stock["step"] == {"barrier": 40, "all_reduce": 40}
+    # Of the first step there is one that tells whether anything is logged, even if nothing is.
+    assert ours["step"] == {"all_gather": 3}
+    assert ours["at once"] == {"all_reduce": 3 * 4}
+    assert ours["more"] == {"all_gather": 3 + 1}  # in the first step more than there is room for
+    assert ours["epoch"] == {"all_gather": 1 + 1}  # and one that tells that no rank has more of them
+    assert ours["both"] == {"all_gather": 3 + 2}
+
+
+MONITORED = ("one more at the end of an epoch",)
+Names = Callable[[int, int], list[str]]  # by rank and step
+
+
+class Differs(Net):
+    """Rank 1 logs other names than rank 0."""
+
+    def __init__(self, names: Names, **options: Any) -> None:
+        super().__init__()
+        self.names, self.options = names, options
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        for name in self.names(self.global_rank, index):
+            self.log(name, 1.0, sync_dist=True, **self.options)
+        return self.loss(batch)
+
+
+CASES: dict[str, tuple[Names, dict[str, Any], str]] = {
+    "one more in a later step": (
+        lambda rank, index: ["a", "b"] if rank and index == 2 else ["a"],
+        {},
+        "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank must log",
+    ),
+    "none from the first step on": (
+        lambda rank, index: [] if rank else ["a"],
+        {},
+        "rank 1 did not log training_step.a (mean)",
+    ),
+    "none in a later step": (
+        lambda rank, index: [] if rank and index == 3 else ["a"],
+        {},
+        "rank 1 did not log training_step.a (mean)",
+    ),
+    "another at the end of an epoch": (
+        lambda rank, index: ["b"] if rank else ["a"],
+        {"on_step": False, "on_epoch": True},
+        "rank 1 logged training_step.b (mean), training_step.b, batch size (mean) and did not log training_step.a",
+    ),
+    "one more at the end of an epoch": (
+        lambda rank, index: ["a", "b"] if rank else ["a"],
+        {"on_step": False, "on_epoch": True},
+        "rank 1 logged training_step.b (mean), training_step.b, batch size (mean) (as compared with rank 0)",
+    ),
+}
+
+
+def fail(kind: Kind, directory: Path) -> dict[str, str]:
+    told = {}
+    for case, (names, options, _) in CASES.items():
+        checkpoints = ModelCheckpoint(directory, monitor="a" if case in MONITORED else None)
+        trainer = make_trainer(
+            make_strategy(kind, directory), callbacks=[checkpoints], limit_val_batches=0, enable_checkpointing=True
+        )
+        try:
+            trainer.fit(Differs(names, **options))
+        except LogMismatchError as error:
+            told[case] = str(error)
+    return told
+
+
+def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
+    """And hear which rank has logged what, and what not, instead of waiting."""
+    for told in on_ranks("ours", fail, tmp_path):
+        assert told.keys() == CASES.keys()
+        for case, (_, _, sentence) in CASES.items():
+            assert sentence in told[case], told[case]
