@@ -101,7 +101,8 @@ class Stops:
         def after_batch(*args: Any, **kwargs: Any) -> None:
             type(epoch_loop).on_advance_end(epoch_loop, *args, **kwargs)
             self._has_trained = True
-            if not epoch_loop.batch_progress.is_last_batch:  # what schedulers monitor of an epoch is in no checkpoint
+            # What schedulers monitor of an epoch is in no checkpoint, so the epoch's end is waited for.
+            if not (epoch_loop.batch_progress.is_last_batch and self._strategy.sampling.inputs.are_even):  # type: ignore[attr-defined]
                 self._after_batch()
 
         def after_epoch() -> None:

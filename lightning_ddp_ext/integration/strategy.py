@@ -422,7 +422,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._advance()
+        self._pass()
         self.checkpoints.release()
         self.sampling.resuming.on_train_start()
         self.stops.on_start()
@@ -433,42 +433,42 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._advance()
+        self._pass()
         self.checkpoints.release()
         self.stops.on_start()
 
     @override
     def on_test_start(self) -> None:
-        self._advance()
+        self._pass()
         self.checkpoints.release()
         self.stops.on_start()
 
     @override
     def on_predict_start(self) -> None:
-        self._advance()
+        self._pass()
         self.checkpoints.release()
         self.stops.on_start()
 
     @override
     def on_train_end(self) -> None:
-        self._advance()
+        self._pass()
         self.stops.at_end()
 
     @override
     def on_validation_end(self) -> None:
-        self._advance()
+        self._pass()
         self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self._advance()
+        self._pass()
         self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
     def on_predict_end(self) -> None:
-        self._advance()
+        self._pass()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -575,10 +575,15 @@ class DDPExtStrategy(DDPStrategy):
         return None if membership is None else membership.meetings.begin(what, calling_place())
 
     def _advance(self) -> None:
-        """Pass a point that all ranks pass: what others began before it, and this rank did not, it never will."""
+        """Pass a point that all ranks pass: calls that others began before it, and this rank did not, it will miss."""
         membership = current()
         if membership is not None:
             membership.meetings.advance()
+
+    def _pass(self) -> None:
+        """The same for what ranks do at other batches, or not at all, where they have different numbers of them."""
+        if self.sampling.inputs.are_even:
+            self._advance()
 
     @classmethod
     @override

@@ -31,6 +31,9 @@ class Inputs:
         resuming: counts batches, too.
         uneven: how an epoch ends where the ranks have different numbers of batches; ``None``: training does not begin.
 
+    Attributes:
+        are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
+
     Raises:
         ConfigurationError: ``uneven`` is something else.
     """
@@ -48,11 +51,12 @@ class Inputs:
         self._limits: list[float] = []
         self._in_step: InStep[Any] | None = None
         self._compares = False
+        self.are_even = True
 
     def attach(self, trainer: Any) -> None:
         """Look at the training loaders whenever the Trainer has got them."""
         self._trainer, self._loop = trainer, trainer.fit_loop
-        self._compares = True
+        self._compares = self.are_even = True
         loop_class = type(self._loop)
         refuse_missing(loop_class, "setup_data", "_load_combined_loader_states")
 
@@ -108,6 +112,7 @@ class Inputs:
         streams = [_name(loader) for loader in self._loop._combined_loader.flattened if _is_stream(loader)]
         found: list[Any] = [None] * self._world_size
         dist.all_gather_object(found, (self._loop.max_batches, streams))
+        self.are_even = len({length for length, _ in found}) == 1 and math.inf not in (length for length, _ in found)
         if not self._stops_at_shortest:
             self._refuse_uneven([length for length, _ in found])
         elif self._in_step is not None:
