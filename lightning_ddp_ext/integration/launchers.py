@@ -212,7 +212,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         store = serve(self._listener) if self._listener is not None else None
         self._listener = None
         assert self._ticket is not None
-        return RankProcesses(context, store, self._ticket.results_file)
+        return RankProcesses(context, store, self._ticket.results_file, self._ddpx.stops.deadline.total_seconds())
 
     @override
     def _wrapping_function(

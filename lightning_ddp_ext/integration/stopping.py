@@ -44,12 +44,15 @@ class Stops:
         strategy: whose Trainer.
         file: where to save: a file name, taken to be beside the other checkpoints, or a path; ``None``: nowhere.
         deadline: what the ranks have from the first signal on; ``None`` for 25 s under torchrun and else 10 minutes.
+
+    Attributes:
+        deadline: the same.
     """
 
     def __init__(self, strategy: Strategy, file: PathLike | None, deadline: timedelta | None) -> None:
         self._strategy = strategy
         self._file = file
-        self._deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
+        self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._stopping: Stopping | None = None
         self._signals = StopSignals(self._hear, self._note)
@@ -61,7 +64,7 @@ class Stops:
     # A strategy travels to spawned ranks by pickle; what belongs to a process does not.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"chosen": (self._strategy, self._file, self._deadline)}
+        return {"chosen": (self._strategy, self._file, self.deadline)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["chosen"])  # type: ignore[misc]
@@ -76,7 +79,7 @@ class Stops:
         self._noted = None
         self._replace_lightnings(trainer)
         self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
-        self._stopping.begin(self._deadline)
+        self._stopping.begin(self.deadline)
 
     @property
     def _warning(self) -> signal.Signals:

@@ -176,7 +176,7 @@ class Membership:
 
         For small collectives on CPU memory that are under way while others are.
         """
-        return self.new_group(range(self.world.world_size), backend="gloo", purpose="side")
+        return self.new_group(range(self.world.world_size), backend="gloo", purpose="small collectives")
 
     def new_group(self, ranks: Sequence[int], *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
         """A group of some ranks; it ends with the default one. Collective over all ranks, the first time.
@@ -189,6 +189,8 @@ class Membership:
         ranks = list(ranks)
         key = (*ranks, backend, purpose)
         if key not in self._other_groups:
+            # In a store a rank would wait for one that has failed or is elsewhere, and not every store can be severed.
+            self.meetings.meet(f"forming a group{' for ' if purpose else ''}{purpose}")
             deadline = Deadline(self._request.init_timeout.total_seconds())
             with self._forming(), self._noted_sockets(), self._interface_for_gloo(deadline):
                 group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())

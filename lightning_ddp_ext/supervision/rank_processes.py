@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
+from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
 
 # Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
 _END_WITHIN = 5.0
@@ -77,22 +78,36 @@ class RankProcesses:
         context: what torch returned when it started them.
         store: the server of their store, open as long as they run.
         results_file: what local rank 0 leaves if it comes to a good end.
+        stop_within: seconds that the ranks have to stop together after a signal.
     """
 
-    def __init__(self, context: Any, store: object, results_file: str) -> None:
+    def __init__(self, context: Any, store: object, results_file: str, stop_within: float = _END_WITHIN) -> None:
         self._context = context
         self._store = store
         self._results_file = results_file
+        self._stop_within = stop_within
         self.processes = context.processes
 
     def join(self) -> bool:
-        """Wait for all processes. Raises what the first one that failed raised; always returns ``True``."""
+        """Wait for all processes; always returns ``True``.
+
+        Raises:
+            SystemExit: a signal has stopped all of them.
+            Exception: what the first one that failed raised.
+        """
+        signals = StopSignals(hear=self._pass_on, note=lambda signum: None)
+        signals.install(signal.SIGTERM, signal.SIGUSR1)
         try:
             self._wait_for_an_end()
         except BaseException:
             self._interrupt()
             raise
-        self._end_the_rest()
+        finally:
+            signals.restore()
+        self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
+        status = self._stopped_by()
+        if status is not None and {process.exitcode for process in self.processes} == {status}:
+            raise SystemExit(status)
         self._store = None
         culprit = self._culprit()
         if culprit is not None:
@@ -112,8 +127,8 @@ class RankProcesses:
     def _interrupt(self) -> None:
         """Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone, which then ends them."""
         try:
-            for request in (None, signal.SIGINT):
-                self._end_within(_END_WITHIN / 2, request)
+            self._end_within(_END_WITHIN / 2, None)
+            self._end_within(self._stop_within, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
         finally:
             for process in self.processes:
                 if process.exitcode is None:
@@ -127,11 +142,25 @@ class RankProcesses:
         for process in self.processes:
             process.join(max(0.0, moment - time.monotonic()))
 
+    def _pass_on(self, signum: int) -> None:
+        """One rank is enough: it has all of them stop."""
+        for process in self.processes:
+            if process.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+                return
+
+    def _stopped_by(self) -> int | None:
+        """The status of ranks that a signal has stopped, if nothing else has ended any."""
+        statuses = {self.processes[index].exitcode for index in self._failed()}
+        is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
+        return statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
+
     def _failed(self) -> list[int]:
         return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
 
-    def _end_the_rest(self) -> None:
-        moment = time.monotonic() + _END_WITHIN
+    def _end_the_rest(self, seconds: float) -> None:
+        moment = time.monotonic() + seconds
         self._killed = []
         for index, process in enumerate(self.processes):
             process.join(max(0.0, moment - time.monotonic()) if self._failed() else None)

@@ -34,40 +34,47 @@ class StopSignals:
         self._note = note
         self._before: dict[int, Any] = {}
         self._noted: set[int] = set()
-        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._writer: socket.socket | None = None
+        self._listener: threading.Thread | None = None
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
         """Take these signals over, but for those that are ignored. Outside of the main thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
-        reader, writer = self._ends = socket.socketpair()
-        writer.setblocking(False)
-        self._former_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for each in signals:
             if signal.getsignal(each) is not signal.SIG_IGN:
                 self._before[each] = signal.signal(each, self._handle)
         taken = frozenset(self._before)
-        listen = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
-        listen.start()
+        self._listener = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
+        self._listener.start()
         _installed.add(self)
 
     def restore(self) -> None:
         """Put back what was there, but for handlers that somebody has replaced since."""
-        if self._ends is None:
+        if self._writer is None or self._listener is None:
             return
+        writer, listener = self._writer, self._listener
+        self._put_back()
+        writer.shutdown(socket.SHUT_RDWR)  # also where a child that was forked has a copy of it
+        writer.close()
+        listener.join()
+
+    def _put_back(self) -> None:
         _installed.discard(self)
         self._noted.clear()
         while self._before:
             each, handler = self._before.popitem()
             if signal.getsignal(each) == self._handle and handler is not None:
                 signal.signal(each, handler)
-        _, writer = self._ends
-        self._ends = None
+        assert self._writer is not None
         current = signal.set_wakeup_fd(self._former_descriptor)
-        if current != writer.fileno():
+        if current != self._writer.fileno():
             signal.set_wakeup_fd(current)
-        writer.close()
+        self._writer = self._listener = None
 
     def _listen(self, reader: socket.socket, taken: frozenset[int]) -> None:
         with reader:
@@ -95,7 +102,7 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 def _give_back() -> None:
     """In a forked child, such as a loader's worker: its signals are not its parent's."""
     for signals in list(_installed):
-        signals.restore()
+        signals._put_back()
 
 
 os.register_at_fork(after_in_child=_give_back)
@@ -113,3 +120,7 @@ def status_of(signum: int) -> int:
     143
     """
     return 128 + signum
+
+
+# Of processes that were asked to stop and did so in good order.
+STOP_STATUSES = {status_of(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}

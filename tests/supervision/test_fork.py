@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -27,10 +28,11 @@ from tests.supervision.model import (
 from tests.supervision.test_launchers import lines_of, told, who
 
 
-def train(rank: int, world_size: int, *faults: Fault, endless: bool = False) -> None:
+def train(rank: int, world_size: int, *faults: Fault, endless: bool = False, directory: Path | None = None) -> None:
     """Start two ranks from a process that is none."""
     faults = Fault("setup", announce_place), Fault("third_step", announce_third_step), *faults
-    trainer = make_trainer(2, strategy="ddp_ext_fork", max_epochs=-1 if endless else 1, limit_val_batches=0)
+    options = {"max_epochs": -1 if endless else 1, "limit_val_batches": 0, "default_root_dir": directory}
+    trainer = make_trainer(2, strategy="ddp_ext_fork", **options)
     trainer.fit(Model(faults))
 
 
@@ -104,6 +106,18 @@ def test_a_kill_of_the_launching_process_ends_all() -> None:
         output = launching.output(0)
     line = f"the process that launched this one (pid {outcome.pid}) is gone, so this one ends, too"
     assert any(said.endswith(line) for said in output.splitlines()), output
+
+
+@pytest.mark.parametrize("to", ["the launching process", "rank 0", "rank 1"])
+def test_sigterm_stops_all_ranks_saved(to: str, tmp_path: Path) -> None:
+    """Whichever process gets it; the launching one ends with the same status."""
+    with RankProcesses(train, 1, endless=True, directory=tmp_path) as launching:
+        pids = pids_of_ranks(launching, "in step 3")
+        os.kill(launching.pids[0] if to == "the launching process" else pids[int(to[-1])], signal.SIGTERM)
+        (outcome,) = launching.wait()
+    assert outcome.exit_code == 143, outcome.story()
+    assert (tmp_path / "preempted.ckpt").exists()
+    assert outcome.output.count("all ranks stop after step") == 1
 
 
 def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks() -> None:

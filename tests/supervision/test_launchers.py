@@ -172,13 +172,24 @@ def test_ranks_of_torchrun_that_are_orphaned_before_they_meet_end() -> None:
 
 
 def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
-    """Ctrl-C reaches all processes of a run at once; they end, and nobody takes that for a death."""
+    """Ctrl-C reaches all processes of a run at once; they stop together, and nobody takes that for a death."""
     with train(POPEN, "--endless") as script:
         wait_for_ranks(script, "in step 3")
         os.killpg(script.pid, signal.SIGINT)
         done = script.wait()
-    assert done.returncode == 1
-    assert "Detected KeyboardInterrupt" in done.output
+    assert done.returncode == 130
+    assert done.output.count("all ranks stop after step") == 1
+    assert "Error" not in done.output
+
+
+def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
+    """The agent passes SIGTERM on to its ranks; they stop together, save, and none is taken for dead."""
+    with train(TORCHRUN, "--endless") as script:
+        wait_for_ranks(script, "in step 3")
+        os.kill(script.pid, signal.SIGTERM)
+        done = script.wait()
+    assert done.returncode != 0
+    assert done.output.count("saved to") == 1
     assert "RankDiedError" not in done.output
 
 
