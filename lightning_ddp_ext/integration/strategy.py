@@ -49,6 +49,7 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
+from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
 from lightning_ddp_ext.supervision.places import calling_place
@@ -114,6 +115,8 @@ class DDPExtStrategy(DDPStrategy):
             name beside the other checkpoints, or a path; ``None`` to save nothing.
         save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
             they are ended without; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
+        debug: whether each collective that your code calls waits until all ranks have come to the same one, and names
+            those that are elsewhere; takes part of a millisecond for each.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
@@ -173,6 +176,7 @@ class DDPExtStrategy(DDPStrategy):
         uneven_inputs: UnevenInputs | None = None,
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
+        debug: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -231,6 +235,8 @@ class DDPExtStrategy(DDPStrategy):
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.step_metrics = StepMetrics(self)
+        self._debug = debug
+        self._checked: CheckedCollectives | None = None
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -411,6 +417,10 @@ class DDPExtStrategy(DDPStrategy):
         self.sampling.attach(self.lightning_module.trainer)
         self.step_metrics.attach(self.lightning_module.trainer)
         self.stops.attach(self.lightning_module.trainer, current())
+        membership = current()
+        if self._debug and membership is not None:
+            self._checked = CheckedCollectives(membership)
+            self._checked.install()
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
@@ -473,6 +483,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._checked is not None:
+            self._checked.restore()
         self.checkpoints.finish()
         self.sampling.detach()
         super().teardown()
