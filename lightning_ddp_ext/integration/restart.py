@@ -9,7 +9,7 @@ the middle of an epoch with so many batches done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_ddp_ext.integration.lightning_tree import Loop
@@ -26,15 +26,24 @@ class Restart:
         epoch: which one.
         done: batches of this epoch that have been trained on, and count.
         batches_that_stepped: Lightning's count for loggers, as it is to be at the first batch.
+        is_validation_due: whether all of a validation comes first.
     """
 
     at: At
     epoch: int
     done: int
     batches_that_stepped: int
+    is_validation_due: bool = False
 
 
-def settle(fit_loop: Any, *, accumulated: int, batches: float | None, is_between_batches: bool = False) -> Restart:
+def settle(
+    fit_loop: Any,
+    *,
+    accumulated: int,
+    batches: float | None,
+    is_between_batches: bool = False,
+    is_validation_due: bool = False,
+) -> Restart:
     """Put loops that have just been restored into a state from which Lightning goes on rightly.
 
     Args:
@@ -42,6 +51,7 @@ def settle(fit_loop: Any, *, accumulated: int, batches: float | None, is_between
         accumulated: batches for an optimiser step, when the checkpoint was saved.
         batches: how many batches the epoch had then; ``None`` if nobody knows.
         is_between_batches: whether all that belongs to the last batch was done, validation included.
+        is_validation_due: whether none of the validation that had begun counts.
     """
     epoch, batch = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
     is_cut_short = batches is not None and 0 < batch.current.processed < batches and not batch.is_last_batch
@@ -57,6 +67,8 @@ def settle(fit_loop: Any, *, accumulated: int, batches: float | None, is_between
         return _continue_epoch(fit_loop, accumulated, is_counted=False)
     if batch.current.processed < batch.current.ready:  # saved in the middle of the next batch
         return _continue_epoch(fit_loop, accumulated, is_counted=True)
+    if is_validation_due:
+        return replace(_before_validation(fit_loop), is_validation_due=True)
     if is_between_batches and not batch.is_last_batch:
         return _continue_epoch(fit_loop, accumulated, is_counted=False)
     if batch.is_last_batch or batch.current.processed % accumulated == 0:
@@ -87,6 +99,17 @@ def _close_epoch(fit_loop: Any) -> None:
     for progress in (batch.current, batch.total):
         progress.completed = progress.processed
     fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def _before_validation(fit_loop: Any) -> Restart:
+    """As if Lightning were in the middle of a validation of which no batch is done."""
+    batch = fit_loop.epoch_loop.val_loop.batch_progress
+    total = batch.total.completed - batch.current.completed
+    _set(batch.current, ready=1, others=0)
+    _set(batch.total, ready=total + 1, others=total)
+    batch.current.started = 1
+    batch.total.started = total + 1
+    return _at_validation(fit_loop)
 
 
 def _at_validation(fit_loop: Any) -> Restart:

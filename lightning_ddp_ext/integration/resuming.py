@@ -36,6 +36,8 @@ class Resuming:
         self._trainer: Any = None
         self._quiet = ExitStack()
         self._is_between_batches = False
+        self._is_validation_due = False
+        self._before_validation: RandomState | None = None
         self._reset({})
 
     def _reset(self, section: Mapping[str, Any]) -> None:
@@ -58,6 +60,7 @@ class Resuming:
         connector, epoch_loop = trainer._checkpoint_connector, trainer.fit_loop.epoch_loop
         refuse_missing(type(connector), "restore_loops")
         refuse_missing(type(epoch_loop), "_on_before_fetch", "update_lr_schedulers")
+        refuse_missing(type(epoch_loop.val_loop), "run")
 
         def restore_loops() -> None:
             type(connector).restore_loops(connector)
@@ -71,9 +74,15 @@ class Resuming:
             if self._restart is not None and self._restart.at == "end":
                 if not update_plateau_schedulers:  # they were updated before the checkpoint was saved
                     return
-                self._restore_random()  # older versions of Lightning have validated once more
+                if not self._restart.is_validation_due:
+                    self._restore_random()  # older versions of Lightning have validated once more
             type(epoch_loop).update_lr_schedulers(epoch_loop, interval, update_plateau_schedulers)
 
+        def validate() -> Any:
+            self._before_validation = RandomState.take(self._device)
+            return type(epoch_loop.val_loop).run(epoch_loop.val_loop)
+
+        epoch_loop.val_loop.run = validate
         connector.restore_loops = restore_loops
         epoch_loop._on_before_fetch = on_before_fetch
         epoch_loop.update_lr_schedulers = update_lr_schedulers
@@ -111,6 +120,7 @@ class Resuming:
             "seed": seed,
             "accumulate_grad_batches": self._trainer.accumulate_grad_batches,
             "between_batches": self._is_between_batches,
+            "validation_due": self._is_validation_due,
             "batches": None if loop.max_batches == float("inf") else loop.max_batches,
             "loaders": self._data.state_dicts(),
             "ranks": by_rank,  # None in the middle of an exception: other ranks may not be there
@@ -132,8 +142,19 @@ class Resuming:
             loop._batches_that_stepped += is_counted
             self._is_between_batches = False
 
+    @contextmanager
+    def amid_validation(self) -> Iterator[None]:
+        """A checkpoint that is saved in the block is as if no batch had been validated since training went on."""
+        self._is_validation_due = True
+        try:
+            yield
+        finally:
+            self._is_validation_due = False
+
     def _random(self) -> dict[str, Any]:
         """The generators where they were after the last optimiser step."""
+        if self._is_validation_due and self._before_validation is not None:
+            return self._before_validation.to_dict()
         is_stepped = self._stepped == self._batch_progress.current.processed
         state = RandomState.take(self._device) if is_stepped or self._last_step is None else self._last_step
         return state.to_dict()
@@ -157,6 +178,7 @@ class Resuming:
             accumulated=accumulated,
             batches=self._section.get("batches"),
             is_between_batches=self._section.get("between_batches", False),
+            is_validation_due=self._section.get("validation_due", False),
         )
         self._restart = restart
         if restart.at == "end" and self._saved_by != self._world_size:
@@ -242,7 +264,7 @@ class Resuming:
             return
         if restart.at == "within" and self._data.must_replay:
             self._data.replay(restart.done, self._saved_by)
-        if restart.at != "within":
+        if restart.at != "within" or restart.is_validation_due:
             self._restore_random()
         # Lightning says next that the loaders cannot be resumed.
         self._quiet.enter_context(warnings.catch_warnings())
@@ -282,7 +304,8 @@ class Resuming:
         if own is None:
             return
         if restart.at == "within":
-            self._restore_random()
+            if not restart.is_validation_due:
+                self._restore_random()
         elif restart.at == "begin" and restart.epoch > 0 and not self._has_new_iterators:
             self._draw_as_iterators_did(RandomState.from_dict(own))
 

@@ -158,10 +158,10 @@ class Stops:
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
     def at_step(self) -> None:
-        """Before a step of an evaluation; training that evaluates in between stops after that."""
-        if self._stopping is not None and not self._has_trained:
-            request = self._stopping.at_step(self._of_steps)
-            if request is not None:
+        """Before a step of an evaluation."""
+        request = None if self._stopping is None else self._stopping.at_step(self._of_steps)
+        if request is not None:
+            with self._strategy.sampling.resuming.amid_validation():  # type: ignore[attr-defined]
                 self._stop(request)
 
     def at_end_of_evaluation(self) -> None:

@@ -52,26 +52,36 @@ class Place:
         return replace(self, steps=self.steps - 1) if self.steps else Place(self.passed - 1)
 
 
-def agree(places: list[Place]) -> Place | None:
+@dataclass(frozen=True)
+class Agreement:
+    """Where all ranks stop, at the latest."""
+
+    target: Place
+    is_final: bool = True
+    """If not, there may soon be an earlier place."""
+
+
+def agree(places: list[Place]) -> Agreement:
     """The first place, if possible within an evaluation, that no rank has passed and that every rank comes to.
 
-    >>> agree([Place(4), Place(5)])
+    >>> agree([Place(4), Place(5)]).target
     Place(passed=6, steps=0, of_steps=0)
-    >>> agree([Place(4, 17, 100), Place(4, 18, 99)])
+    >>> agree([Place(4, 17, 100), Place(4, 18, 99)]).target
     Place(passed=4, steps=19, of_steps=0)
-    >>> agree([Place(4, 99, 100), Place(4, 99, 99)])
+    >>> agree([Place(4, 99, 100), Place(4, 99, 99)]).target
     Place(passed=5, steps=0, of_steps=0)
-    >>> agree([Place(4, 17, 100), Place(4)]) is None  # a rank that will get to it any moment: ask again
-    True
+    >>> agree([Place(4, 17, 100), Place(4)])  # a rank that is about to begin the evaluation
+    Agreement(target=Place(passed=5, steps=0, of_steps=0), is_final=False)
     """
     passed = max(place.passed for place in places)
-    if any(place.of_steps for place in places if place.passed == passed):
-        if any(place.passed < passed or not place.of_steps for place in places):
-            return None
-        steps = max(place.steps for place in places) + 1
-        if steps <= min(place.of_steps for place in places):
-            return Place(passed, steps)
-    return Place(passed + 1)
+    furthest = [place for place in places if place.passed == passed]
+    if not any(place.of_steps for place in furthest):
+        return Agreement(Place(passed + 1))
+    if len(furthest) < len(places) or not all(place.of_steps for place in furthest):
+        return Agreement(Place(passed + 1), is_final=False)
+    steps = max(place.steps for place in places) + 1
+    is_common = steps <= min(place.of_steps for place in places)
+    return Agreement(Place(passed, steps) if is_common else Place(passed + 1))
 
 
 class Stopping:
@@ -90,9 +100,11 @@ class Stopping:
         self._is_asked_here = False
         self._is_holding = False
         self._is_waiting = False
+        self._has_stopped = False
         self._target: Place | None = None
         self._requests: list[Request] = []
         self._places: dict[int, Place] = {}
+        self._stopped_at: Place | None = None
         self._deadline: timedelta | None = None
         self._timer: threading.Timer | None = None
         membership.listen("stop", self._hear)
@@ -119,6 +131,7 @@ class Stopping:
         """
         with self._changed:
             self._is_active = True
+            self._has_stopped = False
             self._deadline = deadline
             is_asked = bool(self._requests)
         if is_asked and self._rank == 0:
@@ -172,6 +185,7 @@ class Stopping:
                 return None
             request = self._requests[0]
             self._is_active = self._is_asked_here = self._is_holding = False
+            self._has_stopped = True
             self._target = None
             self._requests.clear()
             return request
@@ -189,9 +203,9 @@ class Stopping:
         elif "hold" in message:
             self._hold(Request(**message["hold"]))
         elif "place" in message:
-            self._collect(message["rank"], Place(**message["place"]))
+            self._collect(message["rank"], Place(**message["place"]), has_stopped=message["has_stopped"])
         elif "target" in message:
-            self._release(Place(**message["target"]) if message["target"] else None)
+            self._release(Place(**message["target"]))
 
     def _take_request(self, request: Request) -> None:
         """On rank 0: the first one begins a round, as soon as there are places."""
@@ -204,53 +218,62 @@ class Stopping:
 
     def _hold_all(self) -> None:
         """On rank 0: have all ranks hold and say how far they are."""
-        self._places.clear()
-        request = self._requests[0]
+        with self._changed:
+            if not self._requests:  # they have stopped
+                return
+            self._places.clear()
+            self._stopped_at = None
+            request = self._requests[0]
         self._membership.send("stop", {"hold": asdict(request)})
         self._hold(request)
 
     def _hold(self, request: Request) -> None:
         with self._changed:
-            if self._rank != 0:
-                self._requests = [request]
-            self._is_holding = True
-            self._is_asked_here = False
+            if not self._has_stopped:
+                if self._rank != 0:
+                    self._requests = [request]
+                self._is_holding = True
+                self._is_asked_here = False
+                self._target = None
             place = self._place  # after the flag: the main thread sets them the other way round
             if self._is_waiting:  # there, and not past it
                 place = place.before()
+            has_stopped = self._has_stopped
             self._changed.notify_all()
         self._bound(request)
         if self._rank == 0:
-            self._collect(0, place)
+            self._collect(0, place, has_stopped=has_stopped)
         else:
-            self._membership.send("stop", {"place": asdict(place), "rank": self._rank})
+            answer = {"place": asdict(place), "rank": self._rank, "has_stopped": has_stopped}
+            self._membership.send("stop", answer)
 
-    def _collect(self, rank: int, place: Place) -> None:
+    def _collect(self, rank: int, place: Place, *, has_stopped: bool) -> None:
         """On rank 0: when all have answered, say where to stop."""
         with self._changed:
             self._places[rank] = place
+            self._stopped_at = place if has_stopped else self._stopped_at
             places = list(self._places.values())
         if len(places) < len(self._membership.table.claims):
             return
-        target = agree(places)
-        self._membership.send("stop", {"target": target and asdict(target)})
-        self._release(target)
-        if target is None:
+        agreement = agree(places) if self._stopped_at is None else Agreement(self._stopped_at)
+        self._membership.send("stop", {"target": asdict(agreement.target)})
+        self._release(agreement.target)
+        if not agreement.is_final:
             again = threading.Timer(_ASK_AGAIN_AFTER, self._hold_all)
             again.daemon = True
             again.start()
 
-    def _release(self, target: Place | None) -> None:
+    def _release(self, target: Place) -> None:
         with self._changed:
-            self._target = target
-            self._is_holding = target is not None
+            if not self._has_stopped:
+                self._target = target
             self._changed.notify_all()
 
     # The end of patience.
 
     def _bound(self, request: Request) -> None:
         with self._changed:
-            if self._timer is not None or self._deadline is None:
+            if self._timer is not None or self._deadline is None or self._has_stopped:
                 return
             self._timer = threading.Timer(self._deadline.total_seconds(), self._give_up, [request])
             self._timer.name = "ddpx-stop-deadline"

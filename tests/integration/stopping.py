@@ -62,12 +62,34 @@ for name in HOOKS:
     setattr(Signalled, name, _hook(name))
 
 
+class Validated(Net):
+    """Validates many batches, and keeps the results."""
+
+    def __init__(self, loaders: Callable[[], Any], plateau: bool, samples: int) -> None:
+        super().__init__(loaders, plateau=plateau)
+        self.samples = samples
+        self.validated = 0
+        self.results: list[float] = []
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Numbers(self.samples), batch_size=1)
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validated += 1
+        self.log("result", self.layers(batch).sum(), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.results.append(float(self.trainer.callback_metrics["result"]))
+
+
 @dataclass
 class Stopped(Run):
     """What a run did until it stopped."""
 
     status: int | None = None
     files: list[str] = field(default_factory=list)
+    validated: int = 0
+    results: list[float] = field(default_factory=list)
 
 
 def fit(
@@ -78,11 +100,12 @@ def fit(
     callbacks: list[L.Callback] | None = None,
     ckpt_path: str | None = None,
     plateau: bool = False,
+    validated: int = 4,
     **options: Any,
 ) -> Stopped:
     """Train until the end or until all stop; resumed runs have another seed, and generators somewhere else."""
     L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
-    net = Net(loaders, plateau=plateau)
+    net = Validated(loaders, plateau, validated)
     torch.manual_seed(7 if ckpt_path is None else 1234)
     settings: dict[str, Any] = {"num_sanity_val_steps": 0, "default_root_dir": directory, **options}
     trainer = make_trainer(strategy, callbacks=callbacks or [], **settings)
@@ -96,7 +119,7 @@ def fit(
     loop = trainer.fit_loop.epoch_loop
     counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
     files = sorted(path.name for path in directory.glob("*.ckpt"))
-    return Stopped(net.steps, weights, counts, [], status, files)
+    return Stopped(net.steps, weights, counts, [], status, files, net.validated, net.results)
 
 
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
