@@ -1,22 +1,27 @@
-"""What a step costs that logs metrics of all ranks, beside stock Lightning in the same run; prints a Markdown table.
+"""What a step costs, with and without metrics of all ranks, and how ranks end when one of them gets SIGTERM.
 
-    python benchmarks/supervision.py           # about 3 minutes on 2 cores
+    python benchmarks/supervision.py           # about 4 minutes on 2 cores
     python benchmarks/supervision.py --steps 50 --repeats 2
 
 Two ranks train the same small model with stock ``ddp`` and with ours, by turns within each repeat, in one pair of
-processes. Medians are followed by the lowest and highest value; ratios are medians of those within each repeat.
+processes for the steps, and in new ones for each signal. Prints Markdown tables. Medians are followed by the lowest and
+highest value; ratios are medians of those within each repeat.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from measuring import fork_ranks, print_table, scratch_directory, spread, statuses
 from torch import Tensor, nn
@@ -26,6 +31,8 @@ from lightning_ddp_ext import DDPExtStrategy
 
 WORLD_SIZE = 2
 WARMING_UP = 20  # steps
+SIGNALLED_AT = 50
+STOCK_TIMEOUT = 20
 KINDS = ("stock", "ours")
 
 Figures = dict[str, list[float]]  # milliseconds a step, by kind and number of metrics
@@ -86,6 +93,56 @@ def measure(numbers: list[int], steps: int, repeats: int) -> Figures:
         return found
 
 
+class Signalled(L.Callback):
+    """Sends rank 1 SIGTERM in the middle of training, and notes when."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: object, index: int) -> None:
+        if index == SIGNALLED_AT and trainer.global_rank == 1:
+            (self.directory / "began").write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        (self.directory / f"stopped {trainer.global_rank}").write_text(str(trainer.global_step))
+
+
+def signalled(kind: str) -> dict[str, object]:
+    """What becomes of two ranks of which one gets SIGTERM."""
+    with scratch_directory() as name:
+        directory = Path(name)
+
+        def work(rank: int) -> None:
+            warnings.simplefilter("ignore")
+            torch.set_num_threads(1)
+            store = f"file://{directory}/store"
+            strategy: DDPStrategy = DDPExtStrategy(init_method=store, timeout=STOCK_TIMEOUT)
+            if kind == "stock":
+                timeout = timedelta(seconds=STOCK_TIMEOUT)
+                dist.init_process_group("gloo", store.replace("store", "stock"), timeout, WORLD_SIZE, rank)
+                strategy = DDPStrategy()
+            quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+            settings = {"accelerator": "cpu", "devices": WORLD_SIZE, "max_epochs": -1, "default_root_dir": directory}
+            trainer = L.Trainer(strategy=strategy, callbacks=[Signalled(directory)], **settings, **quiet)
+            trainer.fit(Logging(0))
+
+        ended = statuses(fork_ranks(WORLD_SIZE, work), seconds=120)
+        seconds = time.monotonic() - float((directory / "began").read_text())
+        steps = sorted({path.read_text() for path in directory.glob("stopped *")})
+        saved = [path.name for path in directory.rglob("*.ckpt")]
+        return {"seconds": seconds, "statuses": ended, "steps": steps, "saved": saved}
+
+
+def row_of_signals(kind: str, repeats: int) -> list[str]:
+    found = [signalled(kind) for _ in range(repeats)]
+    together = sum(len(each["steps"]) == 1 for each in found)  # type: ignore[arg-type]
+    statuses_seen = sorted({str(each["statuses"]) for each in found})
+    saved = sum(bool(each["saved"]) for each in found)
+    seconds = spread([float(str(each["seconds"])) for each in found])
+    return [kind, seconds, f"{together} of {repeats}", f"{saved} of {repeats}", ", ".join(statuses_seen)]
+
+
 def row(metrics: int, found: Figures) -> list[str]:
     stock, ours = (found[f"{kind} {metrics}"] for kind in KINDS)
     ratio = spread([mine / theirs for mine, theirs in zip(ours, stock, strict=True)])
@@ -97,6 +154,7 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, nargs="+", default=[0, 1, 10, 20])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--signals", type=int, default=3)
     chosen = parser.parse_args()
     found = measure(chosen.metrics, chosen.steps, chosen.repeats)
     rows = [row(metrics, found) for metrics in chosen.metrics]
@@ -104,6 +162,12 @@ def main() -> None:
     print_table(
         "Metrics of all ranks in each step, 2 ranks, 4 layers of width 64, batch size 16, ms a step", columns, rows
     )
+    if chosen.signals:
+        print_table(
+            f"SIGTERM to rank 1 of 2; timeout {STOCK_TIMEOUT} s",
+            ["", "s until both are gone", "same step", "saved", "exit statuses"],
+            [row_of_signals(kind, chosen.signals) for kind in KINDS],
+        )
 
 
 if __name__ == "__main__":
