@@ -220,6 +220,7 @@ class StoreCourt(Court):
     def open(self, witness: Witness) -> None:
         self._witness = witness
         self._woken.clear()
+        self._round = _bounded(self._latest_round) or 0  # of an earlier Trainer's
 
     @override
     def close(self, witness: Witness) -> None:
@@ -259,7 +260,10 @@ class StoreCourt(Court):
         return Case(list(reports.values()), [Silence(self._whos[rank], within) for rank in missing])
 
     def _is_called(self) -> bool:
-        return self._shared.check(["round"]) and int(self._shared.get("round")) > self._round
+        return self._latest_round() > self._round
+
+    def _latest_round(self) -> int:
+        return int(self._shared.get("round")) if self._shared.check(["round"]) else 0
 
     def _join_round(self, mine: Report) -> bool:
         """Leave a report; whether this rank is the one to judge."""

@@ -39,6 +39,8 @@ class Report:
     """File and line of the user's."""
     is_waiting: bool = False
     """Whether its main thread waits for other ranks, be it in a collective or not."""
+    is_outside: bool = False
+    """Whether it has left what is watched, and may have nothing to do with the others any more."""
     progress: str = ""
     """How far it is: epoch, step, batch."""
     flights: list[Flight] | None = None
@@ -193,7 +195,8 @@ def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verd
 
 def _stuck(still: Sequence[Report]) -> Verdict:
     """Without a collective to go by: who does not wait for others is the one they wait for."""
-    culprits = [report for report in still if not report.waits] or list(still)
+    inside = [report for report in still if not report.is_outside] or list(still)
+    culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
     return Verdict(
         first.who,

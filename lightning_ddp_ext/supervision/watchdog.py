@@ -23,7 +23,7 @@ OnHang = Literal["abort", "continue"]
 
 # Seconds that no thread waits for the processor; longer, and the whole process has stood still.
 _OVERSLEPT = 1.0
-_ELSEWHERE = "user code outside of what is watched"
+_ELSEWHERE = "code after the Trainer's"
 
 # What the main thread does, and how far it has come, given its innermost frame.
 Whereabouts = Callable[["FrameType | None"], "tuple[str, str]"]
@@ -150,10 +150,17 @@ def _elsewhere(who: Who) -> Callable[[], Report]:
 
     def report() -> Report:
         frame = main_frame()
-        idle = time.monotonic() - left_at
-        waits = is_waiting_for_ranks(frame)
-        place = place_of(frame)
-        return Report(who, idle, True, _ELSEWHERE, place, waits, "", flights(), all_stacks())
+        return Report(
+            who=who,
+            idle=time.monotonic() - left_at,
+            is_still=True,
+            doing=_ELSEWHERE,
+            place=place_of(frame),
+            is_waiting=is_waiting_for_ranks(frame),
+            is_outside=True,
+            flights=flights(),
+            stacks=all_stacks(),
+        )
 
     return report
 

@@ -77,6 +77,11 @@ CASES: dict[str, tuple[Case, str | None]] = {
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
         "rank 0 is in backward, train.py:7 since 61 s",
     ),
+    "another one has left": (
+        Case([report(0, is_outside=True, idle=70.0), report(1)]),
+        "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
+        "rank 0 is in train_dataloader_next, dataset.py:41 since 70 s",
+    ),
     "one does not answer": (
         Case([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
         "rank 1 (host host1, pid 101) has not answered for 5 s; rank 2 (host host2, pid 102) has not answered for 5 s "

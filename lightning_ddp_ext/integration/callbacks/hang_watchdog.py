@@ -50,6 +50,8 @@ class HangWatchdog(Callback):
     rank names itself alone.
 
     It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step, save and pause between batches.
+    Put the callback first, as it watches from its ``setup`` on. Where torch records no collectives (gloo before it had
+    the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), a verdict says only where the ranks are.
 
     Args:
         timeout: seconds or ``timedelta`` in which something must move.
