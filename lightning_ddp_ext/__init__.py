@@ -34,6 +34,7 @@ from lightning_ddp_ext.errors import (
     RankAbsentError,
     RankDiedError,
     RankFailedError,
+    RankHungError,
     RankLeftError,
     RankMismatchError,
     RendezvousError,
@@ -45,6 +46,7 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
+from lightning_ddp_ext.integration.callbacks.hang_watchdog import HangWatchdog
 from lightning_ddp_ext.integration.callbacks.rank_consistency import RankConsistency
 from lightning_ddp_ext.integration.callbacks.rank_logging import RankLogging
 from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
@@ -86,6 +88,7 @@ __all__ = [
     "ExactEvaluationError",
     "File",
     "GroupInUseError",
+    "HangWatchdog",
     "InitMethodError",
     "LogMismatchError",
     "MissingRanksError",
@@ -94,6 +97,7 @@ __all__ = [
     "RankConsistency",
     "RankDiedError",
     "RankFailedError",
+    "RankHungError",
     "RankLeftError",
     "RankLogging",
     "RankMismatchError",

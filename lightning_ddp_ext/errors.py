@@ -35,6 +35,7 @@
         ├── RankDiedError                    another rank's process, host or network is gone
         ├── RankAbsentError                  a rank does not come to a call that every rank must make
         ├── RankMismatchError                a rank makes another call than the others
+        ├── RankHungError                    nothing moves any more, because of a rank that is stuck
         └── RankLeftError                    another rank has ended while this one still needed it
 
 A message says field, rule, value and remedy, in this order where all four exist.
@@ -242,6 +243,10 @@ class RankAbsentError(RankFailedError):
 
 class RankMismatchError(RankFailedError):
     """Ranks wait for each other in different calls, such as barriers of different names; ``rank`` is the odd one."""
+
+
+class RankHungError(RankFailedError):
+    """Nothing moves any more, and ``rank`` is why; see ``HangWatchdog``. On that rank, too, once it is awake."""
 
 
 class RankLeftError(RankFailedError):

@@ -39,7 +39,7 @@ _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 # Seconds that the main thread has to raise on its own, before the process is ended from outside. After a failure it
 # may be busy, will be told at its next collective, and can then save what it has; but in a group that the user has
 # made it could wait for ever.
-_EXIT_GRACE = {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0}
+_EXIT_GRACE = {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0, "hung": 5.0}
 _POST_WITHIN = 2.0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _DELETE_WITHIN = 2.0

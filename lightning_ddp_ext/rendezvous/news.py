@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankLeftError, RankMismatchError
+from lightning_ddp_ext.errors import (
+    RankAbsentError,
+    RankDiedError,
+    RankFailedError,
+    RankHungError,
+    RankLeftError,
+    RankMismatchError,
+)
 from lightning_ddp_ext.rendezvous.claims import Claim
 
 _LONGEST_REASON = 2000
@@ -14,6 +21,7 @@ _ERRORS = {
     "failed": RankFailedError,
     "left": RankLeftError,
     "absent": RankAbsentError,
+    "hung": RankHungError,
     "mismatched": RankMismatchError,
 }
 
@@ -27,9 +35,9 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True)
 class News:
-    """What became of a rank: it died, failed, left in good order, or did not come to a call, or to another."""
+    """What became of a rank: it died, failed, left, is stuck, or did not come to a call, or to another."""
 
-    kind: Literal["died", "failed", "left", "absent", "mismatched"]
+    kind: Literal["died", "failed", "left", "absent", "mismatched", "hung"]
     rank: int
     host: str
     pid: int
@@ -47,6 +55,7 @@ class News:
             "let every rank make the same calls in the same order",
             "absent": self.reason,
             "mismatched": self.reason,
+            "hung": f"{self.reason}; every rank stops",
         }[self.kind]
         kind = _ERRORS[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)

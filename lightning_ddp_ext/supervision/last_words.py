@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import Store
 
-from lightning_ddp_ext.errors import RankDiedError, RankFailedError, RendezvousError
+from lightning_ddp_ext.errors import RankDiedError, RankFailedError, RankHungError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.news import reason_of
@@ -83,8 +83,8 @@ def _is_known_to_others(membership: Membership, exception: BaseException) -> boo
 
 def _take_turns(membership: Membership, exception: BaseException) -> bool:
     """Whether this rank is the one that prints the traceback; returns when it is this rank's turn."""
-    if isinstance(exception, RankDiedError):
-        print_line(exception)  # nobody has a traceback of a death
+    if isinstance(exception, (RankDiedError, RankHungError)):
+        print_line(exception)  # nobody has a traceback of that
         return False
     if membership.failure is not None:
         return _speak_as_one_who_failed(membership, exception)

@@ -7,9 +7,7 @@ import threading
 from types import FrameType
 
 # Packages in between, whose lines say nothing to whoever looks for a mistake of his own.
-_BETWEEN = {
-    "contextlib",
-    "functools",
+_BETWEEN = sys.stdlib_module_names | {
     "lightning",
     "lightning_ddp_ext",
     "lightning_fabric",

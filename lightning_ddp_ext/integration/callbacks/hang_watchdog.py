@@ -1,0 +1,177 @@
+"""A callback that says which rank is stuck, and where, when nothing moves any more; with any strategy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from os import PathLike
+from pathlib import Path
+from types import FrameType
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from typing_extensions import override
+
+from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
+from lightning_ddp_ext.integration.whereabouts import doing, progress
+from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision.courts import Court, LifelineCourt, LoneCourt, StoreCourt, this_process
+from lightning_ddp_ext.supervision.flight import enable
+from lightning_ddp_ext.supervision.verdict import Who
+from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
+
+
+class HangWatchdog(Callback):
+    """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
+
+    A rank moves when it ends a batch of training, validation, test or prediction, begins or ends one of these, an epoch
+    or the sanity check, has restored a checkpoint, or begins or ends a save. When nothing of that has happened for
+    ``timeout`` on a rank, every rank is asked what it does: Python stacks of all threads, what Lightning's loop is in,
+    how far it is, and its collectives, as torch's Flight Recorder has them (on NCCL and gloo). Out of that comes one
+    verdict, printed by one rank and written to a file with all stacks::
+
+        rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
+        ranks 0, 1, 2 have waited for it there since 61 s
+
+    A rank that waits for one that moves is not stuck. One that does not answer in 5 s, because its process is stopped
+    (SIGSTOP) or C code holds the GIL, is named without its stacks; that may be rank 0, too.
+
+    With ``on_hang="abort"`` every rank then raises ``RankHungError``; one that cannot be woken is ended some seconds
+    later with status 1. A stopped process on the judging rank's host is continued so that it ends, too; on another host
+    it ends as soon as it is continued. What holds the GIL for ever is left to its launcher.
+
+    With strategies that are not ours the ranks report through the default process group's store, which each rank looks
+    into every 5 s, and end by ``os._exit(1)``, without an exception. If rank 0 hosts that store and is stopped, each
+    rank names itself alone.
+
+    It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step, save and pause between batches.
+    Put the callback first, as it watches from its ``setup`` on. Where torch records no collectives (gloo before it had
+    the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), a verdict says only where the ranks are.
+
+    Args:
+        timeout: seconds or ``timedelta`` in which something must move.
+        on_hang: ``"abort"``; or ``"continue"``: go on, and report again after another ``timeout``. That is also for
+            work with a debugger.
+        directory: where verdicts are written, ``hang-<time>-rank<n>.txt``; ``None``: ``trainer.default_root_dir``.
+
+    Raises:
+        DurationError: ``timeout`` is no positive number of seconds.
+        OptionError: another argument cannot work.
+        RankHungError: in ``fit`` and the like, on every rank of a ``DDPExtStrategy``.
+
+    Example::
+
+        trainer = L.Trainer(strategy="ddp_ext", devices=4, callbacks=[HangWatchdog(timeout=600)])
+    """
+
+    def __init__(
+        self,
+        timeout: float | timedelta,
+        on_hang: OnHang = "abort",
+        directory: str | PathLike[str] | None = None,
+    ) -> None:
+        self.timeout = to_timedelta(timeout, field="timeout")
+        if on_hang not in get_args(OnHang):
+            raise OptionError(f"on_hang must be 'abort' or 'continue' (got {on_hang!r})")
+        if directory is not None and "://" in os.fspath(directory):
+            raise OptionError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
+        self.on_hang = on_hang
+        self.directory = directory
+        self._watchdog: Watchdog | None = None
+        enable()  # before there is a group
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(trainer)
+        who = this_process(trainer.global_rank)
+
+        def whereabouts(frame: FrameType | None) -> tuple[str, str]:
+            return doing(frame, trainer), progress(trainer)
+
+        self._watchdog = Watchdog(
+            who,
+            _court(who, trainer.world_size),
+            timeout=self.timeout.total_seconds(),
+            on_hang=self.on_hang,
+            directory=Path(self.directory or trainer.default_root_dir),
+            whereabouts=whereabouts,
+        )
+        self._note_saves(trainer)
+        self._watchdog.start()
+
+    def _note_saves(self, trainer: Trainer) -> None:
+        """No hook comes after a save."""
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            save(*args, **kwargs)
+            self._move()
+
+        trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
+
+    def _move(self, *args: Any, **kwargs: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.moved_at = time.monotonic()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: Trainer) -> None:
+        vars(trainer).pop("save_checkpoint", None)
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+
+_MOVES = (
+    "on_fit_start",
+    "on_fit_end",
+    "on_load_checkpoint",
+    "on_predict_batch_end",
+    "on_predict_end",
+    "on_predict_start",
+    "on_sanity_check_end",
+    "on_sanity_check_start",
+    "on_save_checkpoint",
+    "on_test_batch_end",
+    "on_test_end",
+    "on_test_start",
+    "on_train_batch_end",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_validation_start",
+)
+for _name in _MOVES:
+    setattr(HangWatchdog, _name, HangWatchdog._move)
+
+
+def _court(who: Who, world_size: int) -> Court:
+    membership = current()
+    if membership is not None:
+        return membership.part(LifelineCourt)
+    store = _default_store() if world_size > 1 else None
+    if store is None:
+        return LoneCourt(who.rank)
+    # Whose host and process the others are is not worth a collective: their reports say so.
+    whos = [who if rank == who.rank else Who(rank) for rank in range(world_size)]
+    return StoreCourt(PrefixStore("lightning_ddp_ext/watchdog", store), who.rank, whos)
+
+
+def _default_store() -> Store | None:
+    """The store by which the default process group was formed, where this torch tells."""
+    find: Callable[[], Store] | None = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None and dist.is_available() and dist.is_initialized() else None

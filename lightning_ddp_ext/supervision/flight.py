@@ -1,0 +1,131 @@
+"""Which collectives this rank has entered and which of them have ended, as torch's Flight Recorder has it.
+
+The recorder is torch's own: a ring of the latest collectives of every process group, on NCCL and on gloo. It is
+switched by a variable that is read at a process's first collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_SIZE = "2000"  # torch's own default, where it has one
+_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+# Of each group the last few: ranks that wait for each other are at most some collectives apart.
+_RECENT = 32
+_DEFAULT_GROUP = "default_pg"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """How far a rank is in one process group.
+
+    Collectives of a group are numbered from 1 on, alike on all of its ranks.
+    """
+
+    group: str
+    """What stands for the group on all ranks."""
+    label: str
+    """What a message calls it; empty for the default group."""
+    entered: int
+    """The number of the last collective that this rank has entered."""
+    pending: int | None = None
+    """The number of the first one that it has entered and that has not ended."""
+    recent: dict[str, str] = field(default_factory=dict)
+    """By number: the name and the shapes of the latest ones."""
+
+    @property
+    def is_default(self) -> bool:
+        """Whether every rank is in the group."""
+        return not self.label
+
+    def name_of(self, number: int) -> str:
+        """The collective's name, or what can be said without it."""
+        return self.recent.get(str(number), "a collective").partition(" ")[0]
+
+    def describe(self, number: int) -> str:
+        """The collective as a message shows it."""
+        name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
+        within = f" of group {self.label}" if self.label else ""
+        return f"{name} #{number}{f' {shapes}' if shapes else ''}{within}"
+
+
+def enable() -> None:
+    """Have torch record the collectives of groups that this process forms from now on, unless somebody has decided."""
+    if not any(name in os.environ for name in _VARIABLES):
+        os.environ[_VARIABLES[0]] = _SIZE
+
+
+def flights() -> list[Flight] | None:
+    """How far this rank is in each process group; ``None`` where torch does not record that."""
+    dump = _dump()
+    if dump is None:
+        return None
+    try:
+        return flights_in(json.loads(dump()))
+    except Exception:  # another format than the one that we know; what is reported will do without
+        return None
+
+
+def why_unknown() -> str:
+    """Why :func:`flights` is ``None``."""
+    return f"torch {torch.__version__} does not tell the collectives of this process (_dump_fr_trace_json)"
+
+
+def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
+    """The same from a recorder's trace: its entries, from the first to the last.
+
+    >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "input_sizes": [[4]]}
+    >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2, "state": "scheduled"} for n in (1, 2, 3)]
+    >>> (flight,) = flights_in({"entries": entries})
+    >>> flight.entered, flight.pending, flight.describe(2)
+    (3, 2, 'all_reduce #2 [[4]]')
+    """
+    by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for entry in trace.get("entries", []):
+        if not entry.get("is_p2p"):
+            known = by_group.setdefault(str(entry["process_group"][0]), {})
+            number = int(entry["collective_seq_id"])
+            if number <= max(known, default=0) and not _is_same(known.get(number), entry):
+                known.clear()  # a new group that has the name of one that is gone
+            known[number] = entry
+    return [_flight(group, entries) for group, entries in by_group.items()]
+
+
+def _is_same(known: Mapping[str, Any] | None, entry: Mapping[str, Any]) -> bool:
+    """Whether both are parts of one operation, as collectives that were coalesced have one number."""
+    return known is not None and known.get("op_id") == entry.get("op_id")
+
+
+def _flight(group: str, entries: Mapping[int, Mapping[str, Any]]) -> Flight:
+    label = str(entries[max(entries)]["process_group"][1])
+    pending = [number for number, entry in entries.items() if not _has_ended(entry)]
+    latest = sorted(entries)[-_RECENT:]
+    return Flight(
+        group,
+        "" if label == _DEFAULT_GROUP else group if label in ("", "undefined") else label,
+        max(entries),
+        min(pending, default=None),
+        {str(number): _described(entries[number]) for number in latest},
+    )
+
+
+def _has_ended(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("retired")) or entry.get("state") == "completed"
+
+
+def _described(entry: Mapping[str, Any]) -> str:
+    name = str(entry.get("profiling_name", "")).rpartition(":")[2]
+    sizes = entry.get("input_sizes") or ""
+    return f"{name} {sizes}".strip()
+
+
+def _dump() -> Callable[[], Any] | None:
+    module = getattr(torch._C, "_distributed_c10d", None)
+    found: Callable[[], Any] | None = getattr(module, "_dump_fr_trace_json", None)
+    return found or getattr(module, "_dump_nccl_trace_json", None)

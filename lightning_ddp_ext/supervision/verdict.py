@@ -1,0 +1,237 @@
+"""What all ranks have reported, in one sentence: which rank is stuck, and where the others wait for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ddp_ext.supervision.flight import Flight
+
+_LONGEST_LIST = 8
+
+
+@dataclass(frozen=True)
+class Who:
+    """A rank's process."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself."""
+
+    who: Who
+    idle: float
+    """Seconds since something has moved on it."""
+    is_still: bool
+    """Whether that is longer than the timeout."""
+    doing: str
+    """What its main thread does, such as ``train_dataloader_next``."""
+    place: str = ""
+    """File and line of the user's."""
+    is_waiting: bool = False
+    """Whether its main thread waits for other ranks, be it in a collective or not."""
+    is_outside: bool = False
+    """Whether it has left what is watched, and may have nothing to do with the others any more."""
+    progress: str = ""
+    """How far it is: epoch, step, batch."""
+    flights: list[Flight] | None = None
+    """Its collectives, if torch records them."""
+    stacks: str = ""
+
+    @property
+    def where(self) -> str:
+        """What it does, and where."""
+        return f"{self.doing}, {self.place}" if self.place else self.doing
+
+    @property
+    def waits(self) -> bool:
+        """Whether another rank may be why it does not move."""
+        return self.is_waiting or any(flight.pending is not None for flight in self.flights or ())
+
+    def flight(self, group: str) -> Flight | None:
+        """How far it is in a group, if it has ever been in one of its collectives."""
+        return next((flight for flight in self.flights or () if flight.group == group), None)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Report:
+        """The report that ``dataclasses.asdict`` has taken apart."""
+        flights = values["flights"]
+        restored = None if flights is None else [Flight(**flight) for flight in flights]
+        return cls(**{**values, "who": Who(**values["who"]), "flights": restored})
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A rank that has not answered."""
+
+    who: Who
+    seconds: float
+    is_stopped: bool = False
+
+    def __str__(self) -> str:
+        stopped = " and its process is stopped (SIGSTOP)" if self.is_stopped else ""
+        return f"{self.who} has not answered for {self.seconds:.0f} s{stopped}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Which rank is stuck, and why that is thought."""
+
+    who: Who
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is known of all ranks."""
+
+    reports: list[Report] = field(default_factory=list)
+    silences: list[Silence] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The rank that the others wait for; ``None`` if it moves, or nobody waits."""
+        still = [report for report in self.reports if report.is_still]
+        if self.silences:
+            return _silent(self.silences, still)
+        moving = [report for report in self.reports if not report.is_still]
+        if not still or (moving and all(report.waits for report in still)):
+            return None
+        return _in_collectives(self.reports) or _stuck(still)
+
+    def __str__(self) -> str:
+        """All that is known, a rank after another."""
+        parts = [_section(report) for report in sorted(self.reports, key=lambda report: report.who.rank)]
+        return "\n\n".join([*map(str, self.silences), *parts])
+
+
+def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> Verdict:
+    others = "".join(f"; {silence}" for silence in silences[1:_LONGEST_LIST])
+    return Verdict(silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
+
+
+def _in_collectives(reports: Sequence[Report]) -> Verdict | None:
+    """What the first collectives that do not end tell, those of the default group first."""
+    pending = {
+        (not flight.is_default, flight.group, flight.pending)
+        for report in reports
+        for flight in report.flights or ()
+        if flight.pending is not None
+    }
+    first: dict[str, int] = {}
+    for _, group, number in sorted(pending, reverse=True):
+        first[group] = number
+    found = [_in_collective(group, number, reports) for group, number in sorted(first.items())]
+    found = [verdict for verdict in found if verdict is not None]
+    return found[0] if found else _in_one_collective(first, reports)
+
+
+def _in_collective(group: str, number: int, reports: Sequence[Report]) -> Verdict | None:
+    """The rank that is not in a collective that others wait in, or is in another one of the same number."""
+    inside, absent = [], []
+    for report in reports:
+        flight = report.flight(group)
+        if flight is not None and flight.entered >= number:
+            inside.append((report, flight))
+        elif flight is not None or _is_default(group, reports):
+            absent.append(report)
+    collective = inside[0][1].describe(number)
+    if absent:
+        return _absent(collective, absent, [report for report, flight in inside if flight.pending])
+    calls = {report.who.rank: flight.recent.get(str(number), "") for report, flight in inside}
+    return _mismatched(number, inside) if len(set(calls.values()) - {""}) > 1 else None
+
+
+def _is_default(group: str, reports: Sequence[Report]) -> bool:
+    return any(flight.is_default for report in reports if (flight := report.flight(group)) is not None)
+
+
+def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> Verdict:
+    # One that does not wait for others itself is nearer to the cause.
+    first = min(absent, key=lambda report: (report.waits, report.who.rank))
+    others = [report.who.rank for report in absent if report is not first]
+    also = f" ({_ranks(others)} did not, either)" if others else ""
+    seconds = max(report.idle for report in waiting)
+    wait = f"{_ranks(report.who.rank for report in waiting)} {'has' if len(waiting) == 1 else 'have'} waited for it"
+    return Verdict(
+        first.who,
+        f"{first.who} never entered {collective}{also}; it is in {_whereabouts(first)}; {wait} since {seconds:.0f} s",
+    )
+
+
+def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> Verdict:
+    calls = [(flight.describe(number), report) for report, flight in inside]
+    frequency = Counter(call for call, _ in calls)
+    odd = min(calls, key=lambda call: (frequency[call[0]], -call[1].who.rank))[1]
+    places = "; ".join(f"{report.who} in {call}, {report.where}" for call, report in calls[:_LONGEST_LIST])
+    return Verdict(odd.who, f"ranks are in different collectives: {places}; let every rank make the same calls")
+
+
+def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verdict | None:
+    """All are where they should be, and yet nothing comes of it."""
+    for group, number in sorted(first.items()):
+        inside = [report for report in reports if (flight := report.flight(group)) and flight.pending == number]
+        stuck_elsewhere = [report for report in reports if report.is_still and not report.waits]
+        if inside and not stuck_elsewhere:
+            flight = inside[0].flight(group)
+            assert flight is not None
+            slowest = max(inside, key=lambda report: report.idle)
+            return Verdict(
+                slowest.who,
+                f"{_ranks(report.who.rank for report in inside)} are all in {flight.describe(number)} since "
+                f"{slowest.idle:.0f} s, and it does not end; look at the network between the hosts",
+            )
+    return None
+
+
+def _stuck(still: Sequence[Report]) -> Verdict:
+    """Without a collective to go by: who does not wait for others is the one they wait for."""
+    inside = [report for report in still if not report.is_outside] or list(still)
+    culprits = [report for report in inside if not report.waits] or inside
+    first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
+    return Verdict(
+        first.who,
+        f"{first.who} has not moved for {first.idle:.0f} s; it is in {_whereabouts(first)}"
+        f"{_waiting([report for report in still if report is not first])}",
+    )
+
+
+def _waiting(still: Sequence[Report]) -> str:
+    shown = sorted(still, key=lambda report: report.who.rank)[:_LONGEST_LIST]
+    return "".join(
+        f"; rank {report.who.rank} is in {_whereabouts(report)} since {report.idle:.0f} s" for report in shown
+    )
+
+
+def _whereabouts(report: Report) -> str:
+    pending = [flight.describe(flight.pending) for flight in report.flights or () if flight.pending is not None]
+    return f"{pending[0]}, {report.where}" if pending else report.where
+
+
+def _section(report: Report) -> str:
+    state = "has not moved" if report.is_still else "moved"
+    lines = [f"{report.who} {state} for {report.idle:.1f} s, in {report.where}", report.progress]
+    for flight in report.flights or ():
+        pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
+        lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")
+    return "\n".join(line for line in [*lines, report.stacks.rstrip()] if line)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """A few ranks as a sentence begins with them.
+
+    >>> _ranks([1]), _ranks([2, 0, 1])
+    ('rank 1', 'ranks 0, 1, 2')
+    """
+    known = sorted(ranks)
+    more = f" and {len(known) - _LONGEST_LIST} more" if len(known) > _LONGEST_LIST else ""
+    return f"rank{'s' if len(known) != 1 else ''} {', '.join(map(str, known[:_LONGEST_LIST]))}{more}"

@@ -1,0 +1,156 @@
+"""Out of what all ranks have reported comes one sentence: which rank is stuck, and who waits for it where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.supervision.flight import Flight, flights_in
+from lightning_ddp_ext.supervision.verdict import Case, Report, Silence, Who
+
+
+def who(rank: int) -> Who:
+    return Who(rank, f"host{rank}", 100 + rank)
+
+
+def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Report:
+    chosen = {"idle": 61.0, "is_still": True, "doing": "train_dataloader_next", "place": "dataset.py:41", **values}
+    return Report(who(rank), flights=flights, **chosen)
+
+
+def flight(entered: int, pending: int | None = None, name: str = "all_reduce", label: str = "") -> Flight:
+    recent = {str(number): "all_reduce" for number in range(1, entered)}
+    return Flight(label or "0", label, entered, pending, {**recent, str(entered): name})
+
+
+WAITING = {"doing": "backward", "place": "train.py:7"}
+MOVING = {"is_still": False, "idle": 0.5}
+CASES: dict[str, tuple[Case, str | None]] = {
+    "one never came": (
+        Case([report(0, [flight(512, 512)], **WAITING), report(1, [flight(512, 512)]), report(3, [flight(511)])]),
+        "rank 3 (host host3, pid 103) never entered all_reduce #512; it is in train_dataloader_next, dataset.py:41; "
+        "ranks 0, 1 have waited for it since 61 s",
+    ),
+    "others are one collective further": (
+        Case([report(0, [flight(6, 5)]), report(1, [flight(4)]), report(2, [flight(6, 6)])]),
+        "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in train_dataloader_next, dataset.py:41; "
+        "ranks 0, 2 have waited for it since 61 s",
+    ),
+    "several never came": (
+        Case([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
+        "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
+        "train_dataloader_next, dataset.py:41; rank 0 has waited for it since 61 s",
+    ),
+    "one is in another group": (
+        Case([report(0, [flight(5, 5)]), report(1, [flight(4), flight(1, 1, "barrier", "side")], **WAITING)]),
+        "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in barrier #1 of group side, backward, "
+        "train.py:7; rank 0 has waited for it since 61 s",
+    ),
+    "a group of some ranks": (
+        Case(
+            [
+                report(0, [flight(3)]),
+                report(1, [flight(3), flight(2, 2, label="tp")]),
+                report(2, [flight(1, label="tp")]),
+            ]
+        ),
+        "rank 2 (host host2, pid 102) never entered all_reduce #2 of group tp; it is in "
+        "train_dataloader_next, dataset.py:41; rank 1 has waited for it since 61 s",
+    ),
+    "one makes another call": (
+        Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
+        "ranks are in different collectives: rank 0 (host host0, pid 100) in all_reduce #5, train_dataloader_next, "
+        "dataset.py:41; rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, dataset.py:41; rank 2 (host "
+        "host2, pid 102) in all_reduce #5, train_dataloader_next, dataset.py:41; let every rank make the same calls",
+    ),
+    "all are in it": (
+        Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
+        "ranks 0, 1 are all in all_reduce #5 since 62 s, and it does not end; look at the network between the hosts",
+    ),
+    "nothing is recorded": (
+        Case([report(0, is_waiting=True, **WAITING), report(1)]),
+        "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
+        "rank 0 is in backward, train.py:7 since 61 s",
+    ),
+    "another one has left": (
+        Case([report(0, is_outside=True, idle=70.0), report(1)]),
+        "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
+        "rank 0 is in train_dataloader_next, dataset.py:41 since 70 s",
+    ),
+    "one does not answer": (
+        Case([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
+        "rank 1 (host host1, pid 101) has not answered for 5 s; rank 2 (host host2, pid 102) has not answered for 5 s "
+        "and its process is stopped (SIGSTOP); rank 0 is in all_reduce #5, train_dataloader_next, dataset.py:41 since "
+        "61 s",
+    ),
+    "waiting for one that moves": (Case([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
+    "stuck while another moves": (
+        Case([report(0), report(1, [flight(4)], **MOVING)]),
+        "rank 0 (host host0, pid 100) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41",
+    ),
+    "all move": (Case([report(0, **MOVING), report(1, [flight(4, 4)], **MOVING)]), None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sentence(name: str) -> None:
+    """As a user reads it."""
+    case, expected = CASES[name]
+    assert (case.verdict.sentence if case.verdict else None) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=6),
+    st.sets(st.integers(6, 9), max_size=2),
+)
+def test_whoever_is_named_has_a_reason(ranks: list[tuple[int, bool, bool]], silent: set[int]) -> None:
+    """It is silent, or does not move; a rank that others wait for is one that has entered fewer collectives."""
+    reports = [
+        report(rank, [flight(entered, entered if waits else None)], is_still=still)
+        for rank, (entered, waits, still) in enumerate(ranks)
+    ]
+    case = Case(reports, [Silence(who(rank), 5.0) for rank in sorted(silent)])
+    verdict = case.verdict
+    if silent:
+        assert verdict is not None
+        assert verdict.who.rank == min(silent)
+    elif all(still for _, _, still in ranks):
+        assert verdict is not None
+        first = min((entered for entered, waits, _ in ranks if waits), default=None)
+        behind = [rank for rank, (entered, _, _) in enumerate(ranks) if first is not None and entered < first]
+        assert not behind or verdict.who.rank in behind
+    elif not any(still for _, _, still in ranks):
+        assert verdict is None
+
+
+def test_a_report_travels_as_json() -> None:
+    """Nothing of it is lost on the way."""
+    for original in (report(0, [flight(5, 5), flight(2, label="tp")], stacks="MainThread:"), report(1)):
+        assert Report.of(json.loads(json.dumps(asdict(original)))) == original
+
+
+def entry(number: int, *, ended: bool = True, group: str = "0", op: int | None = None) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number,
+        "is_p2p": False,
+        "op_id": number if op is None else op,
+        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "profiling_name": "nccl:all_reduce",
+        "retired": False,
+        "state": "completed" if ended else "started",
+    }
+
+
+def test_collectives_of_a_trace() -> None:
+    """Per group the last one entered and the first one that has not ended; a new group of an old name begins anew."""
+    old = [entry(1), entry(2, ended=False)]
+    new = [entry(1, op=7), entry(2, op=8), entry(3, ended=False, op=9), entry(4, ended=False, op=10)]
+    first, other = flights_in({"entries": [*old, *new, entry(1, group="5"), {**entry(9), "is_p2p": True}]})
+    assert (first.label, first.entered, first.pending) == ("", 4, 3)
+    assert (other.label, other.entered, other.pending) == ("5", 1, None)
+    assert flights_in({}) == []
