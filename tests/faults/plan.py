@@ -94,7 +94,7 @@ class Injection:
     @property
     def is_late(self) -> bool:
         """Whether the others may be done before they hear of it."""
-        return self.hook in LATE
+        return self.hook in LATE or (self.kind == "cut" and self.hook == "on_train_end")
 
     @property
     def is_unmet(self) -> bool:

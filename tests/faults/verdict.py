@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.faults.plan import Injection
+from tests.faults.plan import ON_RANK_ZERO, Injection
 from tests.faults.training import STATUS
 from tests.outcomes import name_of_status
 
@@ -75,6 +75,8 @@ def names(plan: Injection, rank: int, story: str) -> bool:
 
 def _patterns(plan: Injection, suspect: int) -> Iterator[str]:
     yield rf"\brank {suspect} \(host"
+    if plan.hook in ON_RANK_ZERO:
+        yield rf"\bon rank {suspect} during"  # what rank 0 does for all fails on all
     if plan.is_unmet:
         yield rf"\brank {suspect} of \d+ did not come"
     if plan.kind == "stop":  # only a watchdog could tell who it was that torch has waited for
