@@ -122,7 +122,7 @@ def draw(seed: int) -> Injection:
     chance = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     stage = list(HOOKS)[(seed % len(KINDS) + seed // len(KINDS)) % len(HOOKS)]
-    hook = chance.choice([hook for hook in HOOKS[stage] if _can_happen(kind, hook)])
+    hook = _draw_hook(chance, kind, stage)
     world_size = chance.choice((2, 3))
     by_itself = hook in ON_RANK_ZERO and kind not in FROM_OUTSIDE
     return Injection(
@@ -138,8 +138,10 @@ def draw(seed: int) -> Injection:
     )
 
 
-def _can_happen(kind: Kind, hook: str) -> bool:
-    return not (kind in _BY_EXCEPTION and hook in _WITHOUT_EXCEPTIONS)
+def _draw_hook(chance: random.Random, kind: Kind, stage: Stage) -> str:
+    hooks = [hook for hook in HOOKS[stage] if not (kind in _BY_EXCEPTION and hook in _WITHOUT_EXCEPTIONS)]
+    # Where a checkpoint could be lost is looked at more often.
+    return chance.choices(hooks, [4 if hook == "writing" else 1 for hook in hooks])[0]
 
 
 def _draw_launch(chance: random.Random, kind: Kind) -> Launch:

@@ -9,6 +9,7 @@ import torch
 
 from lightning_ddp_ext.checkpoint.archive import find_damage, open_archive
 from lightning_ddp_ext.checkpoint.partial import find_leftovers
+from lightning_ddp_ext.errors import DamagedCheckpointError
 from tests.faults.plan import Injection
 from tests.faults.training import JOURNAL
 
@@ -70,5 +71,8 @@ class Remains:
 
 
 def _is_whole(path: Path) -> bool:
-    archive = open_archive(path)
+    try:
+        archive = open_archive(path)
+    except DamagedCheckpointError:
+        return False
     return archive.records is not None and not find_damage(archive, archive.records)

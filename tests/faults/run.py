@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 from tests.faults.plan import Injection
@@ -37,8 +38,8 @@ def inject(plan: Injection, directory: Path, references: References, hosts: Netw
         if learn(directory, plan.world_size, remains.newest or begin) != reference.weights:
             wrong.append(f"the run that was resumed from {remains.newest} has learnt something else")
         wrong += [f"{name} is left after the next run" for name in Remains.in_directory(directory).partial]
-    except AssertionError as error:  # of the harness: somebody hangs, or a moment has not come
-        return [str(error)]
+    except Exception:  # somebody hangs, a moment has not come, the next run fails, ...
+        return [traceback.format_exc()]
     return [*wrong, ending.story()] if wrong else []
 
 
