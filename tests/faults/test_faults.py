@@ -12,13 +12,13 @@ from tests.faults.plan import HOOKS, KINDS, Injection, draw
 from tests.faults.references import References
 from tests.faults.run import inject
 
-COUNT = 20
+FIRST, COUNT = 200, 20  # from here on there are many sorts of them, and few that take long
 
 
 def plans() -> Iterator[Injection]:
     """Those of one seed after another, but of what takes long only one of each sort, and no scripts."""
     waits = {"script"}
-    for seed in range(COUNT * len(KINDS)):
+    for seed in range(FIRST, FIRST + COUNT * len(KINDS)):
         plan = draw(seed)
         if plan.long_wait not in waits:
             yield plan
