@@ -3,6 +3,8 @@ PYTHON ?= python3
 
 VENV   := .venv
 LOWEST := .venv-lowest
+SEED   := 0
+COUNT  := 300
 BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/__init__.py)
@@ -18,7 +20,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test coverage lint types test-lowest bench clean
+.PHONY: help venv demo test soak coverage lint types test-lowest bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -31,6 +33,9 @@ demo: venv ## Train on the UCI digits with two ranks, save and resume (under a m
 
 test: lint types ## Lint, types, and all tests
 	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+
+soak: venv ## 300 faults in real runs, one after another (half an hour); SEED= of the first one, COUNT=
+	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
 
 coverage: venv ## All tests, and which lines they reach: takes a quarter longer
 	$(BIN)/python -m pytest --cov --numprocesses 3 --dist worksteal

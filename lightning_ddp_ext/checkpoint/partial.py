@@ -32,7 +32,7 @@ _mine: set[str] = set()
 
 
 class Sink:
-    """The writable end of a partial file: unbuffered, counts what it takes, keeps the system's own error.
+    """The writable end of a partial file: unbuffered, counts what it takes, keeps what has broken it off.
 
     Args:
         descriptor: where to write.
@@ -44,15 +44,15 @@ class Sink:
         self._on_progress = on_progress
         self._written_back = 0
         self.position = 0
-        self.error: OSError | None = None
+        self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of it; who catches the error of a disk in words of his own finds it in ``error``."""
+        """Write all of it; who gets the error of a disk, or Ctrl-C, in other words finds it in ``error``."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), _LONGEST_WRITE):
                 self._write(view[start : start + _LONGEST_WRITE])
-        except OSError as error:
+        except BaseException as error:
             self.error = error
             raise
         return len(view)

@@ -96,7 +96,7 @@ def _fill(checkpoint: Any, sink: Sink) -> None:
         torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
     except Exception:
         if sink.error is not None:
-            raise sink.error from None  # torch says it in other words, without the number
+            raise sink.error from None  # torch says it in other words, and Ctrl-C, too
         raise
 
 

@@ -132,6 +132,25 @@ def test_an_object_that_breaks_off_leaves_the_old_one(
     assert loaded(url) == {"new": 2}
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])
+def test_whoever_is_interrupted_while_writing_is_told_so(end: BaseException, tmp_path: Path) -> None:
+    """And not, in torch's words, that the file is too short; what was there before is untouched."""
+    path = tmp_path / "it.ckpt"
+    write({"number": 1}, path)
+
+    sizes: list[int] = []
+
+    def interrupt_once(size: int) -> None:
+        sizes.append(size)
+        if len(sizes) == 4:
+            raise end
+
+    with pytest.raises(type(end)):
+        write(kinds(), path, interrupt_once)
+    assert loaded(str(path)) == {"number": 1}
+    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
+
+
 @pytest.mark.parametrize(
     ("number", "says"),
     [

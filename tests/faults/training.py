@@ -1,0 +1,214 @@
+"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext.checkpoint.writer import write
+from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.request import Request
+from tests.faults.plan import HOOKS, WRITES, Injection
+from tests.integration.continuing import Net
+from tests.integration.stopping import shuffled
+from tests.integration.training import make_trainer
+from tests.ranks import hold
+
+STATUS = 3  # of a rank that leaves by sys.exit
+JOURNAL = "journal"
+SAMPLES, EPOCHS = 24, 2
+_PAUSE = 0.1
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "term": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
+
+
+class BoomError(ValueError):
+    """What goes wrong in these runs; no other code raises it."""
+
+
+class Fault:
+    """Does what a plan says, once; a slow rank is slow at each call from the planned one on.
+
+    Args:
+        plan: what happens; ``None``: nothing.
+        rank: of this process.
+        directory: where it writes down what it does, for those who look for it afterwards.
+    """
+
+    def __init__(self, plan: Injection | None, rank: int, directory: Path) -> None:
+        self.plan = plan if plan is not None and plan.striker == rank else None
+        self.rank = rank
+        self._journal = os.open(directory / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._calls = 0
+
+    def note(self, line: str) -> None:
+        """A line that stays, whatever becomes of this process."""
+        os.write(self._journal, f"{line}\n".encode())
+
+    def at(self, hook: str) -> None:
+        """This rank comes to a hook."""
+        if self.plan is None or hook != self.plan.hook:
+            return
+        number, self._calls = self._calls, self._calls + 1
+        if number == self.plan.number:
+            self.note("struck")
+            self._strike(self.plan)
+        elif number > self.plan.number and self.plan.kind == "slow":
+            time.sleep(_PAUSE)
+
+    def _strike(self, plan: Injection) -> None:
+        if plan.kind in _SIGNALS:
+            os.kill(self._pid_of(plan.culprit), _SIGNALS[plan.kind])
+        elif plan.kind == "vanish":
+            os._exit(0)
+        elif plan.kind == "exit":
+            sys.exit(STATUS)
+        elif plan.kind == "raise":
+            raise BoomError("no such layer")
+        elif plan.kind == "cut":
+            hold("cut")
+        else:
+            time.sleep(_PAUSE)
+
+    def _pid_of(self, rank: int) -> int:
+        membership = current()
+        return os.getpid() if rank == self.rank or membership is None else membership.table[rank].pid
+
+
+class Hooks(L.Callback):
+    """Brings the fault to all hooks of a callback, of the model's forward and backward, and of the optimiser."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        at = self.fault.at
+        assert isinstance(pl_module, Net)
+        first, _, last = pl_module.layers
+        first.register_forward_hook(lambda *_: at("forward") if pl_module.training else None)
+        last.weight.register_hook(lambda _: at("backward"))  # while gradients of earlier layers are still to come
+        trainer.optimizers[0].register_step_post_hook(lambda *_: at("optimizer_step"))  # type: ignore[attr-defined]
+        at("on_train_start")
+
+
+def _hook(name: str) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: self.fault.at(name)
+
+
+for name in {hook for hooks in HOOKS.values() for hook in hooks}:
+    if hasattr(L.Callback, name) and name not in vars(Hooks):
+        setattr(Hooks, name, _hook(name))
+
+
+class StruckNet(Net):
+    """The model, with hooks that callbacks do not have."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(shuffled(SAMPLES))
+        # Lightning does not make up for a validation that was due after a save; it draws a random number.
+        self.layers[1] = nn.Identity()
+        self.fault = fault
+
+    def configure_optimizers(self) -> Any:
+        self.fault.at("configure_optimizers")
+        return super().configure_optimizers()
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        super().validation_step(batch, index)
+        self.fault.at("validation_step")
+
+
+class StruckIO(RankZeroCheckpointIO):
+    """Brings the fault to the midst of writing and reading, and writes down what has been saved."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.fault.note(f"saved {checkpoint['global_step']}")
+
+    def _write(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        writes = iter(range(WRITES))
+        write(checkpoint, path, lambda _: self.fault.at("writing") if next(writes, None) is not None else None)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        self.fault.at("removing")
+        super().remove_checkpoint(path)
+
+    def prepare_to_read(self, path: str | Path) -> None:
+        super().prepare_to_read(path)
+        self.fault.at("reading")
+
+
+class StruckStrategy(DDPExtStrategy):
+    """Brings the fault to the roll call, in which a rank asks again and again whether there is bad news."""
+
+    fault: Fault
+
+    def _request(self) -> Request:
+        def bad_news() -> str | None:
+            self.fault.at("roll_call")
+            return request.bad_news()
+
+        request = super()._request()
+        return replace(request, bad_news=bad_news)
+
+
+def train(
+    fault: Fault, directory: Path, devices: int, checkpoint: str | None, keep: int = 1, **options: Any
+) -> list[float]:
+    """One rank's part of the run, from the beginning or from a checkpoint; its weights at the end.
+
+    Args:
+        fault: what happens to it.
+        directory: for checkpoints, of which there is one every second step.
+        devices: number of ranks.
+        checkpoint: where to go on from, with another seed; ``None``: from the beginning.
+        keep: how many checkpoints are kept, as for ``save_top_k``.
+        **options: for the strategy.
+    """
+    fault.at("begin")
+    L.seed_everything(7 if checkpoint is None else 8, verbose=False)
+    net = StruckNet(fault)
+    strategy = StruckStrategy(checkpoint_io=StruckIO(fault), **options)
+    strategy.fault = fault
+    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep)
+    trainer = make_trainer(
+        strategy,
+        devices=devices,
+        max_epochs=EPOCHS,
+        callbacks=[Hooks(fault), saver],
+        enable_checkpointing=True,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(net, ckpt_path=checkpoint, weights_only=False)
+    fault.at("after_fit")
+    atexit.register(fault.at, "exit")
+    return [float(number) for parameter in net.parameters() for number in parameter.detach().flatten()]
+
+
+def options_of(plan: Injection) -> dict[str, Any]:
+    """Options of the strategy that bound how long the others wait for a rank that nothing is heard of."""
+    options: dict[str, Any] = {}
+    if plan.is_unmet:
+        options["init_timeout"] = 5.0
+    if plan.kind == "stop":
+        options["timeout"] = 4.0
+    return options
