@@ -68,7 +68,8 @@ class Calls:
     def missed(self) -> Call | None:
         """A call that another rank waits in, and that this rank has gone past."""
         for call in self._last.copy().values():
-            if self.made < call.number and self.steps > call.steps:
+            # In this order, as the main thread makes calls and takes steps meanwhile.
+            if self.steps > call.steps and self.made < call.number:
                 return call
         return None
 

@@ -66,19 +66,23 @@ class Meetings:
         self._lead()
         return call
 
-    def meet(self, what: str, where: str = "", *, name: str = "") -> None:
+    def meet(self, what: str, where: str = "", *, name: str = "", is_bounded: bool = True) -> None:
         """Begin a call and :meth:`wait`."""
-        self.wait(self.begin(what, where, name=name))
+        self.wait(self.begin(what, where, name=name), is_bounded=is_bounded)
 
-    def wait(self, call: Call) -> None:
+    def wait(self, call: Call, *, is_bounded: bool = True) -> None:
         """Wait until every rank has begun this call, and none has begun another one instead.
+
+        Args:
+            call: what :meth:`begin` returned.
+            is_bounded: whether the ranks have only the timeout of a collective to come.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
             RankMismatchError: a rank has begun another call instead.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
-        if not self._is_open(call, self._membership.collective_timeout.total_seconds()):
+        if not self._is_open(call, self._membership.collective_timeout.total_seconds() if is_bounded else None):
             self._send({"overdue": asdict(call)})
             self._answer_overdue(call)
             if not self._is_open(call, _ANSWERS_WITHIN):
@@ -103,8 +107,8 @@ class Meetings:
     def _send(self, message: Message) -> None:
         self._membership.send("meeting", message)
 
-    def _is_open(self, call: Call, seconds: float) -> bool:
-        """Whether all have come, or news, within ``seconds``."""
+    def _is_open(self, call: Call, seconds: float | None) -> bool:
+        """Whether all have come, or news, within ``seconds``; ``None``: however long that takes."""
         with self._arrived:
             heard = self._membership
             came = self._arrived.wait_for(lambda: self._open >= call.number or bool(heard.news_or_departure), seconds)
@@ -137,7 +141,8 @@ class Meetings:
         if self._rank == 0 and self._open < call.number:
             with self._arrived:
                 absent = self._calls.absent(range(len(self._table.claims)), call.number)
-            self._membership.report(self._absence(call, absent, "has not come in time", _BE_THERE))
+            if absent:  # else the last one has come this moment, and all are about to be let in
+                self._membership.report(self._absence(call, absent, "has not come in time", _BE_THERE))
 
     def _absence(self, call: Call, absent: list[int], finding: str = _GONE_ON, remedy: str = _MAKE_IT) -> News:
         who = self._table[absent[0]]

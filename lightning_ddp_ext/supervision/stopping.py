@@ -133,8 +133,10 @@ class Stopping:
             self._is_active = True
             self._has_stopped = False
             self._deadline = deadline
-            is_asked = bool(self._requests)
-        if is_asked and self._rank == 0:
+            requests = self._requests.copy()
+        if requests:
+            self._bound(requests[0])
+        if requests and self._rank == 0:
             self._hold_all()
 
     def end(self) -> None:
@@ -169,8 +171,10 @@ class Stopping:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
-        self._membership.meetings.meet("the end of its work")
-        return self.at_place()
+        self._membership.meetings.meet("the end of its work", is_bounded=False)  # callbacks may take long at the end
+        # Who is asked only now must not wait for that to come round: rank 0 may be gone from here, and never answer.
+        self._place = Place(self._place.passed + 1)
+        return self._decide() if self._is_holding else None
 
     def _decide(self) -> Request | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
@@ -273,7 +277,7 @@ class Stopping:
 
     def _bound(self, request: Request) -> None:
         with self._changed:
-            if self._timer is not None or self._deadline is None or self._has_stopped:
+            if self._timer is not None or self._deadline is None or not self._is_active:
                 return
             self._timer = threading.Timer(self._deadline.total_seconds(), self._give_up, [request])
             self._timer.name = "ddpx-stop-deadline"

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.supervision.stopping import Place, agree
+from lightning_ddp_ext.rendezvous.process_group import join, leave
+from lightning_ddp_ext.supervision.stopping import Place, Request, Stopping, agree
+from tests.ranks import run_ranks
+from tests.rendezvous.rooms import request
 
 EVALUATED = st.integers(1, 9).flatmap(
     lambda of_steps: st.builds(Place, st.integers(0, 3), st.integers(0, of_steps), st.just(of_steps))
@@ -37,3 +45,36 @@ def test_it_is_the_next_one(places: list[Place]) -> None:
     may_come = furthest.of_steps > 0 and not all(place.passed == furthest.passed and place.of_steps for place in places)
     assert agreement.is_final or may_come or any(place.of_steps for place in places)
     assert agree([Place(furthest.passed)] * 3).is_final
+
+
+def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | None, bool]:
+    """Rank 1 is at the end long before rank 0, and gets a signal there that rank 0 is not told of."""
+    membership = join(request(rank, world_size, where, timeout=0.2))
+    assert membership is not None
+    stopping, meetings, store = membership.part(Stopping), membership.meetings, membership.store
+    stopping.begin(timedelta(seconds=60))
+
+    def signal_at_the_end() -> None:
+        store.wait(["is there"])
+        stopping.expect()
+        store.set("signalled", "")
+
+    if rank == 1:
+        threading.Thread(target=signal_at_the_end).start()
+    else:
+        while meetings._calls.absent([1], 1):
+            time.sleep(0.01)
+        time.sleep(2 * membership.collective_timeout.total_seconds())
+        store.set("is there", "")
+        store.wait(["signalled"])
+    found = stopping.at_last_place()
+    stopping.end()
+    stopping.ask(15)
+    has_timer = stopping._timer is not None
+    leave()
+    return found, has_timer
+
+
+def test_ranks_wait_at_the_end_as_long_as_it_takes_but_for_no_answer(tmp_path: Path) -> None:
+    """Callbacks may take long there; and whoever is asked to stop after the end has no deadline."""
+    assert run_ranks(late_to_the_end, 2, str(tmp_path / "store")) == [(None, False)] * 2
