@@ -123,4 +123,4 @@ def status_of(signum: int) -> int:
 
 
 # Of processes that were asked to stop and did so in good order.
-STOP_STATUSES = {status_of(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+STOP_STATUSES = {status_of(signum) for signum in signal.valid_signals()}
