@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.line import LONGEST_LINE, SEND_WITHIN, Line, Message, keep_alive
+from lightning_ddp_ext.rendezvous.line import LONGEST_LINE, SEND_WITHIN, Line, Message, prepare
 from lightning_ddp_ext.rendezvous.news import News, death_of
 from lightning_ddp_ext.rendezvous.sockets import listen, own_addresses
 
@@ -244,7 +244,7 @@ class Lifelines:
 
     def _add(self, rank: int, line: Line) -> None:
         line.socket.setblocking(False)
-        keep_alive(line.socket)
+        prepare(line.socket)
         self._lines[rank] = line
         self._selector.register(line.socket, selectors.EVENT_READ, lambda: self._hear(rank, line))
 

@@ -87,8 +87,9 @@ def _message_in(line: bytes, longest: int) -> Message:
     return message
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end the connection some seconds after the other host has fallen silent."""
+def prepare(connection: socket.socket) -> None:
+    """Have the kernel send at once, and end the connection some seconds after the other host has fallen silent."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # ranks wait for what is sent here
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         option = getattr(socket, name, None)  # macOS knows only some of them
