@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext.errors import DurationError, OptionError, RankHungError
 from lightning_ddp_ext.rendezvous import membership
 from lightning_ddp_ext.supervision import courts
+from lightning_ddp_ext.supervision import watchdog as watchdog_room
 from tests.integration.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold, launch_ranks
@@ -112,6 +113,7 @@ def fit(
     membership._EXIT_GRACE["hung"] = 0.3
     courts._ANSWERS_WITHIN = courts._STORE_WITHIN = 1.0
     courts._LOOKS_EVERY = 0.5
+    watchdog_room._OVERSLEPT = 0.25
     watchdog = HangWatchdog(timeout=1, directory=directory / "verdicts", **options)
     strategy = DDPExtStrategy(url) if url else make_strategy(kind, directory)
     settings: dict[str, Any] = {"devices": world_size, "max_epochs": max_epochs, "limit_val_batches": 0}
