@@ -210,7 +210,10 @@ def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> list[An
         membership = join(request(rank, world_size, where))
         assert membership is not None
         found.append(add_ones())
+        membership.store.set(f"past it/{rank}", "")
         if rank == failing:
+            for other in range(world_size):  # else one that is still in that collective is released from it, too
+                membership.store.get(f"past it/{other}")
             membership.announce_failure(ValueError("bad"), "Traceback ...")
             continue
         with pytest.raises(RuntimeError):
