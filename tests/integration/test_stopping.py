@@ -21,7 +21,7 @@ MOMENTS: dict[Moment, int] = {
     ("on_train_batch_end", 1): 2,
     ("on_train_batch_end", 2): 3,
     ("on_validation_batch_start", 1): 3,
-    ("on_train_epoch_end", 0): 4,
+    ("on_train_epoch_end", 0): 3,
     ("on_train_epoch_start", 1): 4,
     ("on_train_batch_start", 8): 9,
     ("on_train_epoch_end", 2): 9,
