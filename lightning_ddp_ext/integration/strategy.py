@@ -50,6 +50,7 @@ from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
+from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
 from lightning_ddp_ext.supervision.places import calling_place
@@ -329,6 +330,8 @@ class DDPExtStrategy(DDPStrategy):
                 f"process group: {request.backend}, {request.world.world_size} "
                 f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
             )
+        if membership is not None:
+            membership.part(Inquiry)  # so that it answers the others
         install_last_words()
         super().setup_distributed()  # finds the group that is open and leaves it alone
 

@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Table
-from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.deadline import Deadline, answer_within
 from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.lifelines import Lifelines
@@ -355,17 +355,12 @@ class Membership:
 
     def _post_cause(self, news: News) -> News:
         """Whose cause was first: asked in a thread, as the store's host may be the one that is gone."""
-        posted: list[News] = []
 
-        def post() -> None:
-            with suppress(Exception):
-                first = self.store.compare_set("cause", "", json.dumps(asdict(news)))
-                posted.append(News(**json.loads(bytes(first))))
+        def post() -> News:
+            first = self.store.compare_set("cause", "", json.dumps(asdict(news)))
+            return News(**json.loads(bytes(first)))
 
-        thread = threading.Thread(target=post, name="ddpx-post", daemon=True)
-        thread.start()
-        thread.join(_POST_WITHIN)
-        return posted[0] if posted else news
+        return answer_within(_POST_WITHIN, post) or news
 
     def _hear(self, news: News) -> None:
         """Called by the lifelines' thread."""

@@ -27,9 +27,11 @@ import psutil
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
+from lightning_ddp_ext.rendezvous.deadline import answer_within
 from lightning_ddp_ext.rendezvous.line import Message
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.news import News
+from lightning_ddp_ext.supervision.stopped import stopped_process
 from lightning_ddp_ext.supervision.verdict import Case, Report, Silence, Verdict, Who
 
 T = TypeVar("T")
@@ -171,12 +173,10 @@ class LifelineCourt(Court):
         return None
 
     def _silence(self, rank: int) -> Silence:
-        return Silence(self._whos[rank], _ANSWERS_WITHIN, self._stopped_here(rank) is not None)
+        return Silence(self._whos[rank], _ANSWERS_WITHIN, self._stopped(rank) is not None)
 
-    def _stopped_here(self, rank: int) -> psutil.Process | None:
-        """The process of a rank, if it is one of this host that somebody has stopped."""
-        claim, mine = self._claims[rank], self._claims[self._rank]
-        return _stopped(claim.pid) if (claim.host, claim.network) == (mine.host, mine.network) else None
+    def _stopped(self, rank: int) -> psutil.Process | None:
+        return stopped_process(self._claims[rank], seen_from=self._claims[self._rank])
 
     @override
     def conclude(self, verdict: Verdict | None) -> None:
@@ -185,7 +185,7 @@ class LifelineCourt(Court):
         if verdict is not None:
             self.obey(verdict)
             for rank in range(len(self._whos)):
-                process = self._stopped_here(rank)
+                process = self._stopped(rank)
                 if process is not None:
                     with suppress(psutil.Error):
                         process.send_signal(signal.SIGCONT)  # it finds the news, and ends as the others do
@@ -358,13 +358,6 @@ def this_process(rank: int) -> Who:
     return Who(rank, socket.gethostname(), os.getpid())
 
 
-def _stopped(pid: int) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return process if process.status() == psutil.STATUS_STOPPED else None
-    return None
-
-
 def _is_there(store: Store, key: str, seconds: float) -> bool:
     """Whether a key is there within ``seconds``, without the noise that ``Store.wait`` makes at its timeout."""
     deadline = time.monotonic() + seconds
@@ -377,16 +370,7 @@ def _is_there(store: Store, key: str, seconds: float) -> bool:
 
 def _bounded(question: Callable[[], T], seconds: float = 0.0) -> T | None:
     """The answer to a question that takes ``seconds``; ``None`` if it fails, or the store holds it up."""
-    answers: list[T] = []
-
-    def ask() -> None:
-        with suppress(Exception):
-            answers.append(question())
-
-    thread = threading.Thread(target=ask, name="ddpx-watchdog-store", daemon=True)
-    thread.start()
-    thread.join(seconds + _STORE_WITHIN)
-    return answers[0] if answers else None
+    return answer_within(seconds + _STORE_WITHIN, question)
 
 
 def _end_process(rank: int, verdict: Verdict) -> None:
