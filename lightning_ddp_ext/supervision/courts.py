@@ -196,7 +196,51 @@ class LifelineCourt(Court):
         self._membership.report(News("hung", who.rank, who.host, who.pid, verdict.sentence))
 
 
-class StoreCourt(Court):
+class LoneCourt(Court):
+    """The court of a process that knows of no other."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._witness: Witness | None = None
+        self._woken = threading.Event()
+
+    @override
+    def open(self, witness: Witness) -> None:
+        self._witness = witness
+        self._woken.clear()
+
+    @override
+    def close(self, witness: Witness) -> None:
+        """Nobody asks."""
+
+    @override
+    def wake(self) -> None:
+        self._woken.set()
+
+    @override
+    def sit(self, seconds: float) -> Case | Verdict | None:
+        self._woken.wait(seconds)
+        return None
+
+    @override
+    def call(self) -> Case | Verdict | None:
+        return self._own_case()
+
+    def _own_case(self) -> Case:
+        assert self._witness is not None
+        return Case([self._witness()])
+
+    @override
+    def conclude(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.obey(verdict)
+
+    @override
+    def obey(self, verdict: Verdict) -> None:
+        _end_process(self._rank, verdict)
+
+
+class StoreCourt(LoneCourt):
     """The court of ranks that have nothing but a store in common.
 
     A case is a *round*: whoever is stuck begins the next one, and all who hear of it leave their reports.
@@ -208,27 +252,16 @@ class StoreCourt(Court):
     """
 
     def __init__(self, store: Store, rank: int, whos: list[Who]) -> None:
+        super().__init__(rank)
         self._shared = store
-        self._rank = rank
         self._whos = whos
         self._round = 0
         self._is_lost = False
-        self._witness: Witness | None = None
-        self._woken = threading.Event()
 
     @override
     def open(self, witness: Witness) -> None:
-        self._witness = witness
-        self._woken.clear()
+        super().open(witness)
         self._round = _bounded(self._latest_round) or 0  # of an earlier Trainer's
-
-    @override
-    def close(self, witness: Witness) -> None:
-        """Nobody looks into the store for this rank any more."""
-
-    @override
-    def wake(self) -> None:
-        self._woken.set()
 
     @override
     def sit(self, seconds: float) -> Case | Verdict | None:
@@ -238,8 +271,7 @@ class StoreCourt(Court):
 
     @override
     def call(self) -> Case | Verdict | None:
-        assert self._witness is not None
-        return self._call(Case([self._witness()]), {who.rank for who in self._whos}, _ANSWERS_WITHIN + _LOOKS_EVERY)
+        return self._call(self._own_case(), {who.rank for who in self._whos}, _ANSWERS_WITHIN + _LOOKS_EVERY)
 
     def call_without_rank_zero(self, known: Case) -> Case | Verdict | None:
         """The same for ranks that rank 0 does not lead, and of which some may not be stuck yet."""
@@ -309,47 +341,6 @@ class StoreCourt(Court):
     @override
     def obey(self, verdict: Verdict) -> None:
         _bounded(lambda: self._shared.add(f"{self._round}/obeyed", 1))
-        _end_process(self._rank, verdict)
-
-
-class LoneCourt(Court):
-    """The court of a process that knows of no other."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
-        self._witness: Witness | None = None
-        self._woken = threading.Event()
-
-    @override
-    def open(self, witness: Witness) -> None:
-        self._witness = witness
-        self._woken.clear()
-
-    @override
-    def close(self, witness: Witness) -> None:
-        """Nobody asks."""
-
-    @override
-    def wake(self) -> None:
-        self._woken.set()
-
-    @override
-    def sit(self, seconds: float) -> Case | None:
-        self._woken.wait(seconds)
-        return None
-
-    @override
-    def call(self) -> Case:
-        assert self._witness is not None
-        return Case([self._witness()])
-
-    @override
-    def conclude(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            self.obey(verdict)
-
-    @override
-    def obey(self, verdict: Verdict) -> None:
         _end_process(self._rank, verdict)
 
 
