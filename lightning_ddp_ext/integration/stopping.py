@@ -78,8 +78,8 @@ class Stops:
         self._is_running = self._has_trained = False
         self._noted = None
         self._replace_lightnings(trainer)
-        self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
         self._stopping.begin(self.deadline)
+        self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
 
     @property
     def _warning(self) -> signal.Signals:

@@ -50,6 +50,7 @@ from lightning_ddp_ext.rendezvous.process_group import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
+from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
 from lightning_ddp_ext.supervision.places import calling_place
@@ -329,6 +330,8 @@ class DDPExtStrategy(DDPStrategy):
                 f"process group: {request.backend}, {request.world.world_size} "
                 f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
             )
+        if membership is not None:
+            membership.part(Inquiry)  # so that it answers the others
         install_last_words()
         super().setup_distributed()  # finds the group that is open and leaves it alone
 
@@ -410,19 +413,6 @@ class DDPExtStrategy(DDPStrategy):
         self.checkpoints.remove(filepath)
 
     @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        assert self.lightning_module is not None
-        agree_on_path(self.lightning_module.trainer)
-        self.sampling.attach(self.lightning_module.trainer)
-        self.step_metrics.attach(self.lightning_module.trainer)
-        self.stops.attach(self.lightning_module.trainer, current())
-        membership = current()
-        if self._debug and membership is not None:
-            self._checked = CheckedCollectives(membership)
-            self._checked.install()
-
-    @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         return self.checkpoints.load(checkpoint_path, weights_only)
 
@@ -430,31 +420,39 @@ class DDPExtStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         self.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict)
 
-    @override
-    def on_train_start(self) -> None:
-        self._pass()
-        self.checkpoints.release()
-        self.sampling.resuming.on_train_start()
-        self.stops.on_start()
+    # The Trainer that the ranks work for.
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.sampling.inputs.on_train_batch_start(batch)
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer, membership = self.lightning_module.trainer, current()
+        agree_on_path(trainer)
+        self.sampling.attach(trainer)
+        self.step_metrics.attach(trainer)
+        self.stops.attach(trainer, membership)
+        if self._debug and membership is not None:
+            self._checked = CheckedCollectives(membership)
+            self._checked.install()
+
+    @override
+    def on_train_start(self) -> None:
+        self._start()
+        self.sampling.resuming.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
-        self._pass()
-        self.checkpoints.release()
-        self.stops.on_start()
+        self._start()
 
     @override
     def on_test_start(self) -> None:
-        self._pass()
-        self.checkpoints.release()
-        self.stops.on_start()
+        self._start()
 
     @override
     def on_predict_start(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
         self._pass()
         self.checkpoints.release()
         self.stops.on_start()
@@ -466,19 +464,19 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._pass()
-        self.step_metrics.close()
-        self.stops.at_end_of_evaluation()
+        self._end_evaluation()
 
     @override
     def on_test_end(self) -> None:
-        self._pass()
-        self.step_metrics.close()
-        self.stops.at_end_of_evaluation()
+        self._end_evaluation()
 
     @override
     def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
         self._pass()
+        self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -505,6 +503,10 @@ class DDPExtStrategy(DDPStrategy):
         super().pre_backward(closure_loss)
 
     # Data.
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.sampling.inputs.on_train_batch_start(batch)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -79,3 +80,10 @@ class Deadline:
         if error is not None:
             raise error
         return outcome.result()
+
+
+def answer_within(seconds: float, question: Callable[[], T]) -> T | None:
+    """The answer to ``question``, asked in a thread; ``None`` if it raises or is late, and nobody waits for it then."""
+    with suppress(Exception):
+        return Deadline(seconds).bound(question)
+    return None

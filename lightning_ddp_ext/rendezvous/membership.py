@@ -21,11 +21,12 @@ from torch.distributed import PrefixStore, Store
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Table
-from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.deadline import Deadline, answer_within
 from lightning_ddp_ext.rendezvous.file_store import remove_file, settle_in
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.lifelines import Lifelines
 from lightning_ddp_ext.rendezvous.line import Message
+from lightning_ddp_ext.rendezvous.mailbox import Listener, Mailbox
 from lightning_ddp_ext.rendezvous.meetings import Meetings
 from lightning_ddp_ext.rendezvous.news import News, reason_of
 from lightning_ddp_ext.rendezvous.request import Request
@@ -90,8 +91,7 @@ class Membership:
         self._exit_timer: threading.Timer | None = None
         self._has_observed = False
         self._parts: dict[object, Any] = {}
-        self._listeners: dict[str, Callable[[Message], None]] = {}
-        self._unheard: dict[str, list[Message]] = {}
+        self._mailbox = Mailbox(self.arrived)
         self.failure: BaseException | None = None
         self.first_cause: News | None = None
 
@@ -105,7 +105,7 @@ class Membership:
             self.world.rank,
             self._hear,
             deadline,
-            on_message=self._take_message,
+            on_message=self._mailbox.put,
             listener=listener,
             preferred=preferred,
         )
@@ -324,21 +324,9 @@ class Membership:
         if self._lifelines is not None:
             self._lifelines.send(subject, message)
 
-    def listen(self, subject: str, listener: Callable[[Message], None]) -> None:
+    def listen(self, subject: str, listener: Listener) -> None:
         """Have messages of a subject passed on by the lifelines' thread; those that came early come now."""
-        with self.arrived:
-            early = self._unheard.pop(subject, [])
-            self._listeners[subject] = listener
-            for message in early:
-                listener(message)
-
-    def _take_message(self, subject: str, message: Message) -> None:
-        with self.arrived:
-            listener = self._listeners.get(subject)
-            if listener is None:
-                self._unheard.setdefault(subject, []).append(message)
-        if listener is not None:
-            listener(message)
+        self._mailbox.listen(subject, listener)
 
     def close_group(self) -> None:
         """End this rank's part of the group: whoever waits for it in a collective is released."""
@@ -355,17 +343,12 @@ class Membership:
 
     def _post_cause(self, news: News) -> News:
         """Whose cause was first: asked in a thread, as the store's host may be the one that is gone."""
-        posted: list[News] = []
 
-        def post() -> None:
-            with suppress(Exception):
-                first = self.store.compare_set("cause", "", json.dumps(asdict(news)))
-                posted.append(News(**json.loads(bytes(first))))
+        def post() -> News:
+            first = self.store.compare_set("cause", "", json.dumps(asdict(news)))
+            return News(**json.loads(bytes(first)))
 
-        thread = threading.Thread(target=post, name="ddpx-post", daemon=True)
-        thread.start()
-        thread.join(_POST_WITHIN)
-        return posted[0] if posted else news
+        return answer_within(_POST_WITHIN, post) or news
 
     def _hear(self, news: News) -> None:
         """Called by the lifelines' thread."""
@@ -406,7 +389,7 @@ class Membership:
         self._group = None
         self._kept.clear()
         self._parts.clear()
-        self._listeners.clear()
+        self._mailbox.close()
         if self._lifelines is not None:
             self._lifelines.close()
         self.observe()

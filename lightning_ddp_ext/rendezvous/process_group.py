@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.file_store import open_file
 from lightning_ddp_ext.rendezvous.lifelines import answers, listen_for_lifelines
 from lightning_ddp_ext.rendezvous.membership import Membership, OpenedStore
+from lightning_ddp_ext.rendezvous.news import reason_of
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.roll_call import ENDS_WITHIN, call_roll
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
@@ -131,17 +133,26 @@ def _found(request: Request, opened: OpenedStore, deadline: Deadline, before: Me
 def _call_roll(
     request: Request, opened: OpenedStore, deadline: Deadline, lifeline: tuple[tuple[str, ...], int]
 ) -> Table:
-    """The roll call, ended from outside where the store neither answers nor fails."""
+    """The roll call, ended from outside where the store neither answers nor fails.
+
+    An exception in the main thread, such as Ctrl-C, does not end the thread that calls: it is told, and tells the rest.
+    """
+    claim = _claim(request)
+    interrupted: list[str] = []
+    has_ended = threading.Event()
 
     def call() -> Table:
-        return call_roll(
-            opened.for_roll_call,
-            _claim(request),
-            deadline,
-            lifeline=lifeline,
-            is_alive=answers,
-            bad_news=request.bad_news,
-        )
+        try:
+            return call_roll(
+                opened.for_roll_call,
+                claim,
+                deadline,
+                lifeline=lifeline,
+                is_alive=answers,
+                bad_news=lambda: interrupted[0] if interrupted else request.bad_news(),
+            )
+        finally:
+            has_ended.set()
 
     try:
         return deadline.bound(call, extra=ENDS_WITHIN)
@@ -152,6 +163,10 @@ def _call_roll(
         finding = f"it has not answered within init_timeout {deadline.seconds:g} s"
     except RuntimeError as cause:  # torch's errors of a store whose other end is gone
         finding = _first_line(cause)
+    except BaseException as cause:
+        interrupted.append(f"{claim} has given up the roll call: {reason_of(cause)}")
+        has_ended.wait(ENDS_WITHIN)
+        raise
     raise RendezvousError(f"{request.init_method}: lost the store during the roll call ({finding}); {opened.suspicion}")
 
 

@@ -36,6 +36,7 @@ from lightning_ddp_ext.rendezvous.claims import (
     table_of,
 )
 from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.news import reason_of
 
 _BEAT_EVERY = 0.25
 # A beat is due every 0.25 s, but a process may wait for a core: only what has not beaten for so long is stale.
@@ -159,6 +160,11 @@ class _Answer:
                 assert self._acknowledged is not None
                 return self._acknowledged
             raise self._condemn(finding) from None
+        except RuntimeError:  # the store's: nobody can be told
+            raise
+        except BaseException as cause:
+            self._condemn(_Finding(RendezvousError(f"{self.claim} has given up the roll call: {reason_of(cause)}")))
+            raise
 
     def _answer(self) -> Table:
         self._post_claim()

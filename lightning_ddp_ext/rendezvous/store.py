@@ -25,6 +25,7 @@ _ANSWER_WITHIN = 10.0
 # To a server that answers in another language, it keeps its own timeout, more or less.
 _EXCEEDS_BY = 1.5
 _WORKERS_END_WITHIN = 6.0
+_LOOKS_FOR = 1.0
 
 
 def serve(listener: socket.socket) -> TCPStore:
@@ -85,9 +86,7 @@ def connect_tcp(where: Tcp, deadline: Deadline, *, foreign: bool = False, host_i
     except StoreError:
         raise
     except RuntimeError:
-        raise StoreError(
-            f"rank 0 at {where.host}:{where.port} has gone away just after it had answered; look at its output"
-        ) from None
+        raise _gone(where) from None
     return store
 
 
@@ -163,10 +162,24 @@ def _client(where: Tcp, deadline: Deadline) -> Store:
 
     try:
         store = deadline.bound(construct, extra=_EXCEEDS_BY)
+    except TimeoutError:
+        raise StoreError(
+            f"what listens at {where.host}:{where.port} does not answer: it is not rank 0's store, or rank 0's process "
+            "is stopped; choose a port that no other program uses, or look after rank 0"
+        ) from None
     except Exception:
+        if not _is_reachable(where):
+            raise _gone(where) from None
         raise _not_ours(where, "it does not answer as a torch.distributed store does") from None
     store.set_timeout(_patience())
     return store
+
+
+def _is_reachable(where: Tcp) -> bool:
+    with suppress(OSError):
+        socket.create_connection((where.host, where.port), timeout=_LOOKS_FOR).close()
+        return True
+    return False
 
 
 def _wait_for_our_mark(store: Store, where: Tcp, deadline: Deadline) -> None:
@@ -174,6 +187,10 @@ def _wait_for_our_mark(store: Store, where: Tcp, deadline: Deadline) -> None:
         if store.check([_OURS]):
             return
     raise _not_ours(where, "it is a torch.distributed store, but not of a run with lightning_ddp_ext")
+
+
+def _gone(where: Tcp) -> StoreError:
+    return StoreError(f"rank 0 at {where.host}:{where.port} has gone away after it had answered; look at its output")
 
 
 def _not_ours(where: Tcp, finding: str) -> StoreError:

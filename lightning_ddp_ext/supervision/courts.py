@@ -27,9 +27,11 @@ import psutil
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
+from lightning_ddp_ext.rendezvous.deadline import answer_within
 from lightning_ddp_ext.rendezvous.line import Message
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.news import News
+from lightning_ddp_ext.supervision.stopped import stopped_process
 from lightning_ddp_ext.supervision.verdict import Case, Report, Silence, Verdict, Who
 
 T = TypeVar("T")
@@ -171,12 +173,10 @@ class LifelineCourt(Court):
         return None
 
     def _silence(self, rank: int) -> Silence:
-        return Silence(self._whos[rank], _ANSWERS_WITHIN, self._stopped_here(rank) is not None)
+        return Silence(self._whos[rank], _ANSWERS_WITHIN, self._stopped(rank) is not None)
 
-    def _stopped_here(self, rank: int) -> psutil.Process | None:
-        """The process of a rank, if it is one of this host that somebody has stopped."""
-        claim, mine = self._claims[rank], self._claims[self._rank]
-        return _stopped(claim.pid) if (claim.host, claim.network) == (mine.host, mine.network) else None
+    def _stopped(self, rank: int) -> psutil.Process | None:
+        return stopped_process(self._claims[rank], seen_from=self._claims[self._rank])
 
     @override
     def conclude(self, verdict: Verdict | None) -> None:
@@ -185,7 +185,7 @@ class LifelineCourt(Court):
         if verdict is not None:
             self.obey(verdict)
             for rank in range(len(self._whos)):
-                process = self._stopped_here(rank)
+                process = self._stopped(rank)
                 if process is not None:
                     with suppress(psutil.Error):
                         process.send_signal(signal.SIGCONT)  # it finds the news, and ends as the others do
@@ -196,7 +196,51 @@ class LifelineCourt(Court):
         self._membership.report(News("hung", who.rank, who.host, who.pid, verdict.sentence))
 
 
-class StoreCourt(Court):
+class LoneCourt(Court):
+    """The court of a process that knows of no other."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
+        self._witness: Witness | None = None
+        self._woken = threading.Event()
+
+    @override
+    def open(self, witness: Witness) -> None:
+        self._witness = witness
+        self._woken.clear()
+
+    @override
+    def close(self, witness: Witness) -> None:
+        """Nobody asks."""
+
+    @override
+    def wake(self) -> None:
+        self._woken.set()
+
+    @override
+    def sit(self, seconds: float) -> Case | Verdict | None:
+        self._woken.wait(seconds)
+        return None
+
+    @override
+    def call(self) -> Case | Verdict | None:
+        return self._own_case()
+
+    def _own_case(self) -> Case:
+        assert self._witness is not None
+        return Case([self._witness()])
+
+    @override
+    def conclude(self, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.obey(verdict)
+
+    @override
+    def obey(self, verdict: Verdict) -> None:
+        _end_process(self._rank, verdict)
+
+
+class StoreCourt(LoneCourt):
     """The court of ranks that have nothing but a store in common.
 
     A case is a *round*: whoever is stuck begins the next one, and all who hear of it leave their reports.
@@ -208,27 +252,16 @@ class StoreCourt(Court):
     """
 
     def __init__(self, store: Store, rank: int, whos: list[Who]) -> None:
+        super().__init__(rank)
         self._shared = store
-        self._rank = rank
         self._whos = whos
         self._round = 0
         self._is_lost = False
-        self._witness: Witness | None = None
-        self._woken = threading.Event()
 
     @override
     def open(self, witness: Witness) -> None:
-        self._witness = witness
-        self._woken.clear()
+        super().open(witness)
         self._round = _bounded(self._latest_round) or 0  # of an earlier Trainer's
-
-    @override
-    def close(self, witness: Witness) -> None:
-        """Nobody looks into the store for this rank any more."""
-
-    @override
-    def wake(self) -> None:
-        self._woken.set()
 
     @override
     def sit(self, seconds: float) -> Case | Verdict | None:
@@ -238,8 +271,7 @@ class StoreCourt(Court):
 
     @override
     def call(self) -> Case | Verdict | None:
-        assert self._witness is not None
-        return self._call(Case([self._witness()]), {who.rank for who in self._whos}, _ANSWERS_WITHIN + _LOOKS_EVERY)
+        return self._call(self._own_case(), {who.rank for who in self._whos}, _ANSWERS_WITHIN + _LOOKS_EVERY)
 
     def call_without_rank_zero(self, known: Case) -> Case | Verdict | None:
         """The same for ranks that rank 0 does not lead, and of which some may not be stuck yet."""
@@ -312,57 +344,9 @@ class StoreCourt(Court):
         _end_process(self._rank, verdict)
 
 
-class LoneCourt(Court):
-    """The court of a process that knows of no other."""
-
-    def __init__(self, rank: int = 0) -> None:
-        self._rank = rank
-        self._witness: Witness | None = None
-        self._woken = threading.Event()
-
-    @override
-    def open(self, witness: Witness) -> None:
-        self._witness = witness
-        self._woken.clear()
-
-    @override
-    def close(self, witness: Witness) -> None:
-        """Nobody asks."""
-
-    @override
-    def wake(self) -> None:
-        self._woken.set()
-
-    @override
-    def sit(self, seconds: float) -> Case | None:
-        self._woken.wait(seconds)
-        return None
-
-    @override
-    def call(self) -> Case:
-        assert self._witness is not None
-        return Case([self._witness()])
-
-    @override
-    def conclude(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            self.obey(verdict)
-
-    @override
-    def obey(self, verdict: Verdict) -> None:
-        _end_process(self._rank, verdict)
-
-
 def this_process(rank: int) -> Who:
     """This process, as a rank of that number."""
     return Who(rank, socket.gethostname(), os.getpid())
-
-
-def _stopped(pid: int) -> psutil.Process | None:
-    with suppress(psutil.Error):
-        process = psutil.Process(pid)
-        return process if process.status() == psutil.STATUS_STOPPED else None
-    return None
 
 
 def _is_there(store: Store, key: str, seconds: float) -> bool:
@@ -377,16 +361,7 @@ def _is_there(store: Store, key: str, seconds: float) -> bool:
 
 def _bounded(question: Callable[[], T], seconds: float = 0.0) -> T | None:
     """The answer to a question that takes ``seconds``; ``None`` if it fails, or the store holds it up."""
-    answers: list[T] = []
-
-    def ask() -> None:
-        with suppress(Exception):
-            answers.append(question())
-
-    thread = threading.Thread(target=ask, name="ddpx-watchdog-store", daemon=True)
-    thread.start()
-    thread.join(seconds + _STORE_WITHIN)
-    return answers[0] if answers else None
+    return answer_within(seconds + _STORE_WITHIN, question)
 
 
 def _end_process(rank: int, verdict: Verdict) -> None:

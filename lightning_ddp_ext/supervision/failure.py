@@ -13,6 +13,7 @@ from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousErr
 from lightning_ddp_ext.rendezvous.membership import Membership, at_work
 from lightning_ddp_ext.rendezvous.news import reason_of
 from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision.inquiry import Inquiry
 
 T = TypeVar("T")
 
@@ -23,6 +24,8 @@ _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b|\b(tcp|file|prefix)?store\b",
     re.IGNORECASE,
 )
+# What gloo raises where nobody is known to be gone.
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _LONGEST_TRACEBACK = 1 << 15
 
 
@@ -59,7 +62,8 @@ def explain(exception: BaseException) -> Any:
     if membership is None or isinstance(exception, (RankFailedError, RendezvousError)):
         return exception
     if echoes_another_rank(exception):
-        news = membership.await_news(_NEWS_WITHIN)
+        has_timed_out = any(_TIMED_OUT.search(reason_of(link)) for link in chain_of(exception))
+        news = membership.part(Inquiry).why_in_vain() if has_timed_out else membership.await_news(_NEWS_WITHIN)
         if news is not None:
             membership.close_group()
             error = news.to_error()

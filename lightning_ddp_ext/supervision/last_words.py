@@ -6,24 +6,20 @@ Without this, every rank prints a traceback of its own, and the one that matters
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError, RankHungError, RendezvousError
-from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.deadline import Deadline, answer_within
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.news import reason_of
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.rendezvous.store import wait_for
 from lightning_ddp_ext.supervision.failure import chain_of, explain
-
-T = TypeVar("T")
 
 # How long ranks wait for one another before they print regardless; seconds.
 _ANNOUNCED_WITHIN = 1.5
@@ -66,14 +62,14 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
             explanation.__cause__ = exception
             kind, exception, trace = type(explanation), explanation, None
     # The store's host may be gone or stopped, so it is asked from a thread that nobody has to wait for.
-    may_print_all = _within(_ANNOUNCED_WITHIN + _PRINTED_WITHIN, lambda: _take_turns(membership, exception))
+    may_print_all = answer_within(_ANNOUNCED_WITHIN + _PRINTED_WITHIN, lambda: _take_turns(membership, exception))
     if may_print_all is False:
         return
     if may_print_all is None and isinstance(exception, RankFailedError):
         print_line(exception)
         return
     _print_as_before(kind, exception, trace)
-    _within(_PRINTED_WITHIN, lambda: membership.store.set(_PRINTED, "1"))
+    answer_within(_PRINTED_WITHIN, lambda: membership.store.set(_PRINTED, "1"))
 
 
 def _is_known_to_others(membership: Membership, exception: BaseException) -> bool:
@@ -154,17 +150,3 @@ def _print_as_before(kind: type[BaseException], exception: BaseException, trace:
     finally:
         _depth -= 1
     sys.stderr.flush()
-
-
-def _within(seconds: float, question: Callable[[], T]) -> T | None:
-    """The answer to ``question``; ``None`` if it raises or takes longer than ``seconds``."""
-    answers: list[T] = []
-
-    def ask() -> None:
-        with suppress(Exception):
-            answers.append(question())
-
-    thread = threading.Thread(target=ask, name="ddpx-last-words", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None

@@ -9,6 +9,7 @@ from types import FrameType
 
 # What travels to another rank must fit into a line, and into the socket of one that does not read.
 _LONGEST = 1 << 15
+_WAITING = {"torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.meetings"}
 
 
 def main_frame() -> FrameType | None:
@@ -18,9 +19,17 @@ def main_frame() -> FrameType | None:
 
 def is_waiting_for_ranks(frame: FrameType | None) -> bool:
     """Whether a frame is in a call that waits for other ranks, as far as Python knows."""
+    return _is_in(frame, _WAITING)
+
+
+def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
+    """Whether it is in one that may do so: a backward pass waits for the gradients of other ranks in C++."""
+    return _is_in(frame, {*_WAITING, "torch.autograd"})
+
+
+def _is_in(frame: FrameType | None, modules: set[str]) -> bool:
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name == "torch.distributed.distributed_c10d" or name == "lightning_ddp_ext.rendezvous.meetings":
+        if frame.f_globals.get("__name__") in modules:
             return True
         frame = frame.f_back
     return False

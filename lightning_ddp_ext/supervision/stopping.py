@@ -34,6 +34,8 @@ class Request:
     signum: int
     rank: int
     host: str
+    job: int
+    """It is the so manieth that the ranks have begun."""
 
     def __str__(self) -> str:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
@@ -96,6 +98,7 @@ class Stopping:
         self._rank = membership.world.rank
         self._changed = membership.arrived
         self._place = Place(0)
+        self._job = 0
         self._is_active = False
         self._is_asked_here = False
         self._is_holding = False
@@ -103,6 +106,7 @@ class Stopping:
         self._has_stopped = False
         self._target: Place | None = None
         self._requests: list[Request] = []
+        self._asked_job = 0
         self._places: dict[int, Place] = {}
         self._stopped_at: Place | None = None
         self._deadline: timedelta | None = None
@@ -116,7 +120,7 @@ class Stopping:
     def ask(self, signum: int) -> None:
         """Have all ranks stop; for any thread but that of a signal handler."""
         mine = self._membership.table[self._rank]
-        request = Request(signum, mine.rank, mine.host)
+        request = Request(signum, mine.rank, mine.host, self._job)
         self._bound(request)
         if self._rank == 0:
             self._take_request(request)
@@ -130,10 +134,11 @@ class Stopping:
             deadline: what the ranks have from the first signal until they are gone; they are ended then.
         """
         with self._changed:
+            self._job += 1
             self._is_active = True
             self._has_stopped = False
             self._deadline = deadline
-            requests = self._requests.copy()
+            requests = self._requests.copy()  # of ranks that have begun before this one
         if requests:
             self._bound(requests[0])
         if requests and self._rank == 0:
@@ -143,6 +148,9 @@ class Stopping:
         """The ranks have stopped, or there is no place any more."""
         with self._changed:
             self._is_active = self._is_asked_here = False
+            self._requests = [request for request in self._requests if not self._is_over(request.job)]
+            if not self._requests:
+                self._is_holding, self._target = False, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,13 +215,19 @@ class Stopping:
         elif "hold" in message:
             self._hold(Request(**message["hold"]))
         elif "place" in message:
-            self._collect(message["rank"], Place(**message["place"]), has_stopped=message["has_stopped"])
+            self._collect(message["rank"], Place(**message["place"]), message["job"], message["has_stopped"])
         elif "target" in message:
-            self._release(Place(**message["target"]))
+            self._release(Place(**message["target"]), message["job"])
+
+    def _is_over(self, job: int) -> bool:
+        """Whether this rank is done with that job: what comes too late for it is not meant for the next one."""
+        return job < self._job or (job == self._job and not self._is_active)
 
     def _take_request(self, request: Request) -> None:
         """On rank 0: the first one begins a round, as soon as there are places."""
         with self._changed:
+            if self._is_over(request.job):
+                return
             is_first = not self._requests
             self._requests.append(request)
             is_active = self._is_active
@@ -228,12 +242,15 @@ class Stopping:
             self._places.clear()
             self._stopped_at = None
             request = self._requests[0]
+            self._asked_job = request.job
         self._membership.send("stop", {"hold": asdict(request)})
         self._hold(request)
 
     def _hold(self, request: Request) -> None:
         with self._changed:
-            if not self._has_stopped:
+            is_over = self._is_over(request.job)
+            has_stopped = self._has_stopped and request.job == self._job
+            if not is_over:
                 if self._rank != 0:
                     self._requests = [request]
                 self._is_holding = True
@@ -242,34 +259,36 @@ class Stopping:
             place = self._place  # after the flag: the main thread sets them the other way round
             if self._is_waiting:  # there, and not past it
                 place = place.before()
-            has_stopped = self._has_stopped
             self._changed.notify_all()
-        self._bound(request)
+        if not is_over:
+            self._bound(request)
         if self._rank == 0:
-            self._collect(0, place, has_stopped=has_stopped)
+            self._collect(0, place, request.job, has_stopped)
         else:
-            answer = {"place": asdict(place), "rank": self._rank, "has_stopped": has_stopped}
+            answer = {"place": asdict(place), "rank": self._rank, "job": request.job, "has_stopped": has_stopped}
             self._membership.send("stop", answer)
 
-    def _collect(self, rank: int, place: Place, *, has_stopped: bool) -> None:
+    def _collect(self, rank: int, place: Place, job: int, has_stopped: bool) -> None:
         """On rank 0: when all have answered, say where to stop."""
         with self._changed:
+            if job != self._asked_job:
+                return
             self._places[rank] = place
             self._stopped_at = place if has_stopped else self._stopped_at
             places = list(self._places.values())
         if len(places) < len(self._membership.table.claims):
             return
         agreement = agree(places) if self._stopped_at is None else Agreement(self._stopped_at)
-        self._membership.send("stop", {"target": asdict(agreement.target)})
-        self._release(agreement.target)
+        self._membership.send("stop", {"target": asdict(agreement.target), "job": job})
+        self._release(agreement.target, job)
         if not agreement.is_final:
             again = threading.Timer(_ASK_AGAIN_AFTER, self._hold_all)
             again.daemon = True
             again.start()
 
-    def _release(self, target: Place) -> None:
+    def _release(self, target: Place, job: int) -> None:
         with self._changed:
-            if not self._has_stopped:
+            if not self._is_over(job):
                 self._target = target
             self._changed.notify_all()
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pkgutil
 import shutil
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -118,6 +119,39 @@ def test_a_rank_killed_in_the_roll_call_is_missing(kind: str, victim: int, tmp_p
         ranks.kill(victim)
         message = same_sentence(ranks.wait(*({0, 1, 2} - {victim})), MissingRanksError)
     assert message.startswith(f"rank {victim} of 3 did not come within init_timeout 2 s")
+
+
+def meet_but_fail_in_roll_call(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings], by: str) -> float:
+    """Join, but rank 1 fails once it has answered the roll call, in the thread that calls or in the main one."""
+    hold("ready")
+
+    def fail() -> str | None:
+        if by == "Ctrl-C":
+            hold("in the roll call")
+            return None
+        raise ValueError("no such host")
+
+    join_as(seat, where, [{**mine, "bad_news": fail} if seat == 1 else mine for mine in settings])
+    return add_ones()
+
+
+@pytest.mark.parametrize("by", ["exception", "Ctrl-C"])
+@kinds
+def test_a_rank_that_fails_in_the_roll_call_is_named_at_once(kind: str, by: str, tmp_path: Path) -> None:
+    """The others need not wait for it until init_timeout; it raises what it would have raised."""
+    settings = [{"init_timeout": LONG, "world_size": 4}] * 3
+    with started(meet_but_fail_in_roll_call, place(kind, tmp_path), settings, by=by, time_limit=limit()) as ranks:
+        let_go(ranks)
+        if by == "Ctrl-C":
+            ranks.wait_for("in the roll call", 1)
+            ranks.kill(1, signal.SIGINT)
+            let_go(ranks, 1)
+        failed, *others = ranks.wait(1, 0, 2)
+    kind_of_error, cause = (ValueError, "ValueError: no such host") if by == "exception" else (KeyboardInterrupt, "Key")
+    assert failed.error is not None
+    assert isinstance(failed.error.exception, kind_of_error)
+    message = same_sentence(others, RendezvousError)
+    assert message.startswith(f"{process(1, failed.pid)} has given up the roll call: {cause}")
 
 
 def test_rank_0_killed_in_the_roll_call_takes_the_tcp_store_along() -> None:
@@ -342,8 +376,14 @@ def test_a_latecomer_is_told_who_holds_its_rank(kind: str, tmp_path: Path) -> No
 # The address is somebody else's.
 
 
-@pytest.mark.parametrize("answer", [silent, web])
-def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None]) -> None:
+NO_STORE = "is not rank 0's store: it does not answer as a torch.distributed store does; choose a port that no other "
+
+
+@pytest.mark.parametrize(
+    ("answer", "finding"),
+    [(silent, "does not answer: it is not rank 0's store, or rank 0's process is stopped; "), (web, NO_STORE)],
+)
+def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None], finding: str) -> None:
     """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0's store."""
     with server(answer) as where:
         first, second = endings(where, [{}, {}], init_timeout=1.0)
@@ -351,10 +391,7 @@ def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None]) -> N
         f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
         "use; stop the program that holds it or choose another port"
     )
-    assert sentence(second, StoreError) == (
-        f"what listens at 127.0.0.1:{where.port} is not rank 0's store: it does not answer as a torch.distributed "
-        "store does; choose a port that no other program uses, or give the address of rank 0's host"
-    )
+    assert sentence(second, StoreError).startswith(f"what listens at 127.0.0.1:{where.port} {finding}")
 
 
 def test_a_host_that_no_rank_knows() -> None:

@@ -75,6 +75,37 @@ def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | N
     return found, has_timer
 
 
+def asked_after_the_end(rank: int, world_size: int, where: str) -> list[Request | None]:
+    """Rank 1 is asked to stop when the first job is over, and again in the second."""
+    membership = join(request(rank, world_size, where))
+    assert membership is not None
+    stopping, meetings = membership.part(Stopping), membership.meetings
+
+    def ask() -> None:
+        if rank == 1:
+            stopping.ask(15)
+        meetings.meet("the request is on its way before this")
+
+    found = []
+    for number in range(2):
+        stopping.begin(timedelta(seconds=60))
+        found.append(stopping.at_place())
+        if number == 0:
+            found.append(stopping.at_last_place())
+            stopping.end()
+        ask()
+    found += [stopping.at_place(), stopping.at_place()]
+    stopping.end()
+    leave()
+    return found
+
+
+def test_who_is_asked_too_late_does_not_stop_the_next_job(tmp_path: Path) -> None:
+    """A request between two Trainers is nobody's; one in the second stops all ranks at its next place."""
+    for found in run_ranks(asked_after_the_end, 2, str(tmp_path / "store")):
+        assert [request and request.job for request in found] == [None, None, None, 2, None]
+
+
 def test_ranks_wait_at_the_end_as_long_as_it_takes_but_for_no_answer(tmp_path: Path) -> None:
     """Callbacks may take long there; and whoever is asked to stop after the end has no deadline."""
     assert run_ranks(late_to_the_end, 2, str(tmp_path / "store")) == [(None, False)] * 2

@@ -1,0 +1,156 @@
+"""Which rank a collective has waited for in vain: torch says no more than that it has waited.
+
+A rank whose collective has timed out asks rank 0, and rank 0 asks all. One that does not answer is to blame, or else
+one that is in code of its own. As that may be on its way here from the same collective, rank 0 asks it once more before
+it says so. Threads ask and answer, whatever the main threads do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from lightning_ddp_ext.rendezvous.line import Message
+from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.news import News
+from lightning_ddp_ext.supervision.places import place_of
+from lightning_ddp_ext.supervision.stacks import main_frame, may_be_waiting_for_ranks
+from lightning_ddp_ext.supervision.stopped import stopped_process
+
+# Seconds that a rank has to answer: its threads may have to wait for the GIL.
+_ANSWERS_WITHIN = 5.0
+# Seconds from the end of a collective on one rank to its end on another, and from there to the question.
+_FOLLOWS_WITHIN = 1.0
+
+_REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a rank is."""
+
+    rank: int
+    waits: bool
+    """Whether its main thread waits for other ranks, as far as can be told."""
+    place: str
+    """File and line of the user's."""
+
+
+class Inquiry:
+    """This rank's part in finding out. All ranks must have made theirs before one of them asks.
+
+    Args:
+        membership: this process among the ranks.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._table = membership.table
+        self._rank = membership.world.rank
+        self._changed = membership.arrived
+        self._has_asked = False
+        self._state: Literal["not begun", "under way", "over"] = "not begun"
+        self._answers: dict[int, Answer] = {}
+        membership.listen("inquiry", self._hear)
+
+    def why_in_vain(self) -> News | None:
+        """Why a collective has timed out on this rank, as all ranks are told; ``None`` if nobody seems to be to blame.
+
+        For the main thread; takes some seconds.
+        """
+        self._has_asked = True
+        if self._rank == 0:
+            self._begin(asked_by=0)
+        else:
+            self._membership.send("inquiry", {"asked_by": self._rank})
+        self._wait_while("not begun", _ANSWERS_WITHIN)
+        self._wait_while("under way", 3 * _ANSWERS_WITHIN)
+        if self._state != "over" and self._membership.news_or_departure is None:
+            self._membership.report(self._silence([0], asked_by=self._rank))
+        return self._membership.news_or_departure
+
+    def _wait_while(self, state: str, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._state != state or self._membership.news_or_departure, seconds)
+
+    def _hear(self, message: Message) -> None:
+        """Called by the lifelines' thread."""
+        if "asked_by" in message:
+            self._begin(message["asked_by"])
+        elif "question" in message:
+            self._set_state("under way")
+            self._membership.send("inquiry", {"answer": asdict(self._testify())})
+        elif "answer" in message:
+            self._take(Answer(**message["answer"]))
+        elif "over" in message:
+            self._set_state("over")
+
+    def _set_state(self, state: Literal["under way", "over"]) -> None:
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+
+    def _testify(self) -> Answer:
+        frame = main_frame()
+        return Answer(self._rank, self._has_asked or may_be_waiting_for_ranks(frame), place_of(frame))
+
+    # On rank 0.
+
+    def _begin(self, asked_by: int) -> None:
+        with self._changed:
+            if self._state == "under way":
+                return
+            self._set_state("under way")
+        threading.Thread(target=self._hold, args=[asked_by], name="ddpx-inquiry", daemon=True).start()
+
+    def _hold(self, asked_by: int) -> None:
+        """Ask all, tell all."""
+        silent, elsewhere = self._ask_all()
+        if elsewhere and not silent:
+            time.sleep(_FOLLOWS_WITHIN)
+            silent, elsewhere = self._ask_all()
+        if silent:
+            self._membership.report(self._silence(silent, asked_by))
+        elif elsewhere:
+            self._membership.report(self._absence(elsewhere, asked_by))
+        self._membership.send("inquiry", {"over": True})
+        self._set_state("over")
+
+    def _ask_all(self) -> tuple[list[int], list[Answer]]:
+        """The ranks that do not answer, and those that wait for nobody."""
+        everyone = [claim.rank for claim in self._table.claims]
+        with self._changed:
+            self._answers = {0: self._testify()}
+            self._membership.send("inquiry", {"question": "where are you?"})
+            self._changed.wait_for(lambda: len(self._answers) == len(everyone), _ANSWERS_WITHIN)
+            answers = self._answers.copy()
+        silent = [rank for rank in everyone if rank not in answers]
+        return silent, [answers[rank] for rank in everyone if rank in answers and not answers[rank].waits]
+
+    def _take(self, answer: Answer) -> None:
+        with self._changed:
+            self._answers[answer.rank] = answer
+            self._changed.notify_all()
+
+    # What is said.
+
+    def _silence(self, silent: list[int], asked_by: int) -> News:
+        who, mine = self._table[silent[0]], self._table[self._rank]
+        others = "".join(f", {self._table[rank]}" for rank in silent[1:])
+        is_stopped = stopped_process(who, seen_from=mine) is not None
+        sentence = (
+            f"{who}{others} has not answered for {_ANSWERS_WITHIN:g} s"
+            f"{' and its process is stopped (SIGSTOP)' if is_stopped else ''}; {self._wait_of(asked_by)}"
+        )
+        return News("hung", who.rank, who.host, who.pid, sentence)
+
+    def _absence(self, elsewhere: list[Answer], asked_by: int) -> News:
+        who = self._table[elsewhere[0].rank]
+        where = " and ".join(f"{self._table[each.rank]} is in {each.place or 'no call of yours'}" for each in elsewhere)
+        return News("absent", who.rank, who.host, who.pid, f"{self._wait_of(asked_by)}, and {where}; {_REMEDY}")
+
+    def _wait_of(self, asked_by: int) -> str:
+        seconds = self._membership.collective_timeout.total_seconds()
+        return f"rank {asked_by} has waited in a collective for its whole timeout of {seconds:g} s"

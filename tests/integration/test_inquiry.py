@@ -1,0 +1,81 @@
+"""A collective that has waited in vain: without any callback, the rank that it has waited for is named."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.errors import RankAbsentError, RankHungError
+from lightning_ddp_ext.supervision import inquiry
+from tests.integration.training import Batch, Net, make_trainer
+from tests.outcomes import Outcome
+from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold
+
+
+class Late(Net):
+    """In its third step one rank stays in code of its own, and all say that they are there."""
+
+    def __init__(self, stays: bool = False, in_group: bool = False) -> None:
+        super().__init__()
+        self.stays = stays
+        self.in_group = in_group
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        if index == 2:
+            announce("in step")
+            if self.stays and self.global_rank == 1:
+                hold("stays")
+            if self.in_group:
+                dist.all_reduce(torch.ones(1))
+        return self.loss(batch)
+
+
+def fit(rank: int, world_size: int, url: str, model: Late) -> None:
+    inquiry._ANSWERS_WITHIN = 1.0
+    strategy = DDPExtStrategy(url, timeout=2)
+    settings: dict[str, Any] = {"devices": world_size, "max_epochs": -1, "limit_val_batches": 0}
+    make_trainer(strategy, **settings).fit(model)
+
+
+def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], sentence: str) -> None:
+    for outcome in outcomes:
+        assert outcome.exit_code == 1, outcome.story()
+        assert outcome.error is not None, outcome.story()
+        assert type(outcome.error.exception) is error, outcome.story()
+        assert outcome.error.exception.rank == culprit
+        assert re.search(sentence, str(outcome.error.exception)), outcome.story()
+
+
+@pytest.mark.parametrize(("stopped", "store"), [(1, "file"), (0, "file"), (0, "tcp")])
+def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) -> None:
+    """Also if it is rank 0, through which the others talk, and if their store has stopped with it."""
+    url = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/store"
+    with RankProcesses(fit, 3, url, Late(), env=by_hand_env(3)) as ranks:
+        for rank in range(3):
+            ranks.wait_for("in step", rank)
+        ranks.kill(stopped, signal.SIGSTOP)
+        outcomes = ranks.wait(*({0, 1, 2} - {stopped}))
+        ranks.kill(stopped)
+        ranks.wait()
+    who = rf"rank {stopped} \(host .*, pid \d+\) has not answered for 1 s and its process is stopped \(SIGSTOP\)"
+    expect(outcomes, stopped, RankHungError, rf"^{who}; rank [012] has waited in a collective for .* timeout of 2 s")
+
+
+@pytest.mark.parametrize("in_group", [True, False], ids=["all_reduce", "backward"])
+def test_a_rank_that_does_something_else_is_named(in_group: bool, tmp_path: Path) -> None:
+    """With file and line, on itself as well, once it is done with that."""
+    with RankProcesses(fit, 3, f"file://{tmp_path}/store", Late(True, in_group), env=by_hand_env(3)) as ranks:
+        outcomes = ranks.wait(0, 2)
+        ranks.release(1)
+        outcomes += ranks.wait(1)
+    where = r"rank 1 \(host .*, pid \d+\) is in .*rank_process.py:\d+"
+    sentence = rf"^rank [02] has waited in a collective .*, and {where}; let every rank"
+    expect(outcomes, 1, RankAbsentError, sentence)
