@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.leaks import Snapshot
 from tests.network import Network, network, why_unavailable
+from tests.rank_run import measured_coverage
 from tests.ranks import start_server
 from tests.scripts import MARK
 
@@ -28,8 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    coverage = sys.modules.get("coverage")
-    measuring = coverage.Coverage.current() if coverage else None
+    measuring = measured_coverage()
     if measuring is not None:
         os.environ["COVERAGE_FILE"] = str(Path(measuring.config.data_file).absolute())
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import importlib
 import itertools
 import os
 import pickle
@@ -23,6 +24,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any, Protocol
 
 # A rank that gets this signal writes the Python stacks of all its threads and dies: both in C, whoever holds the GIL.
@@ -104,6 +106,13 @@ class _Link:
 
 
 _link: _Link | None = None
+
+
+def import_package_anew() -> ModuleType:
+    """On a rank: the package, imported as in a process that has not done so, whatever the ranks' server has."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_ddp_ext"]:
+        del sys.modules[name]
+    return importlib.import_module("lightning_ddp_ext")
 
 
 def announce(point: str, value: object = None) -> None:

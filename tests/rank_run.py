@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from typing import Any
 from tests.outcomes import Outcome, RankError
 from tests.rank_process import Point, Raised, Returned, Seat, load_exception, occupy
 
-# Not the package under test: its module-level lines would be run before anybody measures coverage.
-PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "psutil", "pytest", "tests.ranks", "tests.preload"]
+PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "psutil", "pytest", "hypothesis", "tests.ranks"]
+# Half of what a short run costs a rank; not where coverage is measured, which begins when a rank does.
+PACKAGE = "lightning_ddp_ext"
+LAST = "tests.preload"
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -33,9 +36,16 @@ _SERVER_ENVIRONMENT = {
 
 def start_server() -> None:
     """Start the server that ranks are forked from, unless it runs. Returns at once: it imports in the background."""
-    _CONTEXT.set_forkserver_preload(PRELOAD)
+    package = [] if measured_coverage() else [PACKAGE]
+    _CONTEXT.set_forkserver_preload([*PRELOAD, *package, LAST])
     with _changed_environment(_SERVER_ENVIRONMENT):
         forkserver.ensure_running()
+
+
+def measured_coverage() -> Any:
+    """The ``coverage.Coverage`` that measures this process; ``None`` if nobody does."""
+    coverage = sys.modules.get("coverage")
+    return coverage.Coverage.current() if coverage else None
 
 
 @contextlib.contextmanager

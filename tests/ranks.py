@@ -17,10 +17,10 @@ Each calls ``function(rank, world_size, *args, **kwargs)`` on every rank; functi
 pickle. A rank that has not ended at the time limit fails the test with the Python stacks of every rank that was still
 there.
 
-Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has torch and
-Lightning imported already, so what these read from the environment *on import* is the server's: test that with
-``tests.scripts``. Ranks compute on one thread each, and what they start through ``sys.argv[0]`` fails, because a rank
-is no script.
+Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has imported
+torch, Lightning and this package, so what these read from the environment *on import* is the server's: test that with
+``tests.scripts`` or ``import_package_anew``. Ranks compute on one thread each, and what they start through
+``sys.argv[0]`` fails, because a rank is no script.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.outcomes import Outcome, RankError, RanksFailed, RanksHung
-from tests.rank_process import STACKS_SIGNAL, Place, Seat, announce, hold
+from tests.rank_process import STACKS_SIGNAL, Place, Seat, announce, hold, import_package_anew
 from tests.rank_run import RankRun, start_server
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "environment_of",
     "free_port",
     "hold",
+    "import_package_anew",
     "launch_ranks",
     "run_ranks",
     "start_server",

@@ -76,7 +76,9 @@ class Calls:
     # Of use on rank 0, which hears of every call.
 
     def begun_by_all(self, world_size: int) -> int:
-        """So many calls every rank has begun; what is known of them can be forgotten."""
+        """So many calls every rank has begun, with one name each; what is known of them can be forgotten."""
+        if self.contradiction():
+            return 0
         number = min(call.number for call in self._last.values()) if len(self._last) == world_size else 0
         for known in [known for known in self._incomplete if known <= number]:
             del self._incomplete[known]

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import launch_ranks, run_ranks
+from tests.ranks import import_package_anew, launch_ranks, run_ranks
 from tests.scripts import run_script
 
-# A rank of the harness has imported lightning.pytorch already, and neither the other tree nor this package.
+# A rank of the harness has imported lightning.pytorch already, and not the other tree.
 
 
 class Without(importlib.abc.MetaPathFinder):
@@ -41,7 +41,7 @@ def tree_in_use(rank: int, world_size: int, imports: Sequence[str], hidden: Sequ
     hide(*hidden)
     for name in imports:
         importlib.import_module(name)
-    ours = importlib.import_module("lightning_ddp_ext")
+    ours = import_package_anew()
     tree: str = ours.DDPExtStrategy.__mro__[1].__module__.partition(".")[0]
     pl = importlib.import_module("lightning.pytorch" if tree == "lightning" else tree)
     assert isinstance(pl.Trainer(strategy="ddp_ext", devices=2, accelerator="cpu").strategy, ours.DDPExtStrategy)

@@ -34,6 +34,16 @@ def test_the_rarest_name_is_the_odd_one() -> None:
     assert [each.rank for each in calls.contradiction()] == [2, 0, 1]
 
 
+def test_calls_that_contradict_each_other_never_become_complete() -> None:
+    """Whoever looks first, and however often: nobody is let in."""
+    calls = Calls(rank=0)
+    calls.begin("save", "save", "")
+    calls.hear(call(1, 1, "load"))
+    for _ in range(2):
+        assert calls.begun_by_all(2) == 0
+        assert [each.name for each in calls.contradiction()] == ["load", "save"]
+
+
 def test_a_rank_that_has_gone_on_without_a_call_has_missed_it() -> None:
     """Not before it has gone on, and not if it has made the call."""
     calls = Calls(rank=1)
