@@ -68,7 +68,7 @@ class Run:
     @property
     def argv(self) -> tuple[str, ...]:
         """The script's arguments, the init method among them."""
-        return str(self.records), "--init-method", self.url
+        return str(self.records), "--init-method", self.url, "--devices", str(self.local_world_size)
 
     @property
     def then(self) -> tuple[str, ...]:
