@@ -120,9 +120,9 @@ def test_sigterm_stops_all_ranks_saved(to: str, tmp_path: Path) -> None:
     assert outcome.output.count("all ranks stop after step") == 1
 
 
-def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks() -> None:
+def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks(tmp_path: Path) -> None:
     """As in a notebook, whose kernel gets the signal and not what it has started."""
-    with RankProcesses(train, 1, endless=True) as launching:
+    with RankProcesses(train, 1, endless=True, directory=tmp_path) as launching:
         pids_of_ranks(launching, "in step 3")
         launching.kill(0, signal.SIGINT)
         (outcome,) = launching.wait()
