@@ -6,7 +6,9 @@ last one has come. So a rank that is elsewhere, in a collective of its own even,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.rendezvous.calls import Call, Calls
@@ -66,27 +68,31 @@ class Meetings:
         self._lead()
         return call
 
-    def meet(self, what: str, where: str = "", *, name: str = "", is_bounded: bool = True) -> None:
+    def meet(self, what: str, where: str = "", *, name: str = "", patience: Callable[[], None] | None = None) -> None:
         """Begin a call and :meth:`wait`."""
-        self.wait(self.begin(what, where, name=name), is_bounded=is_bounded)
+        self.wait(self.begin(what, where, name=name), patience=patience)
 
-    def wait(self, call: Call, *, is_bounded: bool = True) -> None:
+    def wait(self, call: Call, *, patience: Callable[[], None] | None = None) -> None:
         """Wait until every rank has begun this call, and none has begun another one instead.
 
         Args:
             call: what :meth:`begin` returned.
-            is_bounded: whether the ranks have only the timeout of a collective to come.
+            patience: called whenever the timeout of a collective has passed, and raises if waiting is in vain;
+                ``None``: a rank that has not come by then is absent.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
             RankMismatchError: a rank has begun another call instead.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
-        if not self._is_open(call, self._membership.collective_timeout.total_seconds() if is_bounded else None):
-            self._send({"overdue": asdict(call)})
-            self._answer_overdue(call)
-            if not self._is_open(call, _ANSWERS_WITHIN):
-                raise self._membership.report(self._absence(call, [0], "has not answered", _BE_THERE)).to_error()
+        while not self._is_open(call, self._membership.collective_timeout.total_seconds()):
+            (patience or partial(self._give_up, call))()
+
+    def _give_up(self, call: Call) -> None:
+        self._send({"overdue": asdict(call)})
+        self._answer_overdue(call)
+        if not self._is_open(call, _ANSWERS_WITHIN):
+            raise self._membership.report(self._absence(call, [0], "has not answered", _BE_THERE)).to_error()
 
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread, while the main one may be waiting in some other collective already."""
@@ -107,8 +113,8 @@ class Meetings:
     def _send(self, message: Message) -> None:
         self._membership.send("meeting", message)
 
-    def _is_open(self, call: Call, seconds: float | None) -> bool:
-        """Whether all have come, or news, within ``seconds``; ``None``: however long that takes."""
+    def _is_open(self, call: Call, seconds: float) -> bool:
+        """Whether all have come within ``seconds``; raises at news."""
         with self._arrived:
             heard = self._membership
             came = self._arrived.wait_for(lambda: self._open >= call.number or bool(heard.news_or_departure), seconds)

@@ -1,8 +1,8 @@
-"""Which rank a collective has waited for in vain: torch says no more than that it has waited.
+"""Which rank the others wait for in vain: torch says no more than that a collective has timed out.
 
-A rank whose collective has timed out asks rank 0, and rank 0 asks all. One that does not answer is to blame, or else
-one that is in code of its own. As that may be on its way here from the same collective, rank 0 asks it once more before
-it says so. Threads ask and answer, whatever the main threads do.
+A rank that has waited for too long asks rank 0, and rank 0 asks all. One that does not answer is to blame, or else, if
+it was a collective, one that is in code of its own. As that may be on its way here from the same collective, rank 0
+asks it once more before it says so. Threads ask and answer, whatever the main threads do.
 """
 
 from __future__ import annotations
@@ -50,21 +50,37 @@ class Inquiry:
         self._table = membership.table
         self._rank = membership.world.rank
         self._changed = membership.arrived
-        self._has_asked = False
-        self._state: Literal["not begun", "under way", "over"] = "not begun"
+        self._has_timed_out = False
+        self._state: Literal["not begun", "under way", "over"] = "over"
+        self._only_silence = True
         self._answers: dict[int, Answer] = {}
         membership.listen("inquiry", self._hear)
 
-    def why_in_vain(self) -> News | None:
-        """Why a collective has timed out on this rank, as all ranks are told; ``None`` if nobody seems to be to blame.
+    # In the main thread; takes some seconds.
 
-        For the main thread; takes some seconds.
+    def why_in_vain(self) -> News | None:
+        """Why a collective has timed out here, as all ranks are told; ``None`` if nobody seems to be to blame."""
+        self._has_timed_out = True
+        return self._ask(only_silence=False)
+
+    def check_that_all_answer(self) -> None:
+        """Be patient with a rank that takes long over something, but not with one of which nothing is heard.
+
+        Raises:
+            RankHungError: a rank does not answer.
+            RankFailedError: another of its kinds; there is other news of a rank.
         """
-        self._has_asked = True
+        news = self._ask(only_silence=True)
+        if news is not None:
+            raise news.to_error()
+
+    def _ask(self, *, only_silence: bool) -> News | None:
         if self._rank == 0:
-            self._begin(asked_by=0)
+            self._begin(0, only_silence)
         else:
-            self._membership.send("inquiry", {"asked_by": self._rank})
+            with self._changed:
+                self._state = "not begun" if self._state == "over" else self._state
+            self._membership.send("inquiry", {"asked_by": self._rank, "only_silence": only_silence})
         self._wait_while("not begun", _ANSWERS_WITHIN)
         self._wait_while("under way", 3 * _ANSWERS_WITHIN)
         if self._state != "over" and self._membership.news_or_departure is None:
@@ -78,7 +94,7 @@ class Inquiry:
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
         if "asked_by" in message:
-            self._begin(message["asked_by"])
+            self._begin(message["asked_by"], message["only_silence"])
         elif "question" in message:
             self._set_state("under way")
             self._membership.send("inquiry", {"answer": asdict(self._testify())})
@@ -94,29 +110,30 @@ class Inquiry:
 
     def _testify(self) -> Answer:
         frame = main_frame()
-        return Answer(self._rank, self._has_asked or may_be_waiting_for_ranks(frame), place_of(frame))
+        return Answer(self._rank, self._has_timed_out or may_be_waiting_for_ranks(frame), place_of(frame))
 
     # On rank 0.
 
-    def _begin(self, asked_by: int) -> None:
+    def _begin(self, asked_by: int, only_silence: bool) -> None:
         with self._changed:
-            if self._state == "under way":
-                return
+            is_first = self._state == "over"
+            self._only_silence = only_silence and (is_first or self._only_silence)
             self._set_state("under way")
-        threading.Thread(target=self._hold, args=[asked_by], name="ddpx-inquiry", daemon=True).start()
+        if is_first:
+            threading.Thread(target=self._hold, args=[asked_by], name="ddpx-inquiry", daemon=True).start()
 
     def _hold(self, asked_by: int) -> None:
         """Ask all, tell all."""
         silent, elsewhere = self._ask_all()
-        if elsewhere and not silent:
+        if elsewhere and not silent and not self._only_silence:
             time.sleep(_FOLLOWS_WITHIN)
             silent, elsewhere = self._ask_all()
         if silent:
             self._membership.report(self._silence(silent, asked_by))
-        elif elsewhere:
+        elif elsewhere and not self._only_silence:
             self._membership.report(self._absence(elsewhere, asked_by))
+        self._set_state("over")  # before the others, who may ask again
         self._membership.send("inquiry", {"over": True})
-        self._set_state("over")
 
     def _ask_all(self) -> tuple[list[int], list[Answer]]:
         """The ranks that do not answer, and those that wait for nobody."""
@@ -142,15 +159,17 @@ class Inquiry:
         is_stopped = stopped_process(who, seen_from=mine) is not None
         sentence = (
             f"{who}{others} has not answered for {_ANSWERS_WITHIN:g} s"
-            f"{' and its process is stopped (SIGSTOP)' if is_stopped else ''}; {self._wait_of(asked_by)}"
+            f"{' and its process is stopped (SIGSTOP)' if is_stopped else ''}; rank {asked_by} has waited for "
+            f"{self._timeout}, the timeout of a collective"
         )
         return News("hung", who.rank, who.host, who.pid, sentence)
 
     def _absence(self, elsewhere: list[Answer], asked_by: int) -> News:
         who = self._table[elsewhere[0].rank]
         where = " and ".join(f"{self._table[each.rank]} is in {each.place or 'no call of yours'}" for each in elsewhere)
-        return News("absent", who.rank, who.host, who.pid, f"{self._wait_of(asked_by)}, and {where}; {_REMEDY}")
+        wait = f"rank {asked_by} has waited in a collective for its timeout of {self._timeout}"
+        return News("absent", who.rank, who.host, who.pid, f"{wait}, and {where}; {_REMEDY}")
 
-    def _wait_of(self, asked_by: int) -> str:
-        seconds = self._membership.collective_timeout.total_seconds()
-        return f"rank {asked_by} has waited in a collective for its whole timeout of {seconds:g} s"
+    @property
+    def _timeout(self) -> str:
+        return f"{self._membership.collective_timeout.total_seconds():g} s"

@@ -20,6 +20,7 @@ from signal import Signals
 
 from lightning_ddp_ext.rendezvous.line import Message
 from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.places import place_of_main_thread
 from lightning_ddp_ext.supervision.signals import status_of
 
@@ -111,6 +112,7 @@ class Stopping:
         self._stopped_at: Place | None = None
         self._deadline: timedelta | None = None
         self._timer: threading.Timer | None = None
+        self._inquiry = membership.part(Inquiry)
         membership.listen("stop", self._hear)
 
     def expect(self) -> None:
@@ -179,7 +181,8 @@ class Stopping:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
-        self._membership.meetings.meet("the end of its work", is_bounded=False)  # callbacks may take long at the end
+        # Callbacks may take long at the end, and their rank answers all the same.
+        self._membership.meetings.meet("the end of its work", patience=self._inquiry.check_that_all_answer)
         # Who is asked only now must not wait for that to come round: rank 0 may be gone from here, and never answer.
         self._place = Place(self._place.passed + 1)
         return self._decide() if self._is_holding else None

@@ -57,6 +57,7 @@ _BY_EXCEPTION: tuple[Kind, ...] = ("exit", "raise", "interrupt")
 # Before the ranks have met, and when no rank needs another one any more.
 UNMET = ("begin", "roll_call")
 BEFORE_THE_FIRST_STEP = ("setup", "configure_optimizers", "on_fit_start", "reading", "on_load_checkpoint")
+LAST_TO_BE_MET = (("on_train_epoch_end", 1), ("on_train_end", 0))
 LATE = ("on_fit_end", "teardown", "after_fit", "exit")
 
 
@@ -93,8 +94,8 @@ class Injection:
 
     @property
     def is_late(self) -> bool:
-        """Whether the others may be done before they hear of it."""
-        return self.hook in LATE or (self.kind == "cut" and self.hook == "on_train_end")
+        """Whether the others may be done before they hear of it, or it before it hears of the others."""
+        return self.hook in LATE or (self.kind == "cut" and (self.hook, self.number) in LAST_TO_BE_MET)
 
     @property
     def is_unmet(self) -> bool:

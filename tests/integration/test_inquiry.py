@@ -1,7 +1,8 @@
-"""A collective that has waited in vain: without any callback, the rank that it has waited for is named."""
+"""Ranks that wait in vain: without any callback, the one that they have waited for is named."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -38,10 +39,10 @@ class Late(Net):
         return self.loss(batch)
 
 
-def fit(rank: int, world_size: int, url: str, model: Late) -> None:
+def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int = -1) -> None:
     inquiry._ANSWERS_WITHIN = 1.0
     strategy = DDPExtStrategy(url, timeout=2)
-    settings: dict[str, Any] = {"devices": world_size, "max_epochs": -1, "limit_val_batches": 0}
+    settings: dict[str, Any] = {"devices": world_size, "max_epochs": max_epochs, "limit_val_batches": 0}
     make_trainer(strategy, **settings).fit(model)
 
 
@@ -52,6 +53,12 @@ def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], senten
         assert type(outcome.error.exception) is error, outcome.story()
         assert outcome.error.exception.rank == culprit
         assert re.search(sentence, str(outcome.error.exception)), outcome.story()
+
+
+SILENT = (
+    r"^rank \d \(host .*, pid \d+\) has not answered for 1 s and its process is stopped \(SIGSTOP\); "
+    r"rank \d has waited for 2 s, the timeout of a collective; every rank stops$"
+)
 
 
 @pytest.mark.parametrize(("stopped", "store"), [(1, "file"), (0, "file"), (0, "tcp")])
@@ -65,8 +72,26 @@ def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) ->
         outcomes = ranks.wait(*({0, 1, 2} - {stopped}))
         ranks.kill(stopped)
         ranks.wait()
-    who = rf"rank {stopped} \(host .*, pid \d+\) has not answered for 1 s and its process is stopped \(SIGSTOP\)"
-    expect(outcomes, stopped, RankHungError, rf"^{who}; rank [012] has waited in a collective for .* timeout of 2 s")
+    expect(outcomes, stopped, RankHungError, SILENT)
+
+
+class Last(Net):
+    """One rank is stopped when all others need no more of it than that it comes to the end."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            announce("at the end")
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> None:
+    """However long a rank takes there: it must answer."""
+    with RankProcesses(fit, 2, f"file://{tmp_path}/store", Last(), 1, env=by_hand_env(2)) as ranks:
+        ranks.wait_for("at the end", 0)
+        outcomes = ranks.wait(1)
+        ranks.kill(0)
+        ranks.wait()
+    expect(outcomes, 0, RankHungError, SILENT)
 
 
 @pytest.mark.parametrize("in_group", [True, False], ids=["all_reduce", "backward"])
