@@ -137,7 +137,7 @@ class Stops:
     def _note(self, signum: int) -> None:
         self._noted = signum
         if self._stopping is not None:
-            self._stopping.expect()
+            self._stopping.expect(signum)
 
     # Places.
 

@@ -337,9 +337,10 @@ class Membership:
 
     def observe(self) -> None:
         """The main thread has taken note of the news and raises; the process need not be ended from outside."""
-        self._has_observed = True
-        if self._exit_timer is not None:
-            self._exit_timer.cancel()
+        with self.arrived:
+            self._has_observed = True
+            if self._exit_timer is not None:
+                self._exit_timer.cancel()
 
     def _post_cause(self, news: News) -> News:
         """Whose cause was first: asked in a thread, as the store's host may be the one that is gone."""
@@ -363,11 +364,12 @@ class Membership:
 
     def _release(self, news: News) -> None:
         """Wake the main thread where it waits for the rank that is gone."""
-        if self._exit_timer is None and not self._has_observed:
-            self._exit_timer = threading.Timer(_EXIT_GRACE[news.kind], self._end_process, [news])
-            self._exit_timer.name = "ddpx-exit"
-            self._exit_timer.daemon = True
-            self._exit_timer.start()
+        with self.arrived:
+            if self._exit_timer is None and not self._has_observed:
+                self._exit_timer = threading.Timer(_EXIT_GRACE[news.kind], self._end_process, [news])
+                self._exit_timer.name = "ddpx-exit"
+                self._exit_timer.daemon = True
+                self._exit_timer.start()
         self._sever_groups()
         if self._is_forming:
             self.opened_store.sockets.sever()

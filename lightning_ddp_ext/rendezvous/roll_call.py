@@ -163,6 +163,7 @@ class _Answer:
         except RuntimeError:  # the store's: nobody can be told
             raise
         except BaseException as cause:
+            self._withdraw()
             self._condemn(_Finding(RendezvousError(f"{self.claim} has given up the roll call: {reason_of(cause)}")))
             raise
 

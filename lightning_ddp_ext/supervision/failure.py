@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.rendezvous.membership import Membership, at_work
-from lightning_ddp_ext.rendezvous.news import reason_of
+from lightning_ddp_ext.rendezvous.news import News, reason_of
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.supervision.inquiry import Inquiry
 
@@ -24,8 +24,9 @@ _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b|\b(tcp|file|prefix)?store\b",
     re.IGNORECASE,
 )
-# What gloo raises where nobody is known to be gone.
+# What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
+_CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 _LONGEST_TRACEBACK = 1 << 15
 
 
@@ -62,8 +63,7 @@ def explain(exception: BaseException) -> Any:
     if membership is None or isinstance(exception, (RankFailedError, RendezvousError)):
         return exception
     if echoes_another_rank(exception):
-        has_timed_out = any(_TIMED_OUT.search(reason_of(link)) for link in chain_of(exception))
-        news = membership.part(Inquiry).why_in_vain() if has_timed_out else membership.await_news(_NEWS_WITHIN)
+        news = _cause(membership, " ".join(map(reason_of, chain_of(exception))))
         if news is not None:
             membership.close_group()
             error = news.to_error()
@@ -72,6 +72,15 @@ def explain(exception: BaseException) -> Any:
             return error
     _announce(membership, exception)
     return exception
+
+
+def _cause(membership: Membership, what_is_said: str) -> News | None:
+    """What has broken a collective or a store off, waiting for the news of that."""
+    if _TIMED_OUT.search(what_is_said):
+        return membership.part(Inquiry).why_in_vain()
+    if _CLOSED.search(what_is_said):
+        return membership.part(Inquiry).why_closed(_NEWS_WITHIN)
+    return membership.await_news(_NEWS_WITHIN)
 
 
 def echoes_another_rank(exception: BaseException) -> bool:

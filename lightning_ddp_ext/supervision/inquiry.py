@@ -50,7 +50,7 @@ class Inquiry:
         self._table = membership.table
         self._rank = membership.world.rank
         self._changed = membership.arrived
-        self._has_timed_out = False
+        self._has_come_out = False  # of its collective, which was in vain
         self._state: Literal["not begun", "under way", "over"] = "over"
         self._only_silence = True
         self._answers: dict[int, Answer] = {}
@@ -60,8 +60,18 @@ class Inquiry:
 
     def why_in_vain(self) -> News | None:
         """Why a collective has timed out here, as all ranks are told; ``None`` if nobody seems to be to blame."""
-        self._has_timed_out = True
-        return self._ask(only_silence=False)
+        self._has_come_out = True
+        return self._ask(f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}")
+
+    def why_closed(self, news_within: float) -> News | None:
+        """The same where another rank has closed its connection: it may have done so because it has timed out.
+
+        Args:
+            news_within: seconds in which other reasons become known.
+        """
+        self._has_come_out = True
+        news = self._membership.await_news(news_within)
+        return news or self._ask(f"the connections of rank {self._rank} were closed in a collective")
 
     def check_that_all_answer(self) -> None:
         """Be patient with a rank that takes long over something, but not with one of which nothing is heard.
@@ -70,21 +80,21 @@ class Inquiry:
             RankHungError: a rank does not answer.
             RankFailedError: another of its kinds; there is other news of a rank.
         """
-        news = self._ask(only_silence=True)
+        news = self._ask(f"rank {self._rank} has waited for {self._timeout}", only_silence=True)
         if news is not None:
             raise news.to_error()
 
-    def _ask(self, *, only_silence: bool) -> News | None:
+    def _ask(self, wait: str, *, only_silence: bool = False) -> News | None:
         if self._rank == 0:
-            self._begin(0, only_silence)
+            self._begin(wait, only_silence)
         else:
             with self._changed:
                 self._state = "not begun" if self._state == "over" else self._state
-            self._membership.send("inquiry", {"asked_by": self._rank, "only_silence": only_silence})
+            self._membership.send("inquiry", {"wait": wait, "only_silence": only_silence})
         self._wait_while("not begun", _ANSWERS_WITHIN)
         self._wait_while("under way", 3 * _ANSWERS_WITHIN)
         if self._state != "over" and self._membership.news_or_departure is None:
-            self._membership.report(self._silence([0], asked_by=self._rank))
+            self._membership.report(self._silence([0], wait))
         return self._membership.news_or_departure
 
     def _wait_while(self, state: str, seconds: float) -> None:
@@ -93,8 +103,8 @@ class Inquiry:
 
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
-        if "asked_by" in message:
-            self._begin(message["asked_by"], message["only_silence"])
+        if "wait" in message:
+            self._begin(message["wait"], message["only_silence"])
         elif "question" in message:
             self._set_state("under way")
             self._membership.send("inquiry", {"answer": asdict(self._testify())})
@@ -110,38 +120,39 @@ class Inquiry:
 
     def _testify(self) -> Answer:
         frame = main_frame()
-        return Answer(self._rank, self._has_timed_out or may_be_waiting_for_ranks(frame), place_of(frame))
+        return Answer(self._rank, self._has_come_out or may_be_waiting_for_ranks(frame), place_of(frame))
 
     # On rank 0.
 
-    def _begin(self, asked_by: int, only_silence: bool) -> None:
+    def _begin(self, wait: str, only_silence: bool) -> None:
         with self._changed:
             is_first = self._state == "over"
             self._only_silence = only_silence and (is_first or self._only_silence)
             self._set_state("under way")
         if is_first:
-            threading.Thread(target=self._hold, args=[asked_by], name="ddpx-inquiry", daemon=True).start()
+            threading.Thread(target=self._hold, args=[wait], name="ddpx-inquiry", daemon=True).start()
 
-    def _hold(self, asked_by: int) -> None:
+    def _hold(self, wait: str) -> None:
         """Ask all, tell all."""
         silent, elsewhere = self._ask_all()
         if elsewhere and not silent and not self._only_silence:
             time.sleep(_FOLLOWS_WITHIN)
             silent, elsewhere = self._ask_all()
-        if silent:
-            self._membership.report(self._silence(silent, asked_by))
-        elif elsewhere and not self._only_silence:
-            self._membership.report(self._absence(elsewhere, asked_by))
+        if self._membership.news_or_departure is None:  # else that is why
+            if silent:
+                self._membership.report(self._silence(silent, wait))
+            elif elsewhere and not self._only_silence:
+                self._membership.report(self._absence(elsewhere, wait))
         self._set_state("over")  # before the others, who may ask again
         self._membership.send("inquiry", {"over": True})
 
     def _ask_all(self) -> tuple[list[int], list[Answer]]:
         """The ranks that do not answer, and those that wait for nobody."""
-        everyone = [claim.rank for claim in self._table.claims]
+        everyone = [claim.rank for claim in self._table.claims if not self._membership.has_ended(claim.rank)]
         with self._changed:
             self._answers = {0: self._testify()}
             self._membership.send("inquiry", {"question": "where are you?"})
-            self._changed.wait_for(lambda: len(self._answers) == len(everyone), _ANSWERS_WITHIN)
+            self._changed.wait_for(lambda: self._answers.keys() >= set(everyone), _ANSWERS_WITHIN)
             answers = self._answers.copy()
         silent = [rank for rank in everyone if rank not in answers]
         return silent, [answers[rank] for rank in everyone if rank in answers and not answers[rank].waits]
@@ -153,21 +164,17 @@ class Inquiry:
 
     # What is said.
 
-    def _silence(self, silent: list[int], asked_by: int) -> News:
+    def _silence(self, silent: list[int], wait: str) -> News:
         who, mine = self._table[silent[0]], self._table[self._rank]
         others = "".join(f", {self._table[rank]}" for rank in silent[1:])
         is_stopped = stopped_process(who, seen_from=mine) is not None
-        sentence = (
-            f"{who}{others} has not answered for {_ANSWERS_WITHIN:g} s"
-            f"{' and its process is stopped (SIGSTOP)' if is_stopped else ''}; rank {asked_by} has waited for "
-            f"{self._timeout}, the timeout of a collective"
-        )
+        stopped = " and its process is stopped (SIGSTOP)" if is_stopped else ""
+        sentence = f"{who}{others} has not answered for {_ANSWERS_WITHIN:g} s{stopped}; {wait}"
         return News("hung", who.rank, who.host, who.pid, sentence)
 
-    def _absence(self, elsewhere: list[Answer], asked_by: int) -> News:
+    def _absence(self, elsewhere: list[Answer], wait: str) -> News:
         who = self._table[elsewhere[0].rank]
         where = " and ".join(f"{self._table[each.rank]} is in {each.place or 'no call of yours'}" for each in elsewhere)
-        wait = f"rank {asked_by} has waited in a collective for its timeout of {self._timeout}"
         return News("absent", who.rank, who.host, who.pid, f"{wait}, and {where}; {_REMEDY}")
 
     @property

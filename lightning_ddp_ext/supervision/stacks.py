@@ -10,6 +10,13 @@ from types import FrameType
 # What travels to another rank must fit into a line, and into the socket of one that does not read.
 _LONGEST = 1 << 15
 _WAITING = {"torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.meetings"}
+# Those that wait in C++, and that call code of the user's as well.
+_WAITING_ITSELF = {
+    "lightning_ddp_ext.batchnorm.exchange",
+    "lightning_ddp_ext.sampling.in_step",
+    "torch.distributed.utils",
+    "torch.nn.parallel.distributed",
+}
 
 
 def main_frame() -> FrameType | None:
@@ -23,8 +30,9 @@ def is_waiting_for_ranks(frame: FrameType | None) -> bool:
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether it is in one that may do so: a backward pass waits for the gradients of other ranks in C++."""
-    return _is_in(frame, {*_WAITING, "torch.autograd"})
+    """Whether it is in one that may do so: a backward pass, too, waits for the gradients of other ranks in C++."""
+    is_innermost = frame is not None and frame.f_globals.get("__name__") in _WAITING_ITSELF
+    return is_innermost or _is_in(frame, {*_WAITING, "torch.autograd"})
 
 
 def _is_in(frame: FrameType | None, modules: set[str]) -> bool:

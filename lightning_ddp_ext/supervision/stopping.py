@@ -102,6 +102,7 @@ class Stopping:
         self._job = 0
         self._is_active = False
         self._is_asked_here = False
+        self._signum = 0
         self._is_holding = False
         self._is_waiting = False
         self._has_stopped = False
@@ -115,8 +116,9 @@ class Stopping:
         self._inquiry = membership.part(Inquiry)
         membership.listen("stop", self._hear)
 
-    def expect(self) -> None:
+    def expect(self, signum: int) -> None:
         """This rank got a signal: it passes no place before all hold. For signal handlers, as it takes no lock."""
+        self._signum = signum
         self._is_asked_here = not self._is_holding and self._target is None
 
     def ask(self, signum: int) -> None:
@@ -179,6 +181,7 @@ class Stopping:
 
     def at_last_place(self) -> Request | None:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
+        self._make_sure_that_it_is_known()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
         # Callbacks may take long at the end, and their rank answers all the same.
@@ -189,6 +192,7 @@ class Stopping:
 
     def _decide(self) -> Request | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
+        self._make_sure_that_it_is_known()
         with self._changed:
             self._is_waiting = True
             self._changed.wait_for(self._is_decided)
@@ -204,6 +208,11 @@ class Stopping:
             self._target = None
             self._requests.clear()
             return request
+
+    def _make_sure_that_it_is_known(self) -> None:
+        """The thread that is to ask hears of a signal by Python's wake-up descriptor, which others may have taken."""
+        if self._is_asked_here:
+            self.ask(self._signum)
 
     def _is_decided(self) -> bool:
         is_open = self._is_asked_here or self._is_holding

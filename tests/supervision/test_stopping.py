@@ -56,7 +56,7 @@ def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | N
 
     def signal_at_the_end() -> None:
         store.wait(["is there"])
-        stopping.expect()
+        stopping.expect(15)
         store.set("signalled", "")
 
     if rank == 1:
