@@ -78,7 +78,7 @@ class Stops:
         self._is_running = self._has_trained = False
         self._noted = None
         self._replace_lightnings(trainer)
-        self._stopping.begin(self.deadline)
+        self._stopping.begin(self.deadline, self._acknowledge)
         self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
 
     @property
@@ -138,6 +138,12 @@ class Stops:
         self._noted = signum
         if self._stopping is not None:
             self._stopping.expect(signum)
+
+    def _acknowledge(self, request: Request) -> None:
+        """At once: what is under way may take long, and whoever pressed Ctrl-C would press it again."""
+        saved = "without saving" if self._file is None else "and save"
+        again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
+        rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
 
     # Places.
 

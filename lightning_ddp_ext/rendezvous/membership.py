@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Table
@@ -382,7 +383,7 @@ class Membership:
         # The main thread is somewhere that nothing can wake it from. No cleaning up: it could block, too.
         sys.stderr.write(f"[rank {self.world.rank}] {type(news.to_error()).__name__}: {news.to_error()}\n")
         sys.stderr.flush()
-        os._exit(1)
+        end_at_once(1)
 
     # The end.
 

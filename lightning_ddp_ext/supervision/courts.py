@@ -27,6 +27,7 @@ import psutil
 from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
+from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.deadline import answer_within
 from lightning_ddp_ext.rendezvous.line import Message
 from lightning_ddp_ext.rendezvous.membership import Membership
@@ -368,4 +369,4 @@ def _end_process(rank: int, verdict: Verdict) -> None:
     """Nothing wakes the main thread, and there are no lifelines by which the others would be told."""
     sys.stderr.write(f"[rank {rank}] RankHungError: {verdict.sentence}; every rank stops\n")
     sys.stderr.flush()
-    os._exit(1)
+    end_at_once(1)

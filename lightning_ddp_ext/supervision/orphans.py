@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import psutil
 
+from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.rendezvous.process_group import current
 
@@ -67,12 +68,12 @@ def _end_after(pid: int, has_ended: bool) -> None:
     membership = current()
     if membership is not None and _is_rank(pid, membership) and membership.await_news(_NEWS_WITHIN) is not None:
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
-        os._exit(1)
+        end_at_once(1)
     who = "" if membership is None else f"[rank {membership.world.rank}] "
     which = "" if has_ended else f" (pid {pid})"
     sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
     sys.stderr.flush()
-    os._exit(1)
+    end_at_once(1)
 
 
 def _is_rank(pid: int, membership: Membership) -> bool:

@@ -11,13 +11,14 @@ of it; and until a signal comes, a place costs an addition and a look at a bool.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from signal import Signals
 
+from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.line import Message
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.supervision.inquiry import Inquiry
@@ -112,6 +113,7 @@ class Stopping:
         self._places: dict[int, Place] = {}
         self._stopped_at: Place | None = None
         self._deadline: timedelta | None = None
+        self._on_request: Callable[[Request], object] = lambda _: None
         self._timer: threading.Timer | None = None
         self._inquiry = membership.part(Inquiry)
         membership.listen("stop", self._hear)
@@ -131,17 +133,19 @@ class Stopping:
         else:
             self._membership.send("stop", {"request": asdict(request)})
 
-    def begin(self, deadline: timedelta) -> None:
+    def begin(self, deadline: timedelta, on_request: Callable[[Request], object] = lambda _: None) -> None:
         """From now on requests are heeded: the ranks have begun something that has places.
 
         Args:
             deadline: what the ranks have from the first signal until they are gone; they are ended then.
+            on_request: called on rank 0 with the first of them, by a thread.
         """
         with self._changed:
             self._job += 1
             self._is_active = True
             self._has_stopped = False
             self._deadline = deadline
+            self._on_request = on_request
             requests = self._requests.copy()  # of ranks that have begun before this one
         if requests:
             self._bound(requests[0])
@@ -244,6 +248,7 @@ class Stopping:
             self._requests.append(request)
             is_active = self._is_active
         if is_first and is_active:
+            self._on_request(request)
             self._hold_all()
 
     def _hold_all(self) -> None:
@@ -322,7 +327,7 @@ class Stopping:
         sys.stderr.write(
             f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "
             f"{self._deadline.total_seconds():g} s{who}, so this one is ended at {place_of_main_thread()}; "
-            "the last complete checkpoint is still there. Give them a longer save_deadline if that is what they need\n"
+            "what had been saved before is still there. Give them a longer save_deadline if they only need more time\n"
         )
         sys.stderr.flush()
-        os._exit(status_of(request.signum))
+        end_at_once(status_of(request.signum))

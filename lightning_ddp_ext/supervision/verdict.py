@@ -164,7 +164,7 @@ def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]
     wait = f"{_ranks(report.who.rank for report in waiting)} {'has' if len(waiting) == 1 else 'have'} waited for it"
     return Verdict(
         first.who,
-        f"{first.who} never entered {collective}{also}; it is in {_whereabouts(first)}; {wait} since {seconds:.0f} s",
+        f"{first.who} never entered {collective}{also}; it is in {_whereabouts(first)}; {wait} for {seconds:.0f} s",
     )
 
 
@@ -187,7 +187,7 @@ def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verd
             slowest = max(inside, key=lambda report: report.idle)
             return Verdict(
                 slowest.who,
-                f"{_ranks(report.who.rank for report in inside)} are all in {flight.describe(number)} since "
+                f"{_ranks(report.who.rank for report in inside)} have all been in {flight.describe(number)} for "
                 f"{slowest.idle:.0f} s, and it does not end; look at the network between the hosts",
             )
     return None
@@ -208,7 +208,7 @@ def _stuck(still: Sequence[Report]) -> Verdict:
 def _waiting(still: Sequence[Report]) -> str:
     shown = sorted(still, key=lambda report: report.who.rank)[:_LONGEST_LIST]
     return "".join(
-        f"; rank {report.who.rank} is in {_whereabouts(report)} since {report.idle:.0f} s" for report in shown
+        f"; rank {report.who.rank} has been in {_whereabouts(report)} for {report.idle:.0f} s" for report in shown
     )
 
 
@@ -218,8 +218,8 @@ def _whereabouts(report: Report) -> str:
 
 
 def _section(report: Report) -> str:
-    state = "has not moved" if report.is_still else "moved"
-    lines = [f"{report.who} {state} for {report.idle:.1f} s, in {report.where}", report.progress]
+    state = f"has not moved for {report.idle:.1f} s" if report.is_still else f"last moved {report.idle:.1f} s ago"
+    lines = [f"{report.who} {state}, in {report.where}", report.progress]
     for flight in report.flights or ():
         pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")

@@ -110,6 +110,19 @@ def test_one_element_on_one_rank_of_three_is_found_at_the_next_check(kind: Kind,
         assert (found.error.ranks, found.error.names, found.steps) == ((1,), ("parameter layers.0.weight",), 6)
 
 
+def diverge_before_the_end(kind: Kind, directory: Path) -> Fit:
+    return fit(kind, directory, Net(), Nudge(1, 4, nudge_weight), RankConsistency(every_n_steps=100), max_epochs=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_check_has_come_after_is_found_at_the_end(kind: Kind, tmp_path: Path) -> None:
+    """A run may be shorter than from one check to the next."""
+    for found in on_ranks(kind, diverge_before_the_end, tmp_path):
+        assert str(found.error).startswith(
+            "the ranks differ at the end of training, and did not at the start of training: rank 1 in parameter "
+        )
+
+
 # --- warned of, and repaired ----------------------------------------------------------------------
 
 

@@ -52,8 +52,11 @@ class Other:
 class Stuck(Net):
     """Hangs on one rank at a place, in its third step."""
 
-    def __init__(self, place: str = "", hang: Hang = wait_for_ever, rank: int = 1, pause: float = 0.0) -> None:
+    def __init__(
+        self, place: str = "", hang: Hang = wait_for_ever, rank: int = 1, pause: float = 0.0, **loader: Any
+    ) -> None:
         super().__init__()
+        self.loader = loader
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
         self.place = place
         self.hang = hang
@@ -65,7 +68,7 @@ class Stuck(Net):
             self.hang()
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(self), batch_size=2)
+        return DataLoader(Samples(self), batch_size=2, **self.loader)
 
     def on_train_start(self) -> None:
         Other.group = dist.new_group(list(range(self.trainer.world_size))) if self.trainer.world_size > 1 else None
@@ -157,7 +160,7 @@ PLACES = [
 def test_a_stuck_rank_is_named(place: str, hang: Hang, sentence: str, tmp_path: Path) -> None:
     """One verdict says where it is and which collective the others wait in; all end, and the file has all stacks."""
     outcomes = launch_ranks(fit, 3, tmp_path, Stuck(place, hang), env=by_hand_env(3))
-    written = expect_verdict(outcomes, 1, sentence + ".*ranks 0, 2 have waited for it since", tmp_path)
+    written = expect_verdict(outcomes, 1, sentence + ".*ranks 0, 2 have waited for it for", tmp_path)
     assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
     assert re.search(rf'File "{HERE}", line \d+, in {hang.__name__}', written)
 
@@ -173,8 +176,15 @@ def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) ->
         ranks.kill(stopped, signal.SIGSTOP)
         outcomes = ranks.wait()
     alone = store == "tcp"  # with nothing in common each judges by itself
-    sentence = r"WHO has not answered for \d+ s and its process is stopped \(SIGSTOP\); rank \d is in "
+    sentence = r"WHO has not answered for \d+ s and its process is stopped \(SIGSTOP\); rank \d has been in "
     expect_verdict(outcomes, stopped, sentence, tmp_path, verdicts=2 if alone else 1)
+
+
+def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
+    """It would never look whether the rank is still there."""
+    model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
+    outcomes = launch_ranks(fit, 2, tmp_path, model, env=by_hand_env(2))
+    expect_verdict(outcomes, 1, r"WHO never entered all_reduce #\d+.*; it is in train_dataloader_next, ", tmp_path)
 
 
 def test_going_on(tmp_path: Path) -> None:

@@ -96,6 +96,24 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
     assert all(1 <= steps < 900 and not files for _, _, steps, files in found[0])
 
 
+class TakesWakeUps(L.Callback):
+    """As asyncio does, and whoever else wants to hear of signals in a loop of its own."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        signal.set_wakeup_fd(-1)
+
+
+def stopped_unheard(rank: int, world_size: int, directory: Path) -> tuple[int | None, list[str]]:
+    callbacks = [TakesWakeUps(), *on_rank_one(rank, "on_train_batch_end", 1)]
+    found = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks)
+    return found.status, found.files
+
+
+def test_a_signal_is_heeded_where_somebody_else_is_woken_by_it(tmp_path: Path) -> None:
+    """Python has one descriptor to wake a loop up with, and others may have put theirs in place of ours."""
+    assert run_ranks(stopped_unheard, 2, tmp_path, env=by_hand_env(2)) == [(143, ["preempted.ckpt"])] * 2
+
+
 # Where to save, and what else is saved.
 
 

@@ -34,22 +34,22 @@ CASES: dict[str, tuple[Case, str | None]] = {
     "one never came": (
         Case([report(0, [flight(512, 512)], **WAITING), report(1, [flight(512, 512)]), report(3, [flight(511)])]),
         "rank 3 (host host3, pid 103) never entered all_reduce #512; it is in train_dataloader_next, dataset.py:41; "
-        "ranks 0, 1 have waited for it since 61 s",
+        "ranks 0, 1 have waited for it for 61 s",
     ),
     "others are one collective further": (
         Case([report(0, [flight(6, 5)]), report(1, [flight(4)]), report(2, [flight(6, 6)])]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in train_dataloader_next, dataset.py:41; "
-        "ranks 0, 2 have waited for it since 61 s",
+        "ranks 0, 2 have waited for it for 61 s",
     ),
     "several never came": (
         Case([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
-        "train_dataloader_next, dataset.py:41; rank 0 has waited for it since 61 s",
+        "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
     ),
     "one is in another group": (
         Case([report(0, [flight(5, 5)]), report(1, [flight(4), flight(1, 1, "barrier", "side")], **WAITING)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in barrier #1 of group side, backward, "
-        "train.py:7; rank 0 has waited for it since 61 s",
+        "train.py:7; rank 0 has waited for it for 61 s",
     ),
     "a group of some ranks": (
         Case(
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[Case, str | None]] = {
             ]
         ),
         "rank 2 (host host2, pid 102) never entered all_reduce #2 of group tp; it is in "
-        "train_dataloader_next, dataset.py:41; rank 1 has waited for it since 61 s",
+        "train_dataloader_next, dataset.py:41; rank 1 has waited for it for 61 s",
     ),
     "one makes another call": (
         Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
@@ -70,23 +70,24 @@ CASES: dict[str, tuple[Case, str | None]] = {
     ),
     "all are in it": (
         Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        "ranks 0, 1 are all in all_reduce #5 since 62 s, and it does not end; look at the network between the hosts",
+        "ranks 0, 1 have all been in all_reduce #5 for 62 s, and it does not end; look at the network between the "
+        "hosts",
     ),
     "nothing is recorded": (
         Case([report(0, is_waiting=True, **WAITING), report(1)]),
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
-        "rank 0 is in backward, train.py:7 since 61 s",
+        "rank 0 has been in backward, train.py:7 for 61 s",
     ),
     "another one has left": (
         Case([report(0, is_outside=True, idle=70.0), report(1)]),
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
-        "rank 0 is in train_dataloader_next, dataset.py:41 since 70 s",
+        "rank 0 has been in train_dataloader_next, dataset.py:41 for 70 s",
     ),
     "one does not answer": (
         Case([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
         "rank 1 (host host1, pid 101) has not answered for 5 s; rank 2 (host host2, pid 102) has not answered for 5 s "
-        "and its process is stopped (SIGSTOP); rank 0 is in all_reduce #5, train_dataloader_next, dataset.py:41 since "
-        "61 s",
+        "and its process is stopped (SIGSTOP); rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 "
+        "for 61 s",
     ),
     "waiting for one that moves": (Case([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
     "stuck while another moves": (

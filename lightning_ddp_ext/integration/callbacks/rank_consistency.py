@@ -53,8 +53,8 @@ class RankConsistency(Callback):
     shapes and ``requires_grad`` of parameters and buffers, ``hparams`` of the module and of the datamodule, and the
     Trainer's options for lengths, accumulation, clipping, validation and precision. When training begins, and after
     every n-th step: parameters, buffers, the state and options of optimisers (``lr``, ...), to the last bit, classes of
-    optimisers and schedulers, and the number of steps. Each time that is one small collective if all is equal, and a
-    second one if not. With one rank nothing is done.
+    optimisers and schedulers, and the number of steps; once more when training ends. Each time that is one small
+    collective if all is equal, and a second one if not. With one rank nothing is done.
 
     What legitimately differs is left out: buffers that the ranks write to in training, each from its own data, such as
     the running statistics of BatchNorm (DDP gives all of them rank 0's before each forward; those that are
@@ -144,6 +144,11 @@ class RankConsistency(Callback):
         if self._replicas is not None and step % self.every_n_steps == 0 and step != self._last_step:
             self._last_step = step
             self._compare(trainer, when=f"after step {step}")
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._replicas is not None and _steps(trainer, pl_module) != self._last_step:
+            self._compare(trainer, when="at the end of training")
 
     def _compare(self, trainer: Trainer, *, when: str) -> None:
         assert self._replicas is not None
