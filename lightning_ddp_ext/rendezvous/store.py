@@ -162,15 +162,8 @@ def _client(where: Tcp, deadline: Deadline) -> Store:
 
     try:
         store = deadline.bound(construct, extra=_EXCEEDS_BY)
-    except TimeoutError:
-        raise StoreError(
-            f"what listens at {where.host}:{where.port} does not answer: it is not rank 0's store, or rank 0's process "
-            "is stopped; choose a port that no other program uses, or look after rank 0"
-        ) from None
     except Exception:
-        if not _is_reachable(where):
-            raise _gone(where) from None
-        raise _not_ours(where, "it does not answer as a torch.distributed store does") from None
+        raise (_no_answer(where) if _is_reachable(where) else _gone(where)) from None
     store.set_timeout(_patience())
     return store
 
@@ -191,6 +184,13 @@ def _wait_for_our_mark(store: Store, where: Tcp, deadline: Deadline) -> None:
 
 def _gone(where: Tcp) -> StoreError:
     return StoreError(f"rank 0 at {where.host}:{where.port} has gone away after it had answered; look at its output")
+
+
+def _no_answer(where: Tcp) -> StoreError:
+    return StoreError(
+        f"what listens at {where.host}:{where.port} does not answer as a torch.distributed store does: it is another "
+        "program, or rank 0's process is stopped; choose a port that no other program uses, or look after rank 0"
+    )
 
 
 def _not_ours(where: Tcp, finding: str) -> StoreError:

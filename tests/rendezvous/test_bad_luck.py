@@ -376,14 +376,8 @@ def test_a_latecomer_is_told_who_holds_its_rank(kind: str, tmp_path: Path) -> No
 # The address is somebody else's.
 
 
-NO_STORE = "is not rank 0's store: it does not answer as a torch.distributed store does; choose a port that no other "
-
-
-@pytest.mark.parametrize(
-    ("answer", "finding"),
-    [(silent, "does not answer: it is not rank 0's store, or rank 0's process is stopped; "), (web, NO_STORE)],
-)
-def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None], finding: str) -> None:
+@pytest.mark.parametrize("answer", [silent, web])
+def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None]) -> None:
     """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0's store."""
     with server(answer) as where:
         first, second = endings(where, [{}, {}], init_timeout=1.0)
@@ -391,7 +385,9 @@ def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None], find
         f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
         "use; stop the program that holds it or choose another port"
     )
-    assert sentence(second, StoreError).startswith(f"what listens at 127.0.0.1:{where.port} {finding}")
+    assert sentence(second, StoreError).startswith(
+        f"what listens at 127.0.0.1:{where.port} does not answer as a torch.distributed store does: "
+    )
 
 
 def test_a_host_that_no_rank_knows() -> None:

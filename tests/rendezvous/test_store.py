@@ -131,8 +131,8 @@ def test_a_server_that_is_no_store(answer: Callable[[socket.socket], None]) -> N
     """What listens at the address is said to be something else, within the deadline, with the remedy."""
     with server(answer) as where:
         assert refusal(where) == (
-            f"what listens at 127.0.0.1:{where.port} is not rank 0's store: it does not answer as a torch.distributed "
-            "store does; choose a port that no other program uses, or give the address of rank 0's host"
+            f"what listens at 127.0.0.1:{where.port} does not answer as a torch.distributed store does: it is another "
+            "program, or rank 0's process is stopped; choose a port that no other program uses, or look after rank 0"
         )
 
 
