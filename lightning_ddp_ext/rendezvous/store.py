@@ -179,7 +179,10 @@ def _wait_for_our_mark(store: Store, where: Tcp, deadline: Deadline) -> None:
     for _ in deadline.ticks():
         if store.check([_OURS]):
             return
-    raise _not_ours(where, "it is a torch.distributed store, but not of a run with lightning_ddp_ext")
+    raise StoreError(
+        f"what listens at {where.host}:{where.port} is not rank 0's store: it is a torch.distributed store, but not of a "
+        "run with lightning_ddp_ext; choose a port that no other program uses, or give the address of rank 0's host"
+    )
 
 
 def _gone(where: Tcp) -> StoreError:
@@ -190,13 +193,6 @@ def _no_answer(where: Tcp) -> StoreError:
     return StoreError(
         f"what listens at {where.host}:{where.port} does not answer as a torch.distributed store does: it is another "
         "program, or rank 0's process is stopped; choose a port that no other program uses, or look after rank 0"
-    )
-
-
-def _not_ours(where: Tcp, finding: str) -> StoreError:
-    return StoreError(
-        f"what listens at {where.host}:{where.port} is not rank 0's store: {finding}; "
-        "choose a port that no other program uses, or give the address of rank 0's host"
     )
 
 
