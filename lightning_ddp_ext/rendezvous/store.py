@@ -180,8 +180,8 @@ def _wait_for_our_mark(store: Store, where: Tcp, deadline: Deadline) -> None:
         if store.check([_OURS]):
             return
     raise StoreError(
-        f"what listens at {where.host}:{where.port} is not rank 0's store: it is a torch.distributed store, but not of a "
-        "run with lightning_ddp_ext; choose a port that no other program uses, or give the address of rank 0's host"
+        f"what listens at {where.host}:{where.port} is not rank 0's store: it is a torch.distributed store, but not of "
+        "a run with lightning_ddp_ext; choose a port that no other program uses, or give the address of rank 0's host"
     )
 
 
