@@ -8,7 +8,7 @@ asks it once more before it says so. Threads ask and answer, whatever the main t
 from __future__ import annotations
 
 import threading
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -91,15 +91,16 @@ class Inquiry:
             with self._changed:
                 self._state = "not begun" if self._state == "over" else self._state
             self._membership.send("inquiry", {"wait": wait, "only_silence": only_silence})
-        self._wait_while("not begun", _ANSWERS_WITHIN)
-        self._wait_while("under way", 3 * _ANSWERS_WITHIN)
+        self._await(lambda: self._state != "not begun", _ANSWERS_WITHIN)
+        self._await(lambda: self._state == "over", 3 * _ANSWERS_WITHIN)
         if self._state != "over" and self._membership.news_or_departure is None:
             self._membership.report(self._silence([0], wait))
         return self._membership.news_or_departure
 
-    def _wait_while(self, state: str, seconds: float) -> None:
+    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for so long until it is so, or there is news, which says more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._state != state or self._membership.news_or_departure, seconds)
+            self._changed.wait_for(lambda: condition() or self._membership.news_or_departure, seconds)
 
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
@@ -136,7 +137,7 @@ class Inquiry:
         """Ask all, tell all."""
         silent, elsewhere = self._ask_all()
         if elsewhere and not silent and not self._only_silence:
-            time.sleep(_FOLLOWS_WITHIN)
+            self._membership.await_news(_FOLLOWS_WITHIN)
             silent, elsewhere = self._ask_all()
         if self._membership.news_or_departure is None:  # else that is why
             if silent:
@@ -152,7 +153,7 @@ class Inquiry:
         with self._changed:
             self._answers = {0: self._testify()}
             self._membership.send("inquiry", {"question": "where are you?"})
-            self._changed.wait_for(lambda: self._answers.keys() >= set(everyone), _ANSWERS_WITHIN)
+            self._await(lambda: self._answers.keys() >= set(everyone), _ANSWERS_WITHIN)
             answers = self._answers.copy()
         silent = [rank for rank in everyone if rank not in answers]
         return silent, [answers[rank] for rank in everyone if rank in answers and not answers[rank].waits]
