@@ -18,7 +18,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     refuse_missing,
 )
 from lightning_ddp_ext.rendezvous.membership import Membership
-from lightning_ddp_ext.supervision.signals import StopSignals, deliver, status_of
+from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, status_of
 from lightning_ddp_ext.supervision.stopping import Request, Stopping
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
@@ -125,6 +125,8 @@ class Stops:
         self._signals.restore()
         if self._stopping is None:
             return
+        if self._stopping.is_overruled:
+            defer_sigterm()
         self._stopping.end()
         self._stopping = None
         if self._noted is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED:

@@ -12,6 +12,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from lightning_ddp_ext.at_exit import end_at_once
+
+# Seconds in which a process that ends because of another rank has said so.
+_SAYS_WHY_WITHIN = 6.0
+
 
 class StopSignals:
     """Handlers for signals, in front of those that are there.
@@ -47,7 +52,8 @@ class StopSignals:
         self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for each in signals:
             if signal.getsignal(each) is not signal.SIG_IGN:
-                self._before[each] = signal.signal(each, self._handle)
+                before = signal.signal(each, self._handle)
+                self._before[each] = signal.SIG_DFL if before is _end_soon else before
         taken = frozenset(self._before)
         self._listener = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
         self._listener.start()
@@ -103,6 +109,8 @@ def _give_back() -> None:
     """In a forked child, such as a loader's worker: its signals are not its parent's."""
     for signals in list(_installed):
         signals._put_back()
+    if signal.getsignal(signal.SIGTERM) is _end_soon:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_give_back)
@@ -111,6 +119,22 @@ os.register_at_fork(after_in_child=_give_back)
 def deliver(signum: int) -> None:
     """Send this process a signal, for whoever handles it now."""
     os.kill(os.getpid(), signum)
+
+
+def defer_sigterm() -> None:
+    """Have SIGTERM end this process a little later than at once, if nobody handles it. For the main thread.
+
+    A launcher sends it to the other ranks as soon as one of them has died, and these have yet to say which.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(signum: int, frame: FrameType | None) -> None:
+    timer = threading.Timer(_SAYS_WHY_WITHIN, end_at_once, [status_of(signum)])
+    timer.name = "ddpx-sigterm"
+    timer.daemon = True
+    timer.start()
 
 
 def status_of(signum: int) -> int:

@@ -163,6 +163,11 @@ class Stopping:
             self._timer.cancel()
             self._timer = None
 
+    @property
+    def is_overruled(self) -> bool:
+        """Whether a rank died or failed: then the others end because of that, whatever they are asked."""
+        return self._membership.news is not None
+
     # Places, in the main thread.
 
     def at_place(self) -> Request | None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext.errors import RankDiedError
 from tests.integration.continuing import Net, Numbers
 from tests.integration.stopping import Signalled, Stopped, fit, shuffled
 from tests.integration.training import make_strategy, make_trainer
 from tests.launchers.environments import by_srun
-from tests.ranks import RankProcesses, by_hand_env, hold, run_ranks
+from tests.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 
 EARLY = ("setup", "on_load_checkpoint", "on_fit_start")
 EVALUATIONS = {
@@ -114,6 +115,32 @@ def stopped_unheard(rank: int, world_size: int, directory: Path) -> tuple[int | 
 def test_a_signal_is_heeded_where_somebody_else_is_woken_by_it(tmp_path: Path) -> None:
     """Python has one descriptor to wake a loop up with, and others may have put theirs in place of ours."""
     assert run_ranks(stopped_unheard, 2, tmp_path, env=by_hand_env(2)) == [(143, ["preempted.ckpt"])] * 2
+
+
+class Dies(L.Callback):
+    """Kills its rank in the second step."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if args[-1] == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def told_and_terminated(rank: int, world_size: int, directory: Path) -> str:
+    """A launcher's SIGTERM comes when the Trainer has ended because of a death, and nothing is printed yet."""
+    try:
+        fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[Dies()] if rank == 0 else [])
+    except RankDiedError as error:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return str(error)
+    raise AssertionError("rank 0 has died")
+
+
+def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> None:
+    """It follows within a tenth of a second, and would end a process at once."""
+    died, told = launch_ranks(told_and_terminated, 2, tmp_path, env=by_hand_env(2))
+    assert died.exit_code == -signal.SIGKILL
+    assert told.exit_code == 0, told.story()
+    assert told.result.startswith("rank 0 (host ")
 
 
 # Where to save, and what else is saved.
