@@ -154,8 +154,8 @@ class LifelineCourt(Court):
             self._send({"report": asdict(self._testify())})
         return None
 
-    def _hold(self) -> Case:
-        """On rank 0: hear all ranks."""
+    def _hold(self) -> Case | None:
+        """On rank 0: hear all ranks; no case if they have come to an end without it, while this process was stopped."""
         mine = self._testify()
         reports = {0: mine}
         missing = {who.rank for who in self._whos if not self._membership.has_ended(who.rank)} - {0}
@@ -166,6 +166,8 @@ class LifelineCourt(Court):
                 report = Report.of(message["report"])
                 reports[report.who.rank] = report
                 missing.discard(report.who.rank)
+        if self._membership.news is not None:
+            return None
         return Case(list(reports.values()), [self._silence(rank) for rank in sorted(missing)])
 
     def _next(self, seconds: float) -> Message | None:
