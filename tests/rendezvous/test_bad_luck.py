@@ -385,8 +385,9 @@ def test_a_server_that_is_not_ours(answer: Callable[[socket.socket], None]) -> N
         f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
         "use; stop the program that holds it or choose another port"
     )
-    assert sentence(second, StoreError).startswith(
-        f"what listens at 127.0.0.1:{where.port} does not answer as a torch.distributed store does: "
+    assert sentence(second, StoreError) == (
+        f"what listens at 127.0.0.1:{where.port} does not answer as a torch.distributed store does: it is another "
+        "program, or rank 0's process is stopped; choose a port that no other program uses, or look after rank 0"
     )
 
 
