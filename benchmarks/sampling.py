@@ -25,10 +25,10 @@ import torch
 from measuring import fork_ranks, print_table, scratch_directory, spread, statuses
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.injected import TorchOrderSampler
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
-from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.default_samplers import TorchOrderSampler
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 
 MIB = 1 << 20
 Work = Callable[[], dict[str, float]]

@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.converters import register_converter
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import (
     BatchNormError,
     BatchNormInputError,
@@ -58,9 +61,6 @@ from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
-from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.world import World
 

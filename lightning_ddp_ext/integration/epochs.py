@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_ddp_ext.data.epochs import set_epoch, unseedable_shufflers
+from lightning_ddp_ext.data.worker_seeds import WorkerEpochs, seed_generators
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
-from lightning_ddp_ext.sampling.epochs import set_epoch, unseedable_shufflers
-from lightning_ddp_ext.sampling.workers import WorkerEpochs, seed_generators
 
 
 class Epochs:

@@ -14,10 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
-from lightning_ddp_ext.integration.lightning_tree import DDPStrategy, RunningStage, rank_zero_warn, refuse_missing
-from lightning_ddp_ext.integration.uncounted import uncounted
-from lightning_ddp_ext.sampling.balance import (
+from lightning_ddp_ext.data.balance import (
     Balance,
     BalancedBatchSampler,
     LevelledBatchSampler,
@@ -25,9 +22,12 @@ from lightning_ddp_ext.sampling.balance import (
     is_dealt_exactly,
     is_exact,
 )
-from lightning_ddp_ext.sampling.continued import index_sampler_name, put_index_sampler
-from lightning_ddp_ext.sampling.injected import SharedSampler
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+from lightning_ddp_ext.data.continued import index_sampler_name, put_index_sampler
+from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler
+from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
+from lightning_ddp_ext.integration.lightning_tree import DDPStrategy, RunningStage, rank_zero_warn, refuse_missing
+from lightning_ddp_ext.integration.uncounted import uncounted
 
 T = TypeVar("T")
 

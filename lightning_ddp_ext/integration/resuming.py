@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.data.random_state import RandomState
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.restart import Restart, put_counts_right, settle
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.watching import Reads
-from lightning_ddp_ext.sampling.random_state import RandomState
 
 KEY = "lightning_ddp_ext"
 _VERSION = 1

@@ -8,6 +8,11 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.balance import LevelledBatchSampler
+from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.resumable import Resumable
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.checkpoints import Checkpoints
 from lightning_ddp_ext.integration.epochs import Epochs
@@ -16,11 +21,6 @@ from lightning_ddp_ext.integration.lightning_tree import RunningStage, Strategy,
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.uneven import Inputs, UnevenInputs
 from lightning_ddp_ext.integration.watching import Watch
-from lightning_ddp_ext.sampling.balance import LevelledBatchSampler
-from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.sampling.resuming import Resumable
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
-from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler
 
 Order = Literal["torch", "scalable"]
 

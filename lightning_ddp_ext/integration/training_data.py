@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_ddp_ext.data.place import Place, draw_base_seed, has_place, is_stateful
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
-from lightning_ddp_ext.sampling.place import Place, draw_base_seed, has_place, is_stateful
 
 
 class TrainingData:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ddp_ext.data.digest import digest, same_on
+from lightning_ddp_ext.data.in_step import InStep, Smallest, is_counted
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
 from lightning_ddp_ext.integration.resuming import Resuming
 from lightning_ddp_ext.integration.training_data import batches_of, put_validation_right, validates_after
 from lightning_ddp_ext.rendezvous.process_group import current
-from lightning_ddp_ext.sampling.digest import digest, same_on
-from lightning_ddp_ext.sampling.in_step import InStep, Smallest, is_counted
 
 UnevenInputs = Literal["stop_at_shortest"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ddp_ext.sampling.disguise import disguise, own_class, undisguise
+from lightning_ddp_ext.data.disguise import disguise, own_class, undisguise
 
 
 class Watch:

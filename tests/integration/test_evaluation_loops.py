@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
 from tests.ranks import by_hand_env, run_ranks
 

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from tests.integration.evaluating import Case, Measured, Values, cases, loaders_of, measured, trainer_on
 from tests.integration.training import Kind, assert_same, make_strategy, make_trainer, on_both
 from tests.ranks import by_hand_env, run_ranks

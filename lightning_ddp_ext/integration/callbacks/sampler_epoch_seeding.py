@@ -6,11 +6,11 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.integration.epochs import Epochs
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 from lightning_ddp_ext.integration.sampling import Sampling, leave_ours_alone
 from lightning_ddp_ext.integration.watching import Watch
-from lightning_ddp_ext.sampling.checks import seed_of
 
 
 class SamplerEpochSeeding(Callback):

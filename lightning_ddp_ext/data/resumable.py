@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
+from lightning_ddp_ext.data.partition import Share, Uneven
+from lightning_ddp_ext.data.ranks import LazyRanks
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import epoch_of, seed_of, uneven_of, whole_number
-from lightning_ddp_ext.sampling.partition import Share, Uneven
-from lightning_ddp_ext.sampling.ranks import LazyRanks
 
 STATE_VERSION = 1
 

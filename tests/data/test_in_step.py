@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
-from lightning_ddp_ext.sampling.in_step import InStep, Smallest, is_counted
-from lightning_ddp_ext.sampling.injected import SharedSampler
-from lightning_ddp_ext.sampling.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.in_step import InStep, Smallest, is_counted
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.sampling.continued import index_sampler_name
-from lightning_ddp_ext.sampling.disguise import own_class
-from lightning_ddp_ext.sampling.place import has_place
-from lightning_ddp_ext.sampling.streams import with_wrapped
+from lightning_ddp_ext.data.continued import index_sampler_name
+from lightning_ddp_ext.data.disguise import own_class
+from lightning_ddp_ext.data.place import has_place
+from lightning_ddp_ext.data.streams import with_wrapped
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lightning_ddp_ext.data.disguise import disguise
+from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.disguise import disguise
-from lightning_ddp_ext.sampling.epochs import data_loaders, epoch_takers, set_epoch
 
 __all__ = ["Seeds", "WorkerEpochs", "seed_generators", "seeds_for"]
 

@@ -24,14 +24,14 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.injected import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.sampling.samplers import (
+from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
 )
+from lightning_ddp_ext.errors import SamplerError
+from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
 from tests.ranks import run_ranks
-from tests.sampling.data import Sized, dealt, in_turn, stop_and_go, take
 
 POLICIES = st.sampled_from(["pad", "drop", "exact"])
 law = settings(max_examples=100, derandomize=True, deadline=None)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
+from lightning_ddp_ext.data.streams import Streams, mix, seeded, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.streams import Streams, mix, seeded, with_wrapped
 
 
 def draws() -> tuple[Any, ...]:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from lightning_ddp_ext.data.continued import Continued, index_sampler_name, put_index_sampler
+from lightning_ddp_ext.data.random_state import RandomState, generator_states, kept, set_generators
+from lightning_ddp_ext.data.resumable import Resumable
+from lightning_ddp_ext.data.streams import with_wrapped
 from lightning_ddp_ext.errors import ResumeError
-from lightning_ddp_ext.sampling.continued import Continued, index_sampler_name, put_index_sampler
-from lightning_ddp_ext.sampling.random_state import RandomState, generator_states, kept, set_generators
-from lightning_ddp_ext.sampling.resuming import Resumable
-from lightning_ddp_ext.sampling.streams import with_wrapped
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from lightning_ddp_ext.data.epochs import set_epoch
+from lightning_ddp_ext.data.worker_seeds import WorkerEpochs, seed_generators, seeds_for
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.epochs import set_epoch
-from lightning_ddp_ext.sampling.workers import WorkerEpochs, seed_generators, seeds_for
 from tests.ranks import start_server
 
 WORD = st.integers(0, 2**63 - 1)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from lightning_ddp_ext.data.uniforms import uniforms
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler, _find
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.uniforms import uniforms
-from lightning_ddp_ext.sampling.weighted import DistributedWeightedSampler, _find
-from tests.sampling.data import dealt, in_turn, stop_and_go
+from tests.data.data import dealt, in_turn, stop_and_go
 
 WEIGHTS = [0.0, 3.0, 1.0, 0.0, 0.5, 7.5, 0.0]
 POSITIVE = np.flatnonzero(WEIGHTS)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
+from lightning_ddp_ext.data import permutation
+from lightning_ddp_ext.data.permutation import Permutation
+from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling import permutation
-from lightning_ddp_ext.sampling.permutation import Permutation
-from lightning_ddp_ext.sampling.streams import mix
 
 SMALLEST_P = 1e-4
 JUST_ABOVE_THE_TABLE = 65_537

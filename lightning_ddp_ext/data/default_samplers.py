@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.data.epochs import tell_epoch
+from lightning_ddp_ext.data.partition import Uneven
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, as_it_is
+from lightning_ddp_ext.data.streams import mix, seeded, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import length_of
-from lightning_ddp_ext.sampling.epochs import tell_epoch
-from lightning_ddp_ext.sampling.partition import Uneven
-from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler, Order, as_it_is
-from lightning_ddp_ext.sampling.streams import mix, seeded, with_wrapped
 
 
 class TorchOrderSampler(GlobalOrderSampler):

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from lightning_ddp_ext.data.checks import LARGEST, length_of, whole_number
+from lightning_ddp_ext.data.partition import Uneven
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order
+from lightning_ddp_ext.data.streams import mix
+from lightning_ddp_ext.data.uniforms import uniforms
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import LARGEST, length_of, whole_number
-from lightning_ddp_ext.sampling.partition import Uneven
-from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler, Order
-from lightning_ddp_ext.sampling.streams import mix
-from lightning_ddp_ext.sampling.uniforms import uniforms
 
 
 class DistributedWeightedSampler(GlobalOrderSampler):

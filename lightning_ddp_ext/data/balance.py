@@ -13,9 +13,9 @@ import numpy as np
 from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.ranks import LazyRanks
-from lightning_ddp_ext.sampling.samplers import GlobalOrderSampler
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.ranks import LazyRanks
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class BalancedBatchSampler(BatchSampler):
         drop_last: whether incomplete batches are left out.
         divide: whether a batch may come in two; of no use where the last batches are not reached.
 
-    >>> from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler
+    >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
     >>> samplers = [ExactDistributedSampler(range(9), num_replicas=2, rank=rank) for rank in range(2)]
     >>> [list(BalancedBatchSampler(sampler, 4, drop_last=False)) for sampler in samplers]
     [[[0, 2, 4, 6], [8]], [[1, 3], [5, 7]]]

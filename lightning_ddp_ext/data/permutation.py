@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_ddp_ext.data.checks import LARGEST, whole_number
+from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import LARGEST, whole_number
-from lightning_ddp_ext.sampling.streams import mix
 
 ROUNDS = 10
 _TABLE = 1 << 16
@@ -31,7 +31,7 @@ class Permutation:
 
     Args:
         length: 0 to 2**62.
-        key: 0 to 2**64 - 1; see ``sampling.streams.mix``.
+        key: 0 to 2**64 - 1; see ``data.streams.mix``.
 
     Raises:
         SamplerError: length or key out of range.

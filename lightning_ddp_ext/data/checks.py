@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any, get_args
 
+from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.partition import Uneven
 
 LARGEST = 2**62  # of a length: positions beyond it, which padding reaches, still fit into 64 bits
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from tests.sampling.data import Sized, dealt, in_turn, stop_and_go, take
+from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
 
 
 class Buckets(Sampler[list[int]]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_ext.sampling.digest import digest, same_on
+from lightning_ddp_ext.data.digest import digest, same_on
 
 Pair = namedtuple("Pair", "x y")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_ddp_ext.data.checks import whole_number
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import whole_number
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from torch.utils.data import Sampler
 from typing_extensions import override
 
+from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.data.epochs import tell_epoch
+from lightning_ddp_ext.data.partition import Share, Uneven
+from lightning_ddp_ext.data.resumable import Resumable
+from lightning_ddp_ext.data.streams import Streams, mix, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import length_of
-from lightning_ddp_ext.sampling.epochs import tell_epoch
-from lightning_ddp_ext.sampling.partition import Share, Uneven
-from lightning_ddp_ext.sampling.resuming import Resumable
-from lightning_ddp_ext.sampling.streams import Streams, mix, with_wrapped
 
 MOST_AT_ONCE = 64  # batches drawn ahead: putting generators in and out takes as long as drawing twenty
 

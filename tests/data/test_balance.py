@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
-from lightning_ddp_ext.sampling.balance import (
+from lightning_ddp_ext.data.balance import (
     Balance,
     BalancedBatchSampler,
     LevelledBatchSampler,
@@ -18,10 +18,10 @@ from lightning_ddp_ext.sampling.balance import (
     is_dealt_exactly,
     is_exact,
 )
-from lightning_ddp_ext.sampling.batch_sampler import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.sampling.continued import put_index_sampler
-from lightning_ddp_ext.sampling.injected import SharedSampler
-from lightning_ddp_ext.sampling.samplers import ExactDistributedSampler, ScalableDistributedSampler
+from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
+from lightning_ddp_ext.data.continued import put_index_sampler
+from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 
 SAMPLES, RANKS, BATCH_SIZES = st.integers(0, 120), st.integers(1, 9), st.integers(1, 8)
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from lightning_ddp_ext.sampling.epochs import epoch_takers, set_epoch, unseedable_shufflers
+from lightning_ddp_ext.data.epochs import epoch_takers, set_epoch, unseedable_shufflers
 
 
 class Taker:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
+from lightning_ddp_ext.data.checks import length_of, uneven_of
+from lightning_ddp_ext.data.partition import Share, Uneven
+from lightning_ddp_ext.data.permutation import Permutation
+from lightning_ddp_ext.data.resumable import Resumable
+from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
-from lightning_ddp_ext.sampling.checks import length_of, uneven_of
-from lightning_ddp_ext.sampling.partition import Share, Uneven
-from lightning_ddp_ext.sampling.permutation import Permutation
-from lightning_ddp_ext.sampling.resuming import Resumable
-from lightning_ddp_ext.sampling.streams import mix
 
 FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices that are computed at once: few at first, since somebody waits for one
 PIECE = 1 << 10  # and that are Python numbers at once: so few that their memory is used again while it is in the cache
@@ -117,7 +117,7 @@ class _Deal:
 class ScalableDistributedSampler(GlobalOrderSampler):
     """A ``DistributedSampler`` that shuffles without a list: any length costs no memory and no time to start.
 
-    The order of an epoch is a keyed permutation, see ``sampling.permutation``, that depends on ``seed`` and ``epoch``
+    The order of an epoch is a keyed permutation, see ``data.permutation``, that depends on ``seed`` and ``epoch``
     alone (mixed, not added). Each rank computes only the indices that it yields. A state can be loaded on any number
     of ranks, and what they read then is what had not been read.
 

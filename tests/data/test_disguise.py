@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_ddp_ext.data.disguise import disguise, undisguise
 from lightning_ddp_ext.integration.watching import Watch
-from lightning_ddp_ext.sampling.disguise import disguise, undisguise
 
 
 class Plain:

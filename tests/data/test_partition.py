@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.sampling.partition import Share, Uneven
+from lightning_ddp_ext.data.partition import Share, Uneven
 
 LENGTHS = st.integers(0, 60)
 WORLDS = st.integers(1, 9)
