@@ -1,4 +1,4 @@
-"""How do ranks that hold different numbers of samples come to equal numbers of batches?"""
+"""Give ranks with different numbers of samples equal numbers of batches."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 @dataclass(frozen=True)
 class Balance:
-    """Steps that all ranks make together, and the ranks that have no batch of their own in the last ones.
+    """Steps that all ranks make together; in the last ones a rank may be idle, without a batch of its own.
 
     Args:
         batches: by rank, how many batches hold samples of its own.
-        divided: the ranks whose last batch comes in two, so that they have as many as the others.
+        split: the ranks whose last batch is split in two, so that they have as many as the others.
 
     >>> Balance.dealt(5, 2, 2)  # rank 0 has samples 0, 2, 4; rank 1 has 1, 3
-    Balance(batches=(2, 2), divided=frozenset({1}))
-    >>> Balance.dealt(5, 2, 1).absent(2)
+    Balance(batches=(2, 2), split=frozenset({1}))
+    >>> Balance.dealt(5, 2, 1).idle(2)
     (1,)
     """
 
     batches: tuple[int, ...]
-    divided: frozenset[int] = frozenset()
+    split: frozenset[int] = frozenset()
 
     @classmethod
     @lru_cache(maxsize=128)
     def dealt(
-        cls, samples: int, ranks: int, batch_size: int, *, drop_last: bool = False, divide: bool = True
+        cls, samples: int, ranks: int, batch_size: int, *, drop_last: bool = False, may_split: bool = True
     ) -> Balance:
         """For samples that are dealt out to the ranks in turn, so that the first ranks may have one more.
 
@@ -50,7 +50,7 @@ class Balance:
             ranks: how many there are.
             batch_size: samples in a batch of one rank.
             drop_last: whether incomplete batches are left out: all ranks then have as many as the one with fewest.
-            divide: whether batches may come in two.
+            may_split: whether batches may come in two.
         """
         owned = [len(range(rank, samples, ranks)) for rank in range(ranks)]
         if drop_last:
@@ -58,8 +58,8 @@ class Balance:
         whole = [-(-own // batch_size) for own in owned]
         steps = max(whole)
         few = (rank for rank, batches in enumerate(whole) if 0 < batches < steps)
-        divided = frozenset(few) if divide and batch_size > 1 else frozenset()
-        return cls(tuple(steps if rank in divided else batches for rank, batches in enumerate(whole)), divided)
+        split = frozenset(few) if may_split and batch_size > 1 else frozenset()
+        return cls(tuple(steps if rank in split else batches for rank, batches in enumerate(whole)), split)
 
     @property
     def steps(self) -> int:
@@ -71,7 +71,7 @@ class Balance:
         """Whether every rank has a batch of its own in every step."""
         return min(self.batches) == self.steps
 
-    def absent(self, step: int) -> tuple[int, ...]:
+    def idle(self, step: int) -> tuple[int, ...]:
         """The ranks that have no batch of their own in this step, counted from 0."""
         return tuple(rank for rank, batches in enumerate(self.batches) if batches <= step)
 
@@ -86,7 +86,7 @@ class BalancedBatchSampler(BatchSampler):
         sampler: one of ours with ``uneven="exact"``.
         batch_size: samples in a batch of one rank.
         drop_last: whether incomplete batches are left out.
-        divide: whether a batch may come in two; of no use where the last batches are not reached.
+        may_split: whether a batch may come in two; of no use where the last batches are not reached.
 
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
     >>> samplers = [ExactDistributedSampler(range(9), num_replicas=2, rank=rank) for rank in range(2)]
@@ -97,16 +97,16 @@ class BalancedBatchSampler(BatchSampler):
     sampler: GlobalOrderSampler
 
     def __init__(
-        self, sampler: GlobalOrderSampler, batch_size: int, drop_last: bool = False, *, divide: bool = True
+        self, sampler: GlobalOrderSampler, batch_size: int, drop_last: bool = False, *, may_split: bool = True
     ) -> None:
         super().__init__(sampler, batch_size, drop_last)
-        self.divide = divide
+        self.may_split = may_split
 
     @property
     def balance(self) -> Balance:
         """Who has how many batches, from the sampler's position on; the same on every rank."""
         total, ranks = self.sampler.length - self.sampler.position, self.sampler.num_replicas
-        return Balance.dealt(total, ranks, self.batch_size, drop_last=self.drop_last, divide=self.divide)
+        return Balance.dealt(total, ranks, self.batch_size, drop_last=self.drop_last, may_split=self.may_split)
 
     def __len__(self) -> int:
         return self.balance.steps
@@ -120,7 +120,7 @@ class BalancedBatchSampler(BatchSampler):
         samples = iter(self.sampler)
         batch: list[Any] = []
         for step in range(own):
-            batch = self._next(samples, step, own if rank in balance.divided else None)
+            batch = self._next(samples, step, own if rank in balance.split else None)
             yield batch
         for _ in range(own, balance.steps):
             yield batch[:1]
@@ -133,7 +133,7 @@ class BalancedBatchSampler(BatchSampler):
         return list(islice(samples, size))
 
 
-class LevelledBatchSampler(Sampler[list[Any]]):
+class PaddedBatchSampler(Sampler[list[Any]]):
     """Any batch sampler, with batches that must not count at its end until all ranks have equally many.
 
     Args:
@@ -166,7 +166,7 @@ class LevelledBatchSampler(Sampler[list[Any]]):
             yield filler
 
 
-class LevelledSampler(DistributedSampler[Any]):
+class PaddedSampler(DistributedSampler[Any]):
     """A sampler for loaders without batches, whose samples are steps; those at its end that must not count included.
 
     It is a ``DistributedSampler`` because Lightning would share it out once more.
@@ -206,9 +206,9 @@ def is_exact(sampler: object) -> bool:
     return isinstance(sampler, GlobalOrderSampler) and sampler.uneven == "exact"
 
 
-def is_dealt_exactly(batch_sampler: Any) -> bool:
+def deals_unevenly(batch_sampler: Any) -> bool:
     """Whether the numbers of its batches may differ by rank, because we deal out its samples or whole batches so."""
-    if isinstance(batch_sampler, LevelledBatchSampler):
+    if isinstance(batch_sampler, PaddedBatchSampler):
         return True
     if isinstance(batch_sampler, DistributedBatchSamplerWrapper):
         return batch_sampler.uneven == "exact"

@@ -1,23 +1,21 @@
-"""The epoch, and random streams that belong to it, inside of a DataLoader's workers."""
+"""Begin an epoch in loaders and their workers, with random streams that belong to it."""
 
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_ddp_ext.data.disguise import disguise
 from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
+from lightning_ddp_ext.data.loader import forget_workers
 from lightning_ddp_ext.errors import SamplerError
 
-__all__ = ["Seeds", "WorkerEpochs", "seed_generators", "seeds_for"]
+__all__ = ["Seeds", "StartWorker", "begin_epoch", "seed_generators", "seeds_for"]
 
-_NOT_YET = -1
 _WIDTH = 32  # bits in a word of NumPy's seeds
 _WORDS = (4, 4, 2)  # of Python's, NumPy's and torch's seed
 
@@ -79,26 +77,44 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     torch.manual_seed(seeds.torch)
 
 
-class WorkerEpochs:
-    """The epoch of this rank, in memory that its loaders' workers see, however they are started.
-
-    ``epochs.set_epoch`` in the main process reaches workers that are started afterwards, but never persistent ones
-    that run already. In the workers of a loader given to ``install``, all that ``epochs.epoch_takers`` finds below the
-    dataset is given the epoch when the worker starts; in persistent ones again before the first sample of each new
-    epoch. Samplers are not in workers: they need ``epochs.set_epoch`` as well.
-
-    With a seed each worker's generators are seeded by ``seed_generators`` at the same moments. For a map-style dataset
-    in persistent workers these numbers are repeatable only if epochs are read to their end: what had been fetched
-    ahead is dropped, but may have drawn from the new epoch's stream.
-
-    Nothing is given, and nothing seeded, before the first ``set``.
+class StartWorker:
+    """A ``worker_init_fn`` that calls the former one, and then begins an epoch in the worker.
 
     Args:
-        rank: this process's rank, which becomes part of the seeds.
-        seed: the run's seed, the same on all ranks; None leaves all generators alone.
+        former: the loader's own ``worker_init_fn``, if it has one; what it makes is told the epoch, too.
+        epoch: the epoch that the worker reads.
+        rank: this process's rank.
+        seed: with one, the worker's generators are seeded by :func:`seed_generators`.
+    """
 
-    Raises:
-        SamplerError: a rank or seed is negative, too big or no integer.
+    def __init__(self, former: Callable[[int], None] | None, *, epoch: int, rank: int, seed: int | None) -> None:
+        self.former = former
+        self.epoch = epoch
+        self.rank = rank
+        self.seed = seed
+
+    def __call__(self, worker: int) -> None:
+        """Start a worker."""
+        if self.former is not None:
+            self.former(worker)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
+        info = get_worker_info()
+        if info is not None:
+            set_epoch(info.dataset, self.epoch)
+
+
+def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+    """Tell everything below a loader the epoch, before a pass over it begins.
+
+    ``set_epoch`` is called on every sampler, dataset and loader inside. Workers that persist would not notice that:
+    where a dataset takes epochs, or with a seed, the next pass starts new ones.
+
+    Args:
+        loader: a loader of our own, see ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
+        epoch: the epoch, from 0.
+        rank: this process's rank.
+        seed: with one, the generators of the loader's workers are seeded by :func:`seed_generators`.
 
     Example:
         >>> class Epochs(IterableDataset[int]):
@@ -107,129 +123,22 @@ class WorkerEpochs:
         ...     def __iter__(self):
         ...         yield self.epoch
         >>> loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
-        >>> epochs = WorkerEpochs(rank=0)
-        >>> epochs.install(loader)
         >>> for epoch in range(3):
-        ...     epochs.set(epoch)
+        ...     begin_epoch(loader, epoch, rank=0)
         ...     print(list(loader))
         [0]
         [1]
         [2]
     """
-
-    def __init__(self, *, rank: int, seed: int | None = None) -> None:
-        _check("rank", rank)
-        _check("seed", 0 if seed is None else seed)
-        self.rank = rank
-        self.seed = seed
-        self._shared = torch.full((1,), _NOT_YET, dtype=torch.int64).share_memory_()
-
-    def set(self, epoch: int) -> None:
-        """Say which epoch the loaders are going to read; before their iterators are made.
-
-        Raises:
-            SamplerError: the epoch is negative or no integer.
-        """
-        _check("epoch", epoch)
-        self._shared[0] = epoch
-
-    def install(self, loader: object) -> None:
-        """Let the loader's workers follow the epoch, those that are started from now on.
-
-        Whatever the loader's ``worker_init_fn`` is runs first. One that is set later takes our place; call this again
-        then: it does nothing where we are in place. Of what is no torch ``DataLoader``, those below it are meant.
-
-        The workers warn if they have a persistent dataset that cannot be watched, a plain list for example, and
-        the epoch would make a difference.
-        """
-        for each in data_loaders(loader):
-            if self._start_of(each) is None and each.num_workers and (each.persistent_workers or self.seed is not None):
-                each.worker_init_fn = _WorkerStart(self, each.worker_init_fn, persistent=each.persistent_workers)
-
-    def uninstall(self, loader: object) -> None:
-        """Give the loader its former ``worker_init_fn`` back, if ours is the one that it has.
-
-        Workers that run already go on following the epoch.
-        """
-        for each in data_loaders(loader):
-            if (ours := self._start_of(each)) is not None:
-                each.worker_init_fn = ours.former
-
-    def _start_of(self, loader: DataLoader[Any]) -> _WorkerStart | None:
-        start = loader.worker_init_fn
-        return start if isinstance(start, _WorkerStart) and start.epochs is self else None
-
-    def _reader(self) -> memoryview:
-        """Return a view whose element 0 is the epoch: a plain integer, read in some 30 ns."""
-        return memoryview(self._shared.numpy())
-
-
-class _WorkerStart:
-    """A ``worker_init_fn``: the former one, and then the epoch."""
-
-    def __init__(self, epochs: WorkerEpochs, former: Callable[[int], None] | None, *, persistent: bool) -> None:
-        self.epochs = epochs
-        self.former = former
-        self.persistent = persistent
-
-    def __call__(self, worker: int) -> None:
-        if self.former is not None:
-            self.former(worker)
-        info = get_worker_info()
-        if info is None:
-            return
-        watch = _Watch(self.epochs, info.dataset, worker)
-        watch.look()
-        if self.persistent:
-            _look_before_reading(info.dataset, watch)
-
-
-class _Watch:
-    """Tells one worker's dataset of new epochs."""
-
-    def __init__(self, epochs: WorkerEpochs, dataset: object, worker: int) -> None:
-        self.epochs = epochs
-        self.dataset = dataset
-        self.worker = worker
-        self._shared = epochs._reader()
-        self._seen = _NOT_YET
-
-    def look(self) -> None:
-        if self._shared[0] != self._seen:
-            self._begin(self._shared[0])
-
-    def _begin(self, epoch: int) -> None:
-        self._seen = epoch
-        if self.epochs.seed is not None:
-            seed_generators(self.epochs.seed, epoch=epoch, rank=self.epochs.rank, worker=self.worker)
-        set_epoch(self.dataset, epoch)
-
-    def has_something_to_do(self) -> bool:
-        return self.epochs.seed is not None or bool(epoch_takers(self.dataset))
-
-
-def _look_before_reading(dataset: object, watch: _Watch) -> None:
-    """Have the dataset, in this process, look before it reads."""
-    names = ("__iter__",) if isinstance(dataset, IterableDataset) else ("__getitem__", "__getitems__")
-    methods = {name: getattr(type(dataset), name, None) for name in names}
-    try:
-        disguise(dataset, {name: _looking_first(each, watch) for name, each in methods.items() if callable(each)})
-    except Exception as error:
-        if watch.worker == 0 and watch.has_something_to_do():
-            warnings.warn(
-                f"dataset must be of a class that can be extended, to be told of new epochs in persistent workers "
-                f"(got a {type(dataset).__name__}: {error}); hold it in a Dataset of your own, or take "
-                f"persistent_workers=False",
-                stacklevel=2,
-            )
-
-
-def _looking_first(method: Callable[..., object], watch: _Watch) -> Callable[..., object]:
-    def look_and_read(dataset: object, *args: object) -> object:
-        watch.look()
-        return method(dataset, *args)
-
-    return look_and_read
+    set_epoch(loader, epoch)
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        former = loader.worker_init_fn
+        own = former.former if isinstance(former, StartWorker) else former
+        if own is not None or seed is not None:
+            loader.worker_init_fn = StartWorker(own, epoch=epoch, rank=rank, seed=seed)
+    for each in data_loaders(loader):
+        if each.persistent_workers and (seed is not None or epoch_takers(each.dataset)):
+            forget_workers(each)
 
 
 def _check(name: str, number: object) -> None:

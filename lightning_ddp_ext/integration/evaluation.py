@@ -1,12 +1,12 @@
-"""Each sample is evaluated once: samplers, batches that do not count, and reductions without them."""
+"""Evaluate each sample once: samplers, steps that do not count, and the ranks that are idle in a step."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sized
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,26 +17,29 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_ddp_ext.data.balance import (
     Balance,
     BalancedBatchSampler,
-    LevelledBatchSampler,
-    LevelledSampler,
-    is_dealt_exactly,
+    PaddedBatchSampler,
+    PaddedSampler,
+    deals_unevenly,
     is_exact,
 )
-from lightning_ddp_ext.data.continued import index_sampler_name, put_index_sampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, set_index_sampler
+from lightning_ddp_ext.data.metric_state import preserve_metric_state
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
-from lightning_ddp_ext.integration.lightning_tree import DDPStrategy, RunningStage, rank_zero_warn, refuse_missing
-from lightning_ddp_ext.integration.uncounted import uncounted
+from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
 
 T = TypeVar("T")
 
+IdleRanks = Literal["repeat", "skip"]
+
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 _LIMITS = {
-    RunningStage.TRAINING: "limit_train_batches",
     RunningStage.TESTING: "limit_test_batches",
     RunningStage.PREDICTING: "limit_predict_batches",
 }
+
 
 _NEUTRAL: dict[str, Callable[[Tensor], float]] = {
     "mean": lambda tensor: 0,
@@ -49,87 +52,140 @@ _NEUTRAL: dict[str, Callable[[Tensor], float]] = {
 class Evaluation:
     """Evaluation and prediction on a strategy's ranks.
 
-    Where a rank has no batch for a step that others make, it takes part with a sample that does not count: what
-    ``self.log`` and torchmetrics hold is put back afterwards, and reductions leave it out. What the user's own code
-    gathers in lists or sends to callbacks cannot be put back, and the value of a single step of a metric with
-    ``dist_sync_on_step`` includes it.
+    A rank that has no batch for a step that others make is idle. By default it takes part with a sample that does not
+    count: what ``self.log`` and torchmetrics hold is put back after the step, and reductions in the step leave it out.
+    What the user's code keeps by itself, or counts in hooks around the step, cannot be put back; with
+    ``idle_ranks="skip"`` an idle rank makes no step and calls no hook.
 
     Args:
         strategy: whose ranks.
-
-    Attributes:
-        absent: the ranks whose batch does not count in the step that all ranks are in.
+        is_exact: whether ranks with different numbers of batches take part in equally many steps.
+        idle_ranks: what an idle rank does.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy: DDPStrategy = strategy
-        self.absent: tuple[int, ...] = ()
+    def __init__(self, strategy: Any, *, is_exact: bool, idle_ranks: IdleRanks) -> None:
+        self._strategy = strategy
+        self._is_exact = is_exact
+        self._idle_ranks = idle_ranks
         self._has_warned = False
-        self._found: WeakKeyDictionary[DataLoader[Any], Any] = WeakKeyDictionary()
+        self._balance: Balance | None = None  # of the loader that is read
+        self._step = 0
+        self.idle: tuple[int, ...] = ()
+        """The ranks that are idle in the step that all ranks are in."""
 
     @property
     def _trainer(self) -> Any:
-        assert self._strategy.lightning_module is not None
         return self._strategy.lightning_module.trainer
 
     # Loaders.
 
     def sampler_for(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> Sampler[int]:
         """Each sample on one rank, in the order in which the loader would read them all."""
-        strategy = self._strategy
-        place = {"num_replicas": strategy.world_size, "rank": strategy.global_rank, "seed": seed}
+        ranks = {"num_replicas": self._strategy.world_size, "rank": self._strategy.global_rank, "seed": seed}
         if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            shuffle = shuffle and len(cast(Sized, loader.dataset)) > 0
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **place)
-        return SharedSampler(loader.sampler, uneven="exact", **place)
+            shuffle = shuffle and len(cast(Any, loader.dataset)) > 0
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **ranks)
+        return SharedSampler(loader.sampler, uneven="exact", **ranks)
 
-    def balance(self, loader: DataLoader[Any]) -> None:
-        """Have all ranks make equally many steps over a loader with a sampler that deals out unevenly.
+    def balance(self, loader: DistributedLoader) -> None:
+        """Have all ranks make equally many steps over a loader.
 
-        Collective for loaders with batch samplers of other classes than torch's: every rank must call it.
-
-        Args:
-            loader: whatever its sampler; others than ours are left alone.
+        Collective for loaders that may have different numbers of batches on the ranks: every rank must call it.
 
         Raises:
-            ExactEvaluationError: a batch sampler has no length.
-            UnevenInputsError: ranks would have different numbers of batches to train on.
+            ExactEvaluationError: a batch sampler has no length, or a rank has no batch to repeat or to skip to.
         """
-        stage = self._trainer.state.stage
-        if loader.batch_sampler is None:
-            if is_exact(loader.sampler):
-                self._put(loader, LevelledSampler(loader.sampler))  # type: ignore[arg-type]
-        elif stage == RunningStage.PREDICTING:
-            self._balance_predictions(loader)
-        elif is_dealt_exactly(loader.batch_sampler):
-            self._put(loader, self._balanced(loader.batch_sampler))
-        balance = balance_of(loader)
-        if stage == RunningStage.TRAINING and balance is not None and not balance.is_even:
+        self._warn_of_repeats(loader.loader)
+        if self._trainer.state.stage == RunningStage.PREDICTING:
+            if batches_of(loader) == 0:
+                loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
+            return
+        if not self._is_exact or self._strategy.world_size == 1:
+            return
+        loader.balance = self._balance_by_samples(loader.loader) or self._balance_by_lengths(loader)
+        if self._idle_ranks == "skip" and loader.balance is not None and min(loader.balance.batches) == 0:
+            raise ExactEvaluationError(
+                f"idle_ranks='skip' needs a batch for every rank (got {loader.balance.batches} batches, by rank); "
+                "evaluate at least as many samples as there are ranks, or leave the argument out"
+            )
+
+    def check_training(self, loader: DistributedLoader) -> None:
+        """Have all ranks train on equally many batches of a user's exact sampler.
+
+        Raises:
+            UnevenInputsError: they cannot; on every rank.
+        """
+        if self._strategy.world_size == 1 or not deals_unevenly(getattr(loader.loader, "batch_sampler", None)):
+            return
+        balance = self._balance_by_samples(loader.loader)
+        if balance is not None and not balance.is_even:
             raise UnevenInputsError(
                 f"training needs equally many batches on every rank (got {balance.batches}, by rank); "
                 'use a sampler with uneven="pad" or "drop", or drop_last=True, or a batch_size above 1 with a sample '
                 "for every rank"
             )
 
-    def _balance_predictions(self, loader: DataLoader[Any]) -> None:
-        """Have no rank end up without batches, for which Lightning refuses a loader."""
-        batch_sampler: Any = loader.batch_sampler
-        inner = getattr(batch_sampler, "_batch_sampler", None)  # below Lightning's, which keeps indices
-        if inner is not None and is_dealt_exactly(inner):
-            balanced = self._balanced(inner)
-            if 0 in balanced.balance.batches:
-                put_index_sampler(loader, type(batch_sampler)(balanced))
+    def _balance_by_samples(self, loader: Any) -> Balance | None:
+        """Put a balanced sampler over a sampler of ours that deals out unevenly."""
+        if not isinstance(loader, DataLoader):
+            return None
+        sampler: Any
+        if loader.batch_sampler is None:
+            if not is_exact(loader.sampler):
+                return None
+            sampler = PaddedSampler(loader.sampler)  # type: ignore[arg-type]
+        elif not deals_unevenly(loader.batch_sampler):
+            return None
+        elif type(loader.batch_sampler) is BatchSampler:
+            own = loader.batch_sampler
+            sampler = BalancedBatchSampler(own.sampler, own.batch_size, own.drop_last)  # type: ignore[arg-type]
+            sampler.may_split = self._is_read_to_the_end(len(sampler))
+        else:
+            lengths = self._lengths(loader.batch_sampler)
+            sampler = PaddedBatchSampler(loader.batch_sampler, lengths, self._strategy.global_rank)
+        set_index_sampler(loader, sampler)
+        balance: Balance = sampler.balance
+        return balance
 
-    def _put(self, loader: DataLoader[Any], index_sampler: Any) -> None:
-        self._found.setdefault(loader, getattr(loader, index_sampler_name(loader)))
-        put_index_sampler(loader, index_sampler)
+    def _balance_by_lengths(self, loader: DistributedLoader) -> Balance | None:
+        """Where ranks say that they have different numbers of batches, let all make as many steps as the longest."""
+        if batches_of(loader) == float("inf"):
+            return None
+        balance = Balance(tuple(self._lengths(loader)))
+        if balance.is_even:
+            return None
+        if min(balance.batches) == 0:
+            raise ExactEvaluationError(
+                f"every rank needs a batch of its own in an evaluation (got {balance.batches} batches, by rank, of "
+                f"{type(loader.loader).__name__}); evaluate at least as many samples as there are ranks"
+            )
+        loader.length = balance.steps
+        return balance
 
-    def warn_of_repeats(self, loader: Any) -> None:
+    def _is_read_to_the_end(self, batches: int) -> bool:
+        """Whether the Trainer's limit leaves the last of these batches; splitting is of no use where it does not."""
+        stage = self._trainer.state.stage
+        limit: float = getattr(self._trainer, _LIMITS.get(stage, "limit_val_batches"))
+        return limit >= (batches if isinstance(limit, int) else 1.0)
+
+    def _lengths(self, batches: Any) -> list[int]:
+        """How many batches each rank has, by rank. Collective."""
+        length = batches_of(batches)
+        own = torch.tensor(-1 if length == float("inf") else int(length), device=self._strategy.root_device)
+        lengths: list[int] = self._strategy.all_gather(own).flatten().tolist()
+        if -1 in lengths:
+            raise ExactEvaluationError(
+                f"batch_sampler must have a length on every rank (got {type(batches).__name__} without one); "
+                "give it a __len__, or set exact_evaluation=False"
+            )
+        return lengths
+
+    def _warn_of_repeats(self, loader: Any) -> None:
         """Say so, once, where a sampler that the user chose repeats samples."""
         sampler = getattr(loader, "sampler", None)
         if type(sampler) is not DistributedSampler or sampler.drop_last or self._has_warned:
             return
-        samples = len(cast(Sized, sampler.dataset))
+        samples = len(cast(Any, sampler.dataset))
         if sampler.total_size != samples:
             self._has_warned = True
             rank_zero_warn(
@@ -137,95 +193,63 @@ class Evaluation:
                 "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
             )
 
-    def put_back(self) -> None:
-        """Leave loaders that are the user's as they were found."""
-        for loader, index_sampler in self._found.items():
-            put_index_sampler(loader, index_sampler)
-        self._found.clear()
+    # Reading.
 
-    def _balanced(self, batch_sampler: Any) -> BalancedBatchSampler | LevelledBatchSampler:
-        if isinstance(batch_sampler, LevelledBatchSampler):  # the same loader, a second time
-            batch_sampler = batch_sampler.batch_sampler
-        if type(batch_sampler) not in (BatchSampler, BalancedBatchSampler):
-            return LevelledBatchSampler(batch_sampler, self._lengths(batch_sampler), self._strategy.global_rank)
-        balanced = BalancedBatchSampler(batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last)
-        balanced.divide = self._is_read_to_the_end(len(balanced))
-        return balanced
+    def begin(self, loader: DistributedLoader) -> Iterator[Any]:
+        """Begin a pass over a loader.
 
-    def _is_read_to_the_end(self, batches: int) -> bool:
-        """Whether the Trainer's limit leaves the last of these batches; no halves are of use where it does not."""
-        stage = self._trainer.state.stage
-        limit: float = getattr(self._trainer, _LIMITS.get(stage, "limit_val_batches"))
-        return limit >= (batches if isinstance(limit, int) else 1.0)
+        Raises:
+            ExactEvaluationError: some rank is idle in a step in which that cannot be told from a batch that counts.
+        """
+        balance = loader.balance
+        if balance is None:
+            return self._give(iter(loader.loader), None)
+        self._refuse_unknown_idle_ranks()
+        own = balance.batches[self._strategy.global_rank]
+        if self._idle_ranks == "skip":
+            return self._give(islice(loader.loader, own), balance)
+        return self._give(_repeating(loader.loader, own, balance.steps), balance)
 
-    def _lengths(self, batch_sampler: Any) -> list[int]:
-        """How many batches each rank has, by rank. Collective."""
-        try:
-            length = len(batch_sampler)
-        except (TypeError, NotImplementedError):
-            length = -1
-        by_rank: Any = self._strategy.all_gather(torch.tensor(length, device=self._strategy.root_device))
-        lengths: list[int] = by_rank.flatten().tolist()
-        if -1 in lengths:
-            raise ExactEvaluationError(
-                f"batch_sampler must have a length on every rank (got {type(batch_sampler).__name__} without one); "
-                "give it a __len__, or set exact_evaluation=False"
-            )
-        return lengths
+    def _give(self, batches: Iterator[Any], balance: Balance | None) -> Iterator[Any]:
+        for step, batch in enumerate(batches):
+            self._balance, self._step = balance, step
+            yield batch
+
+    def _refuse_unknown_idle_ranks(self) -> None:
+        combined = combined_loader_of(active_loop_of(self._trainer))
+        is_sequential = mode_of(combined) == "sequential"
+        is_pulled = self._is_in_step
+        if is_sequential and not is_pulled:
+            return
+        for loader, limit in zip(combined.flattened, combined.limits, strict=True):
+            balance, steps = loader.balance, limit if is_sequential else len(combined)
+            if balance is not None and min(balance.batches) < min(balance.steps, steps):
+                how = "a step that takes dataloader_iter" if is_pulled else "a mode other than 'sequential'"
+                raise ExactEvaluationError(
+                    f"every rank needs a batch of its own in every step where a CombinedLoader has {how} "
+                    f"(got {balance.batches} batches, by rank); use a batch_size above 1 and at least a sample for "
+                    "every rank, or drop_last=True, or exact_evaluation=False"
+                )
 
     # Steps.
 
-    def attach(self, trainer: Any) -> None:
-        """Have the Trainer's loops tell us of each step, so that batches that must not count do not."""
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-            refuse_missing(type(loop), "_evaluation_step")
-            loop._evaluation_step = functools.partial(self._evaluate, trainer, loop)
-        refuse_missing(type(trainer.predict_loop), "_predict_step")
-        trainer.predict_loop._predict_step = functools.partial(self._predict, trainer.predict_loop)
+    _is_in_step = False
 
-    def _evaluate(self, trainer: Any, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
-        def step() -> None:
-            type(loop)._evaluation_step(loop, batch, batch_idx, dataloader_idx, *rest)
-
-        self.absent = self._absent(loop, batch_idx, dataloader_idx, *rest)
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One ``validation_step`` or ``test_step``: on an idle rank it leaves no trace in any metric."""
+        self.idle = () if self._balance is None else self._balance.idle(self._step)
+        is_idle = self._strategy.global_rank in self.idle
+        self._is_in_step = True
         try:
-            if self._strategy.global_rank in self.absent:
-                with uncounted(loop._results, trainer.lightning_module):
-                    step()
-            else:
-                step()
+            with self._uncounted() if is_idle else nullcontext():
+                yield
         finally:
-            self.absent = ()
+            self._is_in_step = False
+            self.idle = ()
 
-    def _predict(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int, *rest: Any) -> None:
-        absent = self._absent(loop, batch_idx, dataloader_idx, *rest)
-        if self._strategy.global_rank not in absent:
-            type(loop)._predict_step(loop, batch, batch_idx, dataloader_idx, *rest)
-
-    def _absent(
-        self, loop: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: object | None = None
-    ) -> tuple[int, ...]:
-        """The ranks whose batch does not count in this step; arithmetic, and so the same on every rank."""
-        combined = loop._combined_loader
-        is_sequential = combined._mode == "sequential"
-        if is_sequential and dataloader_iter is None:
-            balance = balance_of(combined.flattened[dataloader_idx])
-            return () if balance is None else balance.absent(batch_idx)
-        for loader, limit in zip(combined.flattened, loop.max_batches, strict=True):
-            self._refuse_absence(loader, limit if is_sequential else len(combined), dataloader_iter)
-        return ()
-
-    def _refuse_absence(self, loader: object, steps: float, dataloader_iter: object | None) -> None:
-        """Batches come from here in a way in which one cannot be told from those that count."""
-        balance = balance_of(loader)
-        if balance is None or min(balance.batches) >= min(balance.steps, steps):
-            return
-        how = "a step that takes dataloader_iter" if dataloader_iter is not None else "a mode other than 'sequential'"
-        raise ExactEvaluationError(
-            f"every rank needs a batch of its own in every step where a CombinedLoader has {how} "
-            f"(got {balance.batches} batches, by rank); use a batch_size above 1 and at least a sample for every rank, "
-            "or drop_last=True, or exact_evaluation=False"
-        )
+    def _uncounted(self) -> AbstractContextManager[None]:
+        return preserve_metric_state(results_of(self._trainer), self._strategy.lightning_module)
 
     # Reductions.
 
@@ -244,36 +268,39 @@ class Evaluation:
         op = "mean" if op == "avg" else op
         if not isinstance(tensor, Tensor) or op is None or not dist.is_initialized():
             return stock(tensor, group, reduce_op)  # type: ignore[no-any-return]
-        absent, is_mean_of_integers = self._absent_of(group), op == "mean" and not _is_divisible(tensor)
+        idle, is_mean_of_integers = self._idle_of(group), op == "mean" and not _is_divisible(tensor)
         counted: Tensor = tensor
         if is_mean_of_integers:
             counted = tensor.int() if tensor.dtype == torch.bool else tensor.clone()
-        if self._strategy.global_rank in absent and op in _NEUTRAL:
+        if self._strategy.global_rank in idle and op in _NEUTRAL:
             counted.fill_(_NEUTRAL[op](counted))
-        if op != "mean" or not (absent or is_mean_of_integers):
+        if op != "mean" or not (idle or is_mean_of_integers):
             return stock(counted, group, reduce_op)  # type: ignore[no-any-return]
-        count = dist.get_world_size(group) - len(absent)
+        count = dist.get_world_size(group) - len(idle)
         total: Any = stock(counted, group, "sum")
         return total / count if is_mean_of_integers else total.div_(count)  # type: ignore[no-any-return]
 
-    def _absent_of(self, group: Any) -> tuple[int, ...]:
+    def _idle_of(self, group: Any) -> tuple[int, ...]:
         """Those of a group, unless none of them has a batch that counts."""
-        if not self.absent or group is None:
-            return self.absent
+        if not self.idle or group is None:
+            return self.idle
         ranks = dist.get_process_group_ranks(group)
-        absent = tuple(rank for rank in ranks if rank in self.absent)
-        return absent if len(absent) < len(ranks) else ()
+        idle = tuple(rank for rank in ranks if rank in self.idle)
+        return idle if len(idle) < len(ranks) else ()
 
 
 def _is_divisible(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def balance_of(loader: object) -> Balance | None:
-    """What the ranks make of a loader together; ``None`` where that is nothing of ours."""
-    sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(loader, "sampler", None) if sampler is None else sampler
-    for each in (sampler, getattr(sampler, "_batch_sampler", None)):  # the latter below Lightning's, in predictions
-        if isinstance(each, (BalancedBatchSampler, LevelledBatchSampler, LevelledSampler)):
-            return each.balance
-    return None
+def _repeating(loader: Any, own: int, steps: int) -> Iterator[Any]:
+    """The first ``own`` batches, and then the first one again, until there are as many as steps.
+
+    A loader whose sampler is balanced has as many by itself.
+    """
+    given = 0
+    for batch in islice(loader, steps):
+        given += 1
+        yield batch
+    for _ in range(given, steps):
+        yield next(iter(loader))

@@ -53,6 +53,7 @@ __all__ = [
     "rank_zero_warn",
     "refuse_missing",
     "set_num_threads_if_needed",
+    "update_dataloader",
 ]
 
 _FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+    from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
     from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -174,3 +176,4 @@ else:
     check_missing_main_guard = _private(_multiprocessing, "_check_missing_main_guard")
     disable_module_memory_sharing = _private(_multiprocessing, "_disable_module_memory_sharing")
     set_num_threads_if_needed = _private(f"{_fabric}.utilities.distributed", "_set_num_threads_if_needed")
+    update_dataloader = _private(f"{lightning_name}.utilities.data", "_update_dataloader")

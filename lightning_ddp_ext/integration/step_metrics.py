@@ -77,7 +77,7 @@ class StepMetrics:
             self._packed.add(Value(self._key, reduce_op, tensor))  # type: ignore[arg-type]
             return tensor
         self.close()
-        return self._strategy.sampling.evaluation.reduce(  # type: ignore[no-any-return]
+        return self._strategy.data.evaluation.reduce(  # type: ignore[no-any-return]
             all_reduce, tensor, group, reduce_op
         )
 
@@ -170,7 +170,7 @@ class StepMetrics:
             is_end=is_end,
             device=self._strategy.root_device,
             group=self._group(),
-            absent=self._strategy.sampling.evaluation.absent,
+            absent=self._strategy.data.evaluation.idle,
         )
 
     def _group(self) -> dist.ProcessGroup | None:

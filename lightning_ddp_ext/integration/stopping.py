@@ -9,14 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.writer import PathLike
+from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.lightning_tree import (
     SIGTERMException,
     SLURMEnvironment,
     Strategy,
     TrainerStatus,
     rank_zero_info,
-    refuse_missing,
 )
+from lightning_ddp_ext.integration.loop_state import Stopped
 from lightning_ddp_ext.rendezvous.membership import Membership
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, status_of
 from lightning_ddp_ext.supervision.stopping import Request, Stopping
@@ -55,6 +56,7 @@ class Stops:
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._stopping: Stopping | None = None
+        self._replaced = ReplacedMethods()
         self._signals = StopSignals(self._hear, self._note)
         self._noted: int | None = None
         self._is_running = False
@@ -95,36 +97,19 @@ class Stops:
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
     def _replace_lightnings(self, trainer: Any) -> None:
-        """Put our places into the Trainer's loops, and keep its own handler from calling a collective."""
-        connector, fit_loop, epoch_loop = trainer._signal_connector, trainer.fit_loop, trainer.fit_loop.epoch_loop
-        refuse_missing(type(connector), "_sigterm_notifier_fn", "teardown")
-        refuse_missing(type(fit_loop), "on_advance_end")
-        refuse_missing(type(epoch_loop), "on_advance_end")
+        """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
+        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _ignore_signal)
+        self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+        self._strategy.data.training.before_batch = self.before_batch  # type: ignore[attr-defined]
 
-        def after_batch(*args: Any, **kwargs: Any) -> None:
-            type(epoch_loop).on_advance_end(epoch_loop, *args, **kwargs)
-            self._has_trained = True
-            # What schedulers monitor of an epoch is in no checkpoint, so the epoch's end is waited for.
-            if not (epoch_loop.batch_progress.is_last_batch and self._strategy.sampling.inputs.are_even):  # type: ignore[attr-defined]
-                self._after_batch()
-
-        def after_epoch() -> None:
-            type(fit_loop).on_advance_end(fit_loop)
-            self.at_place()
-
-        def teardown() -> None:
-            type(connector).teardown(connector)
-            self._detach()
-
-        connector._sigterm_notifier_fn = lambda *args: None
-        connector.teardown = teardown
-        epoch_loop.on_advance_end, fit_loop.on_advance_end = after_batch, after_epoch
-        epoch_loop._broadcast_sigterm_tensor = lambda: None  # a collective a step, for what a signal says
-
-    def _detach(self) -> None:
-        self._signals.restore()
+    def detach(self) -> None:
+        """The Trainer has ended: signals are given back to whoever handled them before."""
         if self._stopping is None:
             return
+        self._strategy.data.training.before_batch = _nothing  # type: ignore[attr-defined]
+        self._replaced.put_back()
+        self._signals.restore()
+        self._trainer._signal_connector.teardown()  # Lightning does it next, and a signal before that would be lost
         if self._stopping.is_overruled:
             defer_sigterm()
         self._stopping.end()
@@ -149,11 +134,15 @@ class Stops:
 
     # Places.
 
-    def _after_batch(self) -> None:
+    def before_batch(self) -> None:
+        """The Trainer is about to ask for a training batch: all that belongs to the one before is done."""
         request = None if self._stopping is None else self._stopping.at_place()
         if request is not None:
-            with self._strategy.sampling.resuming.between_batches():  # type: ignore[attr-defined]
-                self._stop(request)
+            self._stop(request, "batch")
+
+    def on_training_step(self) -> None:
+        """There is something to save."""
+        self._has_trained = True
 
     def at_barrier(self) -> None:
         """The ranks have met; before they train or evaluate they can stop there."""
@@ -169,8 +158,7 @@ class Stops:
         """Before a step of an evaluation."""
         request = None if self._stopping is None else self._stopping.at_step(self._of_steps)
         if request is not None:
-            with self._strategy.sampling.resuming.amid_validation():  # type: ignore[attr-defined]
-                self._stop(request)
+            self._stop(request, "validation")
 
     def at_end_of_evaluation(self) -> None:
         """An evaluation is over; training stops after what it does because of it."""
@@ -191,7 +179,8 @@ class Stops:
             if request is not None:
                 self._stop(request)
 
-    def _stop(self, request: Request) -> None:
+    def _stop(self, request: Request, where: Stopped | None = None) -> None:
+        self._strategy.data.training.stopped = where  # type: ignore[attr-defined]
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
         self._noted = None
@@ -231,3 +220,11 @@ def _steps_of(trainer: Any) -> int:
     is_known = loop is not None and getattr(loop, "_is_sequential", True)
     steps = sum(loop.max_batches) if is_known else math.inf
     return 1 if steps == math.inf else int(steps)
+
+
+def _ignore_signal(*args: object) -> None:
+    """Our own handlers hear of it, too."""
+
+
+def _nothing() -> None:
+    pass

@@ -21,7 +21,9 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
+from lightning_ddp_ext.integration.data_path import DataPath, Order
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
+from lightning_ddp_ext.integration.evaluation import IdleRanks
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
 from lightning_ddp_ext.integration.layer_sync import RanksLayerSync
 from lightning_ddp_ext.integration.lightning_tree import (
@@ -40,10 +42,9 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
-from lightning_ddp_ext.integration.sampling import Order, Sampling
 from lightning_ddp_ext.integration.step_metrics import StepMetrics
 from lightning_ddp_ext.integration.stopping import Stops
-from lightning_ddp_ext.integration.uneven import UnevenInputs
+from lightning_ddp_ext.integration.training_data import ResumeData
 from lightning_ddp_ext.rendezvous.calls import Call
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_group import current, join
@@ -174,7 +175,9 @@ class DDPExtStrategy(DDPStrategy):
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
         exact_evaluation: bool = True,
-        uneven_inputs: UnevenInputs | None = None,
+        idle_ranks: IdleRanks = "repeat",
+        uneven_inputs: Literal["stop_at_shortest"] | None = None,
+        resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
         debug: bool = False,
@@ -231,8 +234,13 @@ class DDPExtStrategy(DDPStrategy):
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self.checkpoints = Checkpoints(self)
-        self.sampling = Sampling(
-            self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
+        self.data = DataPath(
+            self,
+            order=sampler,
+            exact_evaluation=exact_evaluation,
+            uneven_inputs=uneven_inputs,
+            resume_data=resume_data,
+            idle_ranks=idle_ranks,
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.step_metrics = StepMetrics(self)
@@ -405,7 +413,7 @@ class DDPExtStrategy(DDPStrategy):
     ) -> None:
         if not self.checkpoints.is_interrupted:
             self.step_metrics.close()
-        self.sampling.add_to(checkpoint, f"saving {os.fspath(filepath)}")
+        self.data.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -414,7 +422,9 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        return self.checkpoints.load(checkpoint_path, weights_only)
+        checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        self.data.load(checkpoint)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -428,7 +438,7 @@ class DDPExtStrategy(DDPStrategy):
         assert self.lightning_module is not None
         trainer, membership = self.lightning_module.trainer, current()
         agree_on_path(trainer)
-        self.sampling.attach(trainer)
+        self.data.attach(trainer)
         self.step_metrics.attach(trainer)
         self.stops.attach(trainer, membership)
         if self._debug and membership is not None:
@@ -438,11 +448,12 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self._start()
-        self.sampling.resuming.on_train_start()
+        self.data.training.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
         self._start()
+        self.data.training.on_validation_start()
 
     @override
     def on_test_start(self) -> None:
@@ -483,9 +494,12 @@ class DDPExtStrategy(DDPStrategy):
     def teardown(self) -> None:
         if self._checked is not None:
             self._checked.restore()
-        self.checkpoints.finish()
-        self.sampling.detach()
-        super().teardown()
+        try:
+            self.checkpoints.finish()
+            self.data.detach()
+            super().teardown()
+        finally:
+            self.stops.detach()
 
     # BatchNorm.
 
@@ -506,30 +520,31 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.sampling.inputs.on_train_batch_start(batch)
+        self.data.on_train_batch_start(batch)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self.sampling.process(super().process_dataloader(dataloader))
+        return self.data.wrap(super().process_dataloader(dataloader))
 
     # Working together.
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._advance()
+        self.stops.on_training_step()
         with self.step_metrics.together("training_step"):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.step_metrics.together("validation_step"):
+        with self.data.evaluation.step(), self.step_metrics.together("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.step_metrics.together("test_step"):
+        with self.data.evaluation.step(), self.step_metrics.together("test_step"):
             return super().test_step(*args, **kwargs)
 
     @override
@@ -596,7 +611,7 @@ class DDPExtStrategy(DDPStrategy):
 
     def _pass(self) -> None:
         """The same for what ranks do at other batches, or not at all, where they have different numbers of them."""
-        if self.sampling.inputs.are_even:
+        if self.data.uneven.are_even:
             self._advance()
 
     @classmethod

@@ -1,35 +1,33 @@
-"""What is done where the ranks have different numbers of training batches, or all have the same ones."""
+"""Training batches of ranks that have different numbers of them, or all the same ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.digest import digest, same_on
-from lightning_ddp_ext.data.in_step import InStep, Smallest, is_counted
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
+from lightning_ddp_ext.data.shortest import AsyncMin, StopAtShortest, is_counted
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
-from lightning_ddp_ext.integration.lightning_tree import Strategy, rank_zero_warn, refuse_missing
-from lightning_ddp_ext.integration.resuming import Resuming
-from lightning_ddp_ext.integration.training_data import batches_of, put_validation_right, validates_after
+from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
+from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
 from lightning_ddp_ext.rendezvous.process_group import current
-
-UnevenInputs = Literal["stop_at_shortest"]
 
 _NAMED = 16  # ranks in a message
 
 
-class Inputs:
-    """The training batches of a strategy's ranks: equally many of them, and not the same.
+class UnevenInputs:
+    """The numbers of a strategy's training batches.
 
     Args:
         strategy: whose ranks.
-        resuming: counts batches, too.
-        uneven: how an epoch ends where the ranks have different numbers of batches; ``None``: training does not begin.
+        uneven: ``"stop_at_shortest"`` ends each pass over a loader after the last batch that every rank has; ``None``
+            refuses ranks that know that they have different numbers of batches.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
@@ -38,175 +36,84 @@ class Inputs:
         ConfigurationError: ``uneven`` is something else.
     """
 
-    def __init__(self, strategy: Strategy, resuming: Resuming, *, uneven: UnevenInputs | None = None) -> None:
+    def __init__(self, strategy: Any, uneven: Literal["stop_at_shortest"] | None) -> None:
         if uneven not in (None, "stop_at_shortest"):
             raise ConfigurationError(
                 f"uneven_inputs must be None or 'stop_at_shortest' (got {uneven!r}); with the latter all ranks end an "
                 "epoch when the first of them has no more data"
             )
         self._strategy = strategy
-        self._resuming = resuming
-        self._stops_at_shortest = uneven is not None
-        self._group: dist.ProcessGroup | None = None
-        self._limits: list[float] = []
-        self._in_step: InStep[Any] | None = None
-        self._compares = False
+        self._uneven = uneven
+        self.attach()
+
+    def attach(self) -> None:
+        """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
-
-    def attach(self, trainer: Any) -> None:
-        """Look at the training loaders whenever the Trainer has got them."""
-        self._trainer, self._loop = trainer, trainer.fit_loop
-        self._compares = self.are_even = True
-        loop_class = type(self._loop)
-        refuse_missing(loop_class, "setup_data", "_load_combined_loader_states")
-
-        def load_states() -> None:
-            loop_class._load_combined_loader_states(self._loop)
-            combined = self._loop._combined_loader
-            self._limits = list(combined.limits)
-            self._resuming.reads.follow(combined, self._begin_epoch if self._is_in_step else None)
-
-        self._loop.setup_data = self._set_up
-        self._loop._load_combined_loader_states = load_states
-
-    def detach(self, *, interrupted: bool) -> None:
-        """Keep nobody in step any longer. Collective, unless the Trainer is interrupted."""
-        if self._in_step is not None and not interrupted:
-            self._in_step.settle()
-        self._in_step = self._group = None
-        self._resuming.draw_ahead(None)
+        self._has_new_loaders = False
+        self._has_compared = False
+        self._group: dist.ProcessGroup | None = None
+        self._in_step: list[StopAtShortest[Any]] = []
 
     @property
-    def _is_in_step(self) -> bool:
-        return self._stops_at_shortest and self._world_size > 1
+    def _stops_at_shortest(self) -> bool:
+        return self._uneven is not None and self._strategy.world_size > 1
 
-    @property
-    def _world_size(self) -> int:
-        return self._strategy.world_size  # type: ignore[attr-defined,no-any-return]
+    # A new loader.
 
-    # When the Trainer gets its training loaders.
-
-    def check(self, loader: object) -> None:
-        """Refuse a training loader that has a length on some ranks only. Collective, if ranks are kept in step.
+    def agree_on_length(self, loader: DistributedLoader) -> None:
+        """Give a training loader the length that it has on the shortest rank. Collective, if it is to stop there.
 
         Raises:
-            UnevenInputsError: it is so; on every rank.
+            UnevenInputsError: it has a length on some ranks only; on every rank.
         """
-        if not self._is_in_step:
+        self._has_new_loaders = True
+        if not self._stops_at_shortest:
             return
-        has_length = batches_of(loader) != math.inf
-        most, fewest = Smallest([-has_length, has_length], self._side_group()).wait()
+        length = batches_of(loader)
+        has_length = length != math.inf
+        most, fewest, shortest = AsyncMin([-has_length, has_length, length], self._side_group()).wait()
         if -most != fewest:
             raise UnevenInputsError(
-                f"training loader {type(loader).__name__} has a length on some ranks and none on others (here "
+                f"training loader {type(loader.loader).__name__} has a length on some ranks and none on others (here "
                 f"{'one' if has_length else 'none'}), for which Lightning waits for ever; give it __len__ on every "
                 "rank or on none"
             )
+        loader.length = int(shortest) if has_length else None
 
-    def _set_up(self) -> None:
-        before = self._loop._data_fetcher
-        with self._empty_ranks_allowed():
-            type(self._loop).setup_data(self._loop)
-        if self._loop._data_fetcher is before or self._world_size == 1:
-            return
-        streams = [_name(loader) for loader in self._loop._combined_loader.flattened if _is_stream(loader)]
-        found: list[Any] = [None] * self._world_size
-        dist.all_gather_object(found, (self._loop.max_batches, streams))
-        self.are_even = len({length for length, _ in found}) == 1 and math.inf not in (length for length, _ in found)
+    # A new pass.
+
+    def in_step(self, loader: DistributedLoader, batches: Iterator[Any], trainer: Any, *, given: int) -> Iterator[Any]:
+        """End a pass on all ranks together, if that was asked for. Collective then.
+
+        Args:
+            loader: what is read.
+            batches: this rank's batches of the pass.
+            trainer: who reads.
+            given: batches of the epoch that were given before.
+        """
         if not self._stops_at_shortest:
-            self._refuse_uneven([length for length, _ in found])
-        elif self._in_step is not None:
-            self._validate_at_the_end()
-        self._compares &= any(streams for _, streams in found)
-
-    @contextmanager
-    def _empty_ranks_allowed(self) -> Iterator[None]:
-        """Lightning refuses a rank without a batch unless the module says that it knows: nobody waits for it here."""
-        module = self._trainer.lightning_module
-        allowed = module.allow_zero_length_dataloader_with_multiple_devices
-        module.allow_zero_length_dataloader_with_multiple_devices = allowed or self._is_in_step
-        try:
-            yield
-        finally:
-            module.allow_zero_length_dataloader_with_multiple_devices = allowed
-
-    def _refuse_uneven(self, lengths: list[float]) -> None:
-        fewest = min(lengths)
-        if max(lengths) == fewest or math.inf in lengths or self._ends_within(fewest):
-            return
-        by_rank = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:_NAMED]))
-        more = f", {min(lengths)} to {max(lengths)} on all" if len(lengths) > _NAMED else ""
-        raise UnevenInputsError(
-            f"the ranks have different numbers of training batches ({by_rank}{more}), and after the first {fewest} "
-            "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
-            "drop_last=True give all ranks equally many"
+            return batches
+        own = [batches_of(loader.loader), is_counted(loader.loader)]
+        length, is_counted_everywhere = AsyncMin(own, self._side_group()).wait()
+        if is_counted_everywhere and length == loader.length:
+            return islice(batches, int(length) - given)
+        in_step = StopAtShortest(
+            batches, self._side_group(), at_most=length - given, on_last=lambda: self._end_epoch(trainer)
         )
-
-    def _ends_within(self, batches: float) -> bool:
-        """Whether ``max_steps`` ends training before the shortest epoch ends."""
-        steps = math.ceil(batches / self._trainer.accumulate_grad_batches)
-        most: int = self._trainer.max_steps
-        return most != -1 and bool(self._trainer.global_step + steps >= most)
-
-    def _validate_at_the_end(self) -> None:
-        """As with loaders without a length: after the last batch, whichever that is, and not after so many."""
-        trainer = self._trainer
-        is_whole = isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0
-        if is_whole and validates_after(trainer) is not None:
-            trainer.val_check_batch = math.inf
-
-    # When an epoch begins.
-
-    def _begin_epoch(self, combined: Any, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """An iterator that ends on all ranks together; called within that of Lightning's fetcher."""
-        if self._in_step is not None:
-            self._in_step.settle()
-        combined.limits[:] = self._limits
-        self._resuming.draw_ahead(lambda: 0)
-        iterator = make_iterator()
-        self._limits = list(combined.limits)
-        length, is_counted_everywhere = self._agree_on_length(combined)
-        if is_counted_everywhere:
-            self._in_step = None
-            self._resuming.draw_ahead(None)
-            return iterator
-        self._fetch_ahead()
-        return self._keep_in_step(iterator, length)
-
-    def _agree_on_length(self, combined: Any) -> tuple[float, bool]:
-        """How many batches the epoch has at most, and whether that is what it has."""
-        own = [batches_of(combined), all(is_counted(loader) for loader in combined.flattened)]
-        length, is_counted_everywhere = Smallest(own, self._side_group()).wait()
-        if length != math.inf:
-            length = int(length)
-            combined.limits[:] = [min(limit, length) for limit in self._limits]
-            self._loop.max_batches = length  # Lightning has counted when it got the loaders, and epochs may differ
-            put_validation_right(self._trainer)
-        return length, bool(is_counted_everywhere)
-
-    def _fetch_ahead(self) -> None:
-        """Have the fetcher know the last batch by there being no other one, whatever the length says."""
-        fetcher = self._loop._data_fetcher
-        refuse_missing(type(fetcher), "reset")
-
-        def reset() -> None:
-            type(fetcher).reset(fetcher)
-            fetcher.length, fetcher.done = None, False
-
-        fetcher.reset = reset
-
-    def _keep_in_step(self, iterator: Iterator[Any], length: float) -> Iterator[Any]:
-        resuming = self._resuming
-        entered_at = resuming.entered_at
-        in_step = InStep(
-            iterator,
-            self._side_group(),
-            at_most=length - entered_at,
-            before_draw=lambda drawn: resuming.before_draw(entered_at + drawn),
-        )
-        resuming.draw_ahead(lambda: entered_at + in_step.drawn)
-        self._in_step = in_step
+        self._in_step.append(in_step)
         return in_step
+
+    def _end_epoch(self, trainer: Any) -> None:
+        """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
+        if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
+            end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
+
+    def finish(self) -> None:
+        """Wait for what is still under way. Collective, unless the Trainer is interrupted."""
+        if not self._strategy.checkpoints.is_interrupted:
+            for in_step in self._in_step:
+                in_step.finish()
+        self._in_step.clear()
 
     def _side_group(self) -> dist.ProcessGroup:
         """A group of its own, as answers are under way while gradients are. Collective, the first time."""
@@ -217,33 +124,67 @@ class Inputs:
             self._group = dist.new_group(backend="gloo")
         return self._group
 
-    # When the first batch is there.
+    # The first batch.
 
-    def on_train_batch_start(self, batch: Any) -> None:
-        """Warn of ranks that read the same. Collective, at the first batch, if the data are such that this can be."""
-        if not self._compares or self._world_size == 1:
+    def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
+        """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
+
+        Raises:
+            UnevenInputsError: ranks know that they have different numbers of batches; on every rank.
+        """
+        if not self._has_new_loaders or self._strategy.world_size == 1:
             return
-        self._compares = False
-        names = sorted({_name(loader) for loader in self._loop._combined_loader.flattened if _is_stream(loader)})
-        digests: list[Any] = [None] * self._world_size
-        dist.all_gather_object(digests, digest(batch))
-        for ranks in same_on(digests):
-            rank_zero_warn(
-                f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
-                f"{' and '.join(names) or 'the training data'} is not shared out, and each sample is trained on "
-                f"{len(ranks)} times; have __iter__ leave the other ranks' and workers' samples away, by rank, "
-                "torch.distributed.get_rank() in the main process, and by torch.utils.data.get_worker_info()"
-            )
+        self._has_new_loaders = False
+        streams = [_name(loader) for loader in combined_loader_of(trainer.fit_loop).flattened if _is_stream(loader)]
+        found: list[Any] = [None] * self._strategy.world_size
+        dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
+        lengths, streams_by_rank, digests = zip(*found, strict=True)
+        self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
+        if self._uneven is None:
+            _refuse_uneven(trainer, list(lengths))
+        if any(streams_by_rank) and not self._has_compared:
+            self._has_compared = True
+            _warn_of_same_batches(list(digests), sorted({name for names in streams_by_rank for name in names}))
+
+
+def _refuse_uneven(trainer: Any, lengths: list[float]) -> None:
+    fewest = min(lengths)
+    if max(lengths) == fewest or math.inf in lengths or _ends_within(trainer, fewest):
+        return
+    by_rank = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:_NAMED]))
+    more = f", {min(lengths)} to {max(lengths)} on all" if len(lengths) > _NAMED else ""
+    raise UnevenInputsError(
+        f"the ranks have different numbers of training batches ({by_rank}{more}), and after the first {fewest} "
+        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
+        "drop_last=True give all ranks equally many"
+    )
+
+
+def _ends_within(trainer: Any, batches: float) -> bool:
+    """Whether ``max_steps`` ends training before the shortest epoch ends."""
+    steps = math.ceil(batches / trainer.accumulate_grad_batches)
+    most: int = trainer.max_steps
+    return most != -1 and bool(trainer.global_step + steps >= most)
+
+
+def _warn_of_same_batches(digests: list[str | None], names: list[str]) -> None:
+    for ranks in same_on(digests):
+        rank_zero_warn(
+            f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
+            f"{' and '.join(names) or 'the training data'} is not shared out, and each sample is trained on "
+            f"{len(ranks)} times; have __iter__ leave the other ranks' and workers' samples away, by rank, "
+            "torch.distributed.get_rank() in the main process, and by torch.utils.data.get_worker_info()"
+        )
 
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
 
 
-def _is_stream(loader: object) -> bool:
+def _is_stream(loader: DistributedLoader) -> bool:
     """Whether no sampler says which samples a rank reads."""
-    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)
+    return not isinstance(loader.loader, DataLoader) or isinstance(loader.loader.dataset, IterableDataset)
 
 
-def _name(loader: Any) -> str:
-    return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
+def _name(loader: DistributedLoader) -> str:
+    return type(loader.loader.dataset if isinstance(loader.loader, DataLoader) else loader.loader).__name__

@@ -12,15 +12,15 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from lightning_ddp_ext.data.balance import (
     Balance,
     BalancedBatchSampler,
-    LevelledBatchSampler,
-    LevelledSampler,
+    PaddedBatchSampler,
+    PaddedSampler,
+    deals_unevenly,
     first_sample,
-    is_dealt_exactly,
     is_exact,
 )
 from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.continued import put_index_sampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.loader import set_index_sampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 
 SAMPLES, RANKS, BATCH_SIZES = st.integers(0, 120), st.integers(1, 9), st.integers(1, 8)
@@ -46,11 +46,11 @@ def test_batches_that_count_hold_each_sample_once(samples: int, ranks: int, batc
 @settings(max_examples=100, deadline=None)
 @given(SAMPLES, RANKS, BATCH_SIZES, st.booleans(), st.booleans())
 def test_all_ranks_have_equally_many_batches(
-    samples: int, ranks: int, batch_size: int, drop_last: bool, divide: bool
+    samples: int, ranks: int, batch_size: int, drop_last: bool, may_split: bool
 ) -> None:
     """Every rank yields as many batches as its length says, none empty or too large, and all lengths are equal."""
-    batches = [list(each) for each in by_rank(samples, ranks, batch_size, drop_last=drop_last, divide=divide)]
-    lengths = {len(each) for each in by_rank(samples, ranks, batch_size, drop_last=drop_last, divide=divide)}
+    batches = [list(each) for each in by_rank(samples, ranks, batch_size, drop_last=drop_last, may_split=may_split)]
+    lengths = {len(each) for each in by_rank(samples, ranks, batch_size, drop_last=drop_last, may_split=may_split)}
     assert {len(each) for each in batches} == lengths
     assert len(lengths) == 1
     assert all(1 <= len(batch) <= batch_size for each in batches for batch in each)
@@ -63,8 +63,8 @@ def test_a_rank_is_absent_only_where_nothing_else_is_possible(samples: int, rank
     balance = Balance.dealt(samples, ranks, batch_size)
     impossible = samples % ranks != 0 and (batch_size == 1 or samples < ranks)
     assert balance.is_even != impossible
-    absent = [rank for step in range(balance.steps) for rank in balance.absent(step)]
-    assert absent == (list(range(samples % ranks, ranks)) if impossible else [])
+    idle = [rank for step in range(balance.steps) for rank in balance.idle(step)]
+    assert idle == (list(range(samples % ranks, ranks)) if impossible else [])
 
 
 @settings(max_examples=100, deadline=None)
@@ -80,7 +80,7 @@ def test_no_more_batches_than_the_rank_with_most_samples_needs(samples: int, ran
 
 @given(SAMPLES, RANKS, BATCH_SIZES)
 def test_dropping_leaves_complete_batches_alone(samples: int, ranks: int, batch_size: int) -> None:
-    """With drop_last each rank has the complete batches that the rank with fewest has, and nobody is absent."""
+    """With drop_last each rank has the complete batches that the rank with fewest has, and nobody is idle."""
     for each in by_rank(samples, ranks, batch_size, drop_last=True):
         assert each.balance.is_even
         assert [len(batch) for batch in each] == [batch_size] * (samples // ranks // batch_size)
@@ -93,7 +93,7 @@ def test_a_batch_in_two_keeps_the_order() -> None:
 
 def test_without_division_the_last_batch_does_not_count() -> None:
     """Where batches stay whole, the rank with fewer repeats a sample of its own in a batch that does not count."""
-    each = by_rank(9, 2, 4, divide=False)[1]
+    each = by_rank(9, 2, 4, may_split=False)[1]
     assert list(each) == [[1, 3, 5, 7], [1]]
     assert each.balance == Balance((2, 1))
 
@@ -116,7 +116,7 @@ def test_first_sample_is_one_that_the_users_sampler_yields() -> None:
 def test_a_loader_reads_through_a_balanced_batch_sampler_again_and_again(num_workers: int) -> None:
     """Put into a loader that exists already, it is iterated over each epoch, with workers too."""
     loader = DataLoader(range(9), 4, sampler=ExactDistributedSampler(range(9), 2, 1), num_workers=num_workers)
-    put_index_sampler(loader, BalancedBatchSampler(loader.sampler, 4))
+    set_index_sampler(loader, BalancedBatchSampler(loader.sampler, 4))
     epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
     assert epochs == [[[1, 3], [5, 7]]] * 2
     assert len(loader) == 2
@@ -144,25 +144,25 @@ def test_any_batch_sampler_is_filled_up(own: int, filler: list[int]) -> None:
     """A custom batch sampler keeps its batches and its attributes, and repeats a sample until it has as many as all."""
     sampler = ExactDistributedSampler(range(5 if own else 1), 2, 0 if own else 1)
     batches = Backwards(sampler, 2, False)
-    levelled = LevelledBatchSampler(batches, (own, 4), 0)
+    levelled = PaddedBatchSampler(batches, (own, 4), 0)
     assert list(levelled) == list(batches) + [filler] * (4 - own)
     assert (len(levelled), levelled.sampler, levelled.batch_size, levelled.colour) == (4, sampler, 2, "red")
-    assert [levelled.balance.absent(step) for step in range(4)] == [()] * own + [(0,)] * (4 - own)
+    assert [levelled.balance.idle(step) for step in range(4)] == [()] * own + [(0,)] * (4 - own)
 
 
 def test_whole_batches_are_filled_up() -> None:
     """Where whole batches are dealt out, a rank without any repeats a sample of the first one."""
     batches = BatchSampler(range(5, 8), 2, False)
     dealt = [DistributedBatchSamplerWrapper(batches, 3, rank, uneven="exact") for rank in range(3)]
-    assert all(map(is_dealt_exactly, dealt))
-    assert [list(LevelledBatchSampler(each, (1, 1, 0), rank)) for rank, each in enumerate(dealt)] == [
+    assert all(map(deals_unevenly, dealt))
+    assert [list(PaddedBatchSampler(each, (1, 1, 0), rank)) for rank, each in enumerate(dealt)] == [
         [[5, 6]], [[7]], [[5]],
     ]  # fmt: skip
 
 
 def test_samples_without_batches_are_filled_up() -> None:
     """A loader without batches gets as many samples on each rank, and the epoch is passed on."""
-    samplers = [LevelledSampler(ExactDistributedSampler(range(4), 3, rank)) for rank in range(3)]
+    samplers = [PaddedSampler(ExactDistributedSampler(range(4), 3, rank)) for rank in range(3)]
     assert [list(each) for each in samplers] == [[0, 3], [1, 1], [2, 2]]
     assert [len(each) for each in samplers] == [2, 2, 2]
     assert samplers[0].balance == Balance((2, 1, 1))

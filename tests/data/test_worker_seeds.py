@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
-import pickle
 import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +25,7 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_ext.data.epochs import set_epoch
-from lightning_ddp_ext.data.worker_seeds import WorkerEpochs, seed_generators, seeds_for
+from lightning_ddp_ext.data.worker_seeds import begin_epoch, seed_generators, seeds_for
 from lightning_ddp_ext.errors import SamplerError
 from tests.ranks import start_server
 
@@ -86,23 +83,6 @@ class SlottedEpochs:
         return self.epoch
 
 
-class StrictEpochs(MapEpochs):
-    """Allows no subclasses."""
-
-    def __init_subclass__(cls) -> None:
-        raise TypeError("no subclasses, please")
-
-
-class CopiedEpochs(MapEpochs):
-    """Returns what its copies and pickles are."""
-
-    def __getitem__(self, index: int) -> Any:
-        same = pickle.loads(pickle.dumps(self)), copy.deepcopy(self)
-        return [type(one) is CopiedEpochs and one.epoch == self.epoch for one in same] + [
-            isinstance(self, CopiedEpochs)
-        ]
-
-
 class MapDraws(Dataset[Any]):
     """Random numbers of all three generators, and who drew them."""
 
@@ -135,21 +115,18 @@ def loader_of(dataset: Any, workers: int = 2, *, persistent: bool = True, **opti
     )
 
 
-def read(loader: DataLoader[Any], epochs: WorkerEpochs | None, number: int = 4) -> list[list[Any]]:
+def read(
+    loader: DataLoader[Any], number: int = 4, *, begin: bool = True, rank: int = 0, seed: int | None = None
+) -> list[list[Any]]:
     """Read the epochs 0, 1 … as a Trainer would, and return the samples of each."""
     samples = []
     for epoch in range(number):
-        set_epoch(loader, epoch)
-        if epochs is not None:
-            epochs.set(epoch)
+        if begin:
+            begin_epoch(loader, epoch, rank=rank, seed=seed)
+        else:
+            set_epoch(loader, epoch)
         samples.append(list(itertools.chain.from_iterable(loader)))
     return samples
-
-
-def installed(loader: DataLoader[Any], *, rank: int = 0, seed: int | None = None) -> WorkerEpochs:
-    epochs = WorkerEpochs(rank=rank, seed=seed)
-    epochs.install(loader)
-    return epochs
 
 
 DATASETS = {
@@ -170,39 +147,21 @@ SETTINGS = [(0, False), (1, True), (2, False), (2, True)]
 def test_each_sample_is_of_its_epoch(dataset: str, workers: int, persistent: bool) -> None:
     """With no, one and two workers, new ones each epoch or the same, each sample read in an epoch is that epoch's."""
     loader = loader_of(DATASETS[dataset](), workers, persistent=persistent)
-    seen = read(loader, installed(loader))
+    seen = read(loader)
     assert [set(samples) for samples in seen] == [{0}, {1}, {2}, {3}]
 
 
 def test_without_us_persistent_workers_stay_in_the_first_epoch() -> None:
     """The test above can fail: a plain set_epoch does not reach persistent workers."""
     loader = loader_of(StreamEpochs(), 1)
-    assert [set(samples) for samples in read(loader, None, 2)] == [{0}, {0}]
+    assert [set(samples) for samples in read(loader, 2, begin=False)] == [{0}, {0}]
 
 
 def test_started_by_a_server_too() -> None:
     """Workers that share nothing with the main process but what they are sent follow the epoch."""
     start_server()  # as all tests do that use it, so that it has imported torch already
     loader = loader_of(MapEpochs(), 1, multiprocessing_context="forkserver")
-    assert [set(samples) for samples in read(loader, installed(loader), 3)] == [{0}, {1}, {2}]
-
-
-def test_nothing_is_given_before_the_first_set() -> None:
-    """An epoch that the user has set on the dataset stays until we are told one."""
-    dataset = MapEpochs()
-    dataset.set_epoch(5)
-    loader = loader_of(dataset, 1)
-    epochs = installed(loader, seed=1)
-    before = set(itertools.chain.from_iterable(loader))
-    epochs.set(9)
-    assert (before, set(itertools.chain.from_iterable(loader))) == ({5}, {9})
-
-
-def test_copies_in_a_worker_are_of_the_datasets_own_class() -> None:
-    """A dataset that is pickled or copied in a worker gives what it would have given."""
-    loader = loader_of(CopiedEpochs(), 1)
-    seen = read(loader, installed(loader), 2)
-    assert all(all(sample) for samples in seen for sample in samples)
+    assert [set(samples) for samples in read(loader, 3)] == [{0}, {1}, {2}]
 
 
 def first_of_worker(worker: int) -> None:
@@ -221,82 +180,36 @@ class Parts(Dataset[int]):
 
 def test_the_users_own_start_runs_first() -> None:
     """A worker_init_fn of the user's still runs, and what it makes is told the epoch."""
-    loader = loader_of(Parts(), 1, worker_init_fn=first_of_worker)
-    assert [set(samples) for samples in read(loader, installed(loader), 2)] == [{0}, {1}]
+    loader = loader_of(Parts(), 1, worker_init_fn=first_of_worker, persistent=False)
+    assert [set(samples) for samples in read(loader, 3)] == [{0}, {1}, {2}]
 
 
-def test_installed_twice_is_installed_once_and_undone_once() -> None:
-    """Installing again changes nothing, and undoing gives the former worker_init_fn back."""
-    loader = loader_of(Parts(), 1, worker_init_fn=first_of_worker)
-    epochs = installed(loader)
-    ours = loader.worker_init_fn
-    epochs.install(loader)
-    assert loader.worker_init_fn is ours
-    epochs.uninstall(loader)
-    assert loader.worker_init_fn is first_of_worker
-    epochs.uninstall(loader)
-    assert loader.worker_init_fn is first_of_worker
+def test_what_is_no_dataloader_needs_no_workers() -> None:
+    """An epoch of a list of batches begins like any other."""
+    assert [list(batches) for batches in read([[1, 2], [3]], 2)] == [[1, 2, 3]] * 2  # type: ignore[arg-type]
 
 
-def test_a_start_set_later_can_be_chained_too() -> None:
-    """Where the user's function calls ours and we are installed around it again, the epoch still arrives."""
-    loader = loader_of(MapEpochs(), 1)
-    epochs = installed(loader)
-    ours = loader.worker_init_fn
-    loader.worker_init_fn = theirs = lambda worker: ours(worker)
-    epochs.uninstall(loader)
-    assert loader.worker_init_fn is theirs
-    epochs.install(loader)
-    assert [set(samples) for samples in read(loader, epochs, 2)] == [{0}, {1}]
+def test_workers_stay_where_nothing_takes_epochs() -> None:
+    """Persistent workers are started anew for those datasets alone that have to be told."""
+    loader = loader_of(Workers(), 1)
+    first, second = read(loader, 2)
+    assert set(first) == set(second)
 
 
-def test_of_two_the_one_in_use_counts() -> None:
-    """Where another run has left its epochs installed, ours are followed, and ours alone are undone."""
-    loader = loader_of(MapEpochs(), 1)
-    left_over = installed(loader)
-    left_over.set(7)
-    theirs = loader.worker_init_fn
-    assert [set(samples) for samples in read(loader, installed(loader), 3)] == [{0}, {1}, {2}]
-    ours = loader.worker_init_fn
-    left_over.uninstall(loader)
-    assert loader.worker_init_fn is ours is not theirs
+class Workers(Dataset[int]):
+    """Tells which process reads it."""
 
+    def __len__(self) -> int:
+        return 4
 
-def test_what_is_no_dataloader_is_left_alone() -> None:
-    """Installing on a list of batches, or undoing it, does nothing."""
-    batches = [[1, 2], [3]]
-    epochs = WorkerEpochs(rank=0)
-    epochs.install(batches)
-    epochs.uninstall(batches)
-    assert batches == [[1, 2], [3]]
-
-
-def warn_as_outside_of_tests(worker: int) -> None:
-    warnings.simplefilter("always")
-    warnings.showwarning = lambda message, *_, **__: (os.write(2, f"Warning: {message}".encode()), None)[1]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "seed", "name"),
-    [(StrictEpochs(), None, "StrictEpochs: no subclasses, please"), ([0, 0, 0], 1, "list: ")],
-    ids=["no subclasses", "list with a seed"],
-)
-def test_a_dataset_that_cannot_be_watched_is_named(
-    dataset: Any, seed: int | None, name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """One of the workers warns, with the class and a remedy; the first epoch is right all the same."""
-    loader = loader_of(dataset, worker_init_fn=warn_as_outside_of_tests)
-    assert set(read(loader, installed(loader, seed=seed), 1)[0]) == {0}
-    warned = capfd.readouterr().err
-    assert warned.count("Warning: dataset must be of a class that can be extended") == 1
-    assert f"(got a {name}" in warned
-    assert "persistent_workers=False" in warned
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
 
 
 def test_a_list_needs_no_warning() -> None:
     """A plain list as a dataset has no epochs, so nothing is missed."""
     loader = loader_of(list(range(4)), 1)
-    assert read(loader, installed(loader), 2) == [[0, 1, 2, 3]] * 2
+    assert read(loader, 2) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("dataset", [MapDraws, StreamDraws])
@@ -305,7 +218,7 @@ def test_streams_are_of_seed_epoch_rank_and_worker(dataset: type[Dataset[Any]]) 
 
     def run(rank: int, seed: int, *, persistent: bool = True) -> list[list[Any]]:
         loader = loader_of(dataset(), persistent=persistent)
-        return read(loader, installed(loader, rank=rank, seed=seed), 2)
+        return read(loader, 2, rank=rank, seed=seed)
 
     first = run(0, 1)
     assert {sample[0] for sample in first[0]} == {0, 1}
@@ -322,7 +235,7 @@ def test_without_a_seed_generators_are_left_alone() -> None:
     def run(*, ours: bool) -> list[list[Any]]:
         torch.manual_seed(3)
         loader = loader_of(MapDraws(), 1)
-        return read(loader, installed(loader) if ours else None, 2)
+        return read(loader, 2, begin=ours)
 
     assert run(ours=True) == run(ours=False)
 
@@ -367,10 +280,6 @@ def test_global_generators_repeat() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: WorkerEpochs(rank=-1), r"rank must be .* \(got -1\)"),
-        (lambda: WorkerEpochs(rank=0, seed=-5), r"seed must be .* \(got -5\)"),
-        (lambda: WorkerEpochs(rank=0).set(-2), r"epoch must be .* \(got -2\)"),
-        (lambda: WorkerEpochs(rank=0).set(1.5), r"epoch must be .* \(got 1.5\)"),
         (lambda: seeds_for(2**63, epoch=0, rank=0), r"seed must be .* \(got 9223372036854775808\)"),
         (lambda: seeds_for(0, epoch=0, rank=0, worker=-1), r"worker must be .* \(got -1\)"),
     ],

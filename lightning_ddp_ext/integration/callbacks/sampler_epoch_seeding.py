@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import seed_of
-from lightning_ddp_ext.integration.epochs import Epochs
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
-from lightning_ddp_ext.integration.sampling import Sampling, leave_ours_alone
-from lightning_ddp_ext.integration.watching import Watch
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.integration.compat import ReplacedMethods
+from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out
+from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding, epoch_of
+from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, RunningStage, Trainer
 
 
 class SamplerEpochSeeding(Callback):
@@ -37,33 +39,36 @@ class SamplerEpochSeeding(Callback):
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.seed = None if seed is None else seed_of(seed)
-        self._epochs = Epochs(seed=self.seed)
-        self._watch = Watch(self._epochs.tell)
-        self._strategy: Any = None
+        self._epochs = EpochSeeding(seed=self.seed)
+        self._replaced = ReplacedMethods()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        sampling = getattr(trainer.strategy, "sampling", None)
-        if isinstance(sampling, Sampling):
-            self._epochs = sampling.epochs
-            self._epochs.seed_with(self.seed)
+        data = getattr(trainer.strategy, "data", None)
+        if isinstance(data, DataPath):
+            self._epochs = data.epochs
+            self._epochs.seed = self.seed
             return
-        self._epochs.attach(trainer)
-        self._strategy = strategy = trainer.strategy
-        leave_ours_alone(trainer._data_connector)
-        process_own = strategy.process_dataloader
+        self._leave()
+        connector: Any = trainer._data_connector
 
-        def process_dataloader(dataloader: object) -> object:
-            processed = process_own(dataloader)
-            self._epochs.warn_of_same_orders(processed)
-            self._watch.add(processed)
-            return processed
+        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+            source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
+            if not is_shared_out(source):
+                source = type(connector)._prepare_dataloader(connector, source, shuffle=shuffle, mode=mode)
+            loader = DistributedLoader(source, begin)
+            self._epochs.warn_of_same_orders(loader.loader)
+            return loader
 
-        strategy.process_dataloader = process_dataloader  # type: ignore[method-assign]
+        def begin(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
+            self._epochs.begin(loader.loader, epoch_of(trainer), trainer.global_rank)
+            return iter(loader.loader)
+
+        self._replaced.replace(connector, "_prepare_dataloader", prepare)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epochs.seed_epoch()
+        self._epochs.seed_epoch(epoch_of(trainer), trainer.global_rank)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -74,8 +79,4 @@ class SamplerEpochSeeding(Callback):
         self._leave()
 
     def _leave(self) -> None:
-        for loader in self._watch.end():
-            self._epochs.forget(loader)
-        if self._strategy is not None:
-            vars(self._strategy).pop("process_dataloader", None)
-            self._strategy = None
+        self._replaced.put_back()

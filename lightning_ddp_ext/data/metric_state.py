@@ -18,7 +18,7 @@ _KEPT = {"_modules", "_parameters", "_buffers", "_defaults"}
 
 
 @contextmanager
-def uncounted(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
+def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
     """Put back, at the end, what ``self.log`` and the metrics of torchmetrics have gathered in between.
 
     A key that is logged for the first time stays, with a value that adds nothing to any reduction, so that this rank

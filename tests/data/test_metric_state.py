@@ -12,7 +12,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_ddp_ext.integration.uncounted import uncounted
+from lightning_ddp_ext.data.metric_state import preserve_metric_state
 
 SCORES, LABELS = torch.tensor([0.9, 0.2, 0.6]), torch.tensor([1, 0, 0])
 OTHERS = torch.tensor([0.1]), torch.tensor([1])
@@ -77,7 +77,7 @@ def test_a_metric_goes_on_as_if_nothing_had_been(kind: str, how: str) -> None:
     module = nn.ModuleList([nn.ModuleDict({"deep": metric})])
     for each in (metric, expected):
         getattr(each, how)(SCORES, LABELS)
-    with uncounted({}, module):
+    with preserve_metric_state({}, module):
         getattr(metric, how)(*OTHERS)
         metric.compute()
     for each in (metric, expected):
@@ -93,7 +93,7 @@ def test_a_metric_of_training_is_not_touched_by_inference() -> None:
     metric = InPlace()
     metric.register_buffer("weight", torch.ones(()))
     weight = metric.weight
-    with torch.inference_mode(), uncounted({}, metric):
+    with torch.inference_mode(), preserve_metric_state({}, metric):
         pass
     metric.update(SCORES, LABELS)
     assert metric.weight is weight
@@ -102,7 +102,7 @@ def test_a_metric_of_training_is_not_touched_by_inference() -> None:
 def test_groups_of_a_collection_are_found_by_steps_that_count() -> None:
     """What a sample that does not count makes equal by chance is not taken for one and the same metric."""
     metrics = collection()
-    with uncounted({}, nn.ModuleList([metrics])):
+    with preserve_metric_state({}, nn.ModuleList([metrics])):
         metrics.update(*OTHERS)
         assert metrics._groups_checked
     assert not metrics._groups_checked
@@ -115,7 +115,7 @@ def test_groups_of_a_collection_are_found_by_steps_that_count() -> None:
 def test_empty_lists_keep_their_type_and_shape() -> None:
     """A list state without samples has no rows, of the type and width that those of other ranks have."""
     metric = Rows()
-    with uncounted({}, metric):
+    with preserve_metric_state({}, metric):
         metric.update(torch.ones(2, 3, dtype=torch.float64))
     assert [(state.shape, state.dtype) for state in metric.rows] == [((0, 3), torch.float64)]
     metric.update(torch.ones(1, 3, dtype=torch.float64))
@@ -125,7 +125,7 @@ def test_empty_lists_keep_their_type_and_shape() -> None:
 def test_a_metric_that_the_step_makes_is_empty() -> None:
     """A metric that exists since the step has no samples either."""
     module = nn.ModuleDict()
-    with uncounted({}, module):
+    with preserve_metric_state({}, module):
         module["late"] = MeanMetric()
         module["late"].update(5.0)
     assert module["late"].update_count == 0
@@ -153,7 +153,7 @@ def test_values_that_are_logged_stay_those_that_count() -> None:
     """Means, sums and extremes are those of the other steps."""
     results = _ResultCollection(training=False)
     log(results, 1.0)
-    with uncounted(results, nn.Module()):
+    with preserve_metric_state(results, nn.Module()):
         log(results, 9.0)
     log(results, 3.0)
     assert logged(results) == {"mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
@@ -167,7 +167,7 @@ def test_what_is_logged_first_by_such_a_step_adds_nothing(again: bool) -> None:
     if again:
         log(results, 5.0)
         results.reset()
-    with uncounted(results, nn.Module()):
+    with preserve_metric_state(results, nn.Module()):
         log(results, 9.0)
     states = {result.meta.name: (float(result.value), result.has_reset) for result in results.values()}
     assert states == {
@@ -179,7 +179,7 @@ def test_what_is_logged_first_by_such_a_step_adds_nothing(again: bool) -> None:
 def test_what_no_rank_reduces_stays_finite() -> None:
     """A rank that has nothing else keeps the value of the step, rather than a mean over no samples."""
     results = _ResultCollection(training=False)
-    with uncounted(results, nn.Module()):
+    with preserve_metric_state(results, nn.Module()):
         log(results, 9.0, sync=False)
     assert logged(results) == {"mean": 9.0, "sum": 9.0, "min": 9.0, "max": 9.0}
 
@@ -189,7 +189,7 @@ def test_metrics_logged_from_elsewhere_are_put_back() -> None:
     metric, results = MeanMetric(), _ResultCollection(training=False)
     metric.update(1.0)
     results.log("step", "mean", metric, metric_attribute="somewhere")
-    with uncounted(results, nn.Module()):
+    with preserve_metric_state(results, nn.Module()):
         metric.update(9.0)
         results.log("step", "mean", metric, metric_attribute="somewhere")
     assert logged(results) == {"mean": 1.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
 
 from lightning_ddp_ext.data.default_samplers import SharedSampler
-from lightning_ddp_ext.data.in_step import InStep, Smallest, is_counted
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.shortest import AsyncMin, StopAtShortest, is_counted
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 
@@ -24,33 +25,32 @@ def counting(length: int, asked: list[int]) -> Iterator[int]:
         yield number
 
 
-def in_step(rank: int, world_size: int, directory: Path) -> list[Any]:
+def until_the_shortest(rank: int, world_size: int, directory: Path) -> list[Any]:
     found = []
     with stock_group(rank, world_size, directory):
         for lengths in LENGTHS:
             for at_most in (float("inf"), 2):
                 asked: list[int] = []
-                announced: list[int] = []
-                iterator = InStep(counting(lengths[rank], asked), at_most=at_most, before_draw=announced.append)
-                given = [(item, len(asked)) for item in iterator]
+                last: list[bool] = []
+                items = counting(lengths[rank], asked)
+                iterator = StopAtShortest(items, at_most=at_most, on_last=partial(last.append, True))
+                given = [(item, len(asked), bool(last)) for item in iterator]
                 assert next(iterator, None) is None
-                iterator.settle()
-                assert iterator.drawn == len(asked)
-                assert announced == list(range(len(announced)))
-                found.append((lengths, at_most, given, len(asked), len(announced)))
-        assert Smallest([rank, -rank, float("inf")]).wait() == [0, 1 - world_size, float("inf")]
+                iterator.finish()
+                found.append((lengths, at_most, given, len(asked)))
+        assert AsyncMin([rank, -rank, float("inf")]).wait() == [0, 1 - world_size, float("inf")]
     return found
 
 
 def test_every_rank_gets_as_many_items_as_the_shortest_has(tmp_path: Path) -> None:
-    """In order, each with one more drawn beyond it, and none drawn beyond the first that some rank does not have."""
-    for rank, found in enumerate(run_ranks(in_step, 3, tmp_path)):
-        for lengths, at_most, given, asked, announced in found:
+    """In order, told which is the last one, with two more drawn beyond each, and none beyond those."""
+    for rank, found in enumerate(run_ranks(until_the_shortest, 3, tmp_path)):
+        for lengths, at_most, given, asked in found:
             shortest = min(*lengths, at_most)
-            assert [item for item, _ in given] == list(range(int(shortest)))
-            assert all(drawn == min(item + 2, lengths[rank], at_most) for item, drawn in given)
-            assert asked == min(shortest + 1, lengths[rank], at_most)
-            assert announced == min(shortest + 1, at_most)
+            assert [item for item, _, _ in given] == list(range(int(shortest)))
+            assert all(drawn == min(item + 3, lengths[rank], at_most) for item, drawn, _ in given)
+            assert [is_last for _, _, is_last in given] == [number == shortest - 1 for number in range(int(shortest))]
+            assert asked == min(shortest + 2, lengths[rank], at_most)
 
 
 class Stream(IterableDataset[int]):

@@ -1,0 +1,213 @@
+"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each pass over them.
+
+A loader takes this way: Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for
+what is to be iterated over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When the first batch of a pass is
+asked for, :meth:`DataPath.begin` tells the epoch to everything below the loader and begins to read: training loaders
+where training is, see ``training_data``, and others from their start, see ``evaluation``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Literal, get_args
+
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+
+from lightning_ddp_ext.data.balance import PaddedBatchSampler
+from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.resumable import Resumable
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.integration.compat import ReplacedMethods, iterators_of
+from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding
+from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_info, update_dataloader
+from lightning_ddp_ext.integration.training_data import ResumeData, TrainingData
+from lightning_ddp_ext.integration.uneven import UnevenInputs
+
+Order = Literal["torch", "scalable"]
+
+
+class DataPath:
+    """The loaders of a strategy's ranks.
+
+    Args:
+        strategy: whose ranks.
+        order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
+        exact_evaluation: whether evaluation sees each sample once.
+        uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
+        resume_data: how far the data of a checkpoint are resumed.
+        idle_ranks: what a rank does in a step of an evaluation for which it has no batch.
+
+    Raises:
+        ConfigurationError: an argument is none of its values.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        *,
+        order: Order = "torch",
+        exact_evaluation: bool = True,
+        uneven_inputs: Literal["stop_at_shortest"] | None = None,
+        resume_data: ResumeData = "exact",
+        idle_ranks: IdleRanks = "repeat",
+    ) -> None:
+        _check_choice("sampler", order, get_args(Order))
+        _check_choice("exact_evaluation", exact_evaluation, (True, False))
+        _check_choice("resume_data", resume_data, get_args(ResumeData))
+        _check_choice("idle_ranks", idle_ranks, get_args(IdleRanks))
+        self._strategy = strategy
+        self._order = order
+        self._exact_evaluation = exact_evaluation
+        self._agreed_seed: int | None = None
+        self._replaced = ReplacedMethods()
+        self.uneven = UnevenInputs(strategy, uneven_inputs)
+        self.training = TrainingData(strategy, self.uneven, resume_data)
+        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
+        self.epochs = EpochSeeding()
+
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.lightning_module.trainer
+
+    def attach(self, trainer: Any) -> None:
+        """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
+        self._agreed_seed = None
+        self.training.attach()
+        self.uneven.attach()
+        connector = trainer._data_connector
+
+        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+            return self.prepare(connector, dataloader, shuffle=shuffle, stage=mode)
+
+        self._replaced.replace(connector, "_prepare_dataloader", prepare)
+
+    def detach(self) -> None:
+        """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
+        self._replaced.put_back()
+        self.training.detach()
+        self.uneven.finish()
+
+    # Checkpoints.
+
+    def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
+        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
+        checkpoints = self._strategy.checkpoints
+        gather = None if checkpoints.is_interrupted else lambda own: checkpoints.to_rank_zero(own, what)
+        self.training.save_to(checkpoint, seed=self._agreed_seed, to_rank_zero=gather)
+
+    def load(self, checkpoint: dict[str, Any]) -> None:
+        """Prepare to go on where a checkpoint was saved."""
+        module = self._strategy.lightning_module
+        if module is not None and module._trainer is not None and module._trainer.state.fn == "fit":
+            self.training.load(checkpoint)
+
+    def on_train_batch_start(self, batch: Any) -> None:
+        """The first batch is there. Collective, if its loaders are new."""
+        self.training.on_train_batch_start()
+        self.uneven.on_train_batch_start(self._trainer, batch)
+
+    # Which sampler.
+
+    def prepare(self, connector: Any, dataloader: Any, *, shuffle: bool, stage: RunningStage) -> object:
+        """Put a sampler of ours into a loader where Lightning would put its own."""
+        if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
+            dataloader = dataloader.source
+        sampler = None
+        if is_shared_out(dataloader):
+            if stage != RunningStage.PREDICTING:
+                return dataloader
+            inner = getattr(dataloader.batch_sampler, "sampler", None)
+            sampler = inner if isinstance(inner, Resumable) else dataloader.sampler
+        elif isinstance(dataloader, DataLoader) and connector._requires_distributed_sampler(dataloader):
+            sampler = self._sampler_for(dataloader, shuffle, stage)
+        if sampler is None:
+            return type(connector)._prepare_dataloader(connector, dataloader, shuffle=shuffle, mode=stage)
+        return update_dataloader(dataloader, sampler, mode=stage)
+
+    def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
+        """Our sampler in place of Lightning's; ``None`` for Lightning's own."""
+        if set(self._strategy.distributed_sampler_kwargs) != {"num_replicas", "rank"}:
+            return None  # a subclass that wants something else of Lightning's
+        shuffle = shuffle and not self._trainer.overfit_batches
+        if stage == RunningStage.TRAINING:
+            return self._training_sampler(loader, shuffle)
+        if stage in EVALUATED and self._exact_evaluation:
+            return self.evaluation.sampler_for(loader, shuffle, self.seed)
+        return None
+
+    def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
+        ranks = self._strategy.distributed_sampler_kwargs
+        if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+            return SharedSampler(loader.sampler, seed=self.seed, **ranks)
+        kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
+        return kind(loader.dataset, shuffle=shuffle, seed=self.seed, **ranks)
+
+    @property
+    def seed(self) -> int:
+        """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
+        if self._agreed_seed is None:
+            self._agreed_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            resumed = self.training.resumed_seed
+            if resumed is not None and resumed != self._agreed_seed:
+                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._agreed_seed}")
+                self._agreed_seed = resumed
+        return self._agreed_seed
+
+    # What is iterated over.
+
+    def wrap(self, dataloader: Any) -> DistributedLoader:
+        """Return what the Trainer is to iterate over in place of a loader. Collective in an evaluation."""
+        loader = DistributedLoader(dataloader, self.begin)
+        _check_weights(loader.loader)
+        if self._is_evaluating:
+            self.evaluation.balance(loader)
+            return loader
+        self.evaluation.check_training(loader)
+        self.uneven.agree_on_length(loader)
+        self.training.add(loader)
+        self.epochs.warn_of_same_orders(loader.loader)
+        return loader
+
+    @property
+    def _is_evaluating(self) -> bool:
+        return self._trainer.state.stage in EVALUATED
+
+    def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
+        """Begin a pass over a loader: its first batch has just been asked for."""
+        trainer = self._trainer
+        epoch = self.training.epoch
+        self.epochs.begin(loader.loader, epoch, trainer.global_rank)
+        if loader.position is None:
+            return self.evaluation.begin(loader)
+        if any(iterator is each for each in iterators_of(trainer.fit_loop)):
+            return self.training.begin(loader, epoch)
+        return iter(own_copy(loader.loader))  # somebody looks at a batch: not to disturb the workers that are read
+
+
+def is_shared_out(loader: Any) -> bool:
+    """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
+    batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(isinstance(each, (Resumable, PaddedBatchSampler)) for each in owned)
+
+
+def _check_weights(loader: Any) -> None:
+    """Refuse weights of another number than there are samples."""
+    owners = (loader, getattr(loader, "batch_sampler", None))
+    samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
+    for sampler in samplers.values():
+        if isinstance(sampler, DistributedWeightedSampler):
+            with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
+                sampler.check_length(len(loader.dataset))
+
+
+def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(type(value) is type(each) and value == each for each in allowed):
+        choices = " or ".join(map(repr, allowed))
+        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

@@ -1,0 +1,125 @@
+"""Change the state of Lightning's loops in a checkpoint to one from which Lightning goes on rightly.
+
+A checkpoint tells how far each loop was when it was saved: in the middle of a batch, after it, between two epochs.
+Lightning does not go on rightly from all of these: gradients that were accumulated are lost, a batch that raised an
+exception may be, and an epoch is left out by a run that is resumed twice. So the state is changed, as a dictionary and
+before Lightning reads it, to one of four:
+
+- "epoch_start": between two epochs; the next one begins with its hooks.
+- "batch_end": as saved in ``on_train_batch_end``; training goes on with the next batch.
+- "validation": as saved before the first batch of a validation, which is run as a whole.
+- "epoch_end": as it was: saved in a validation after an epoch's last batch; only the epoch's end is left.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Stopped = Literal["batch", "validation"]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Where training goes on.
+
+    Args:
+        at: see the module.
+        epoch: the epoch that begins, goes on, or ends.
+        done: batches of this epoch that are done.
+        has_started: at "epoch_start", whether the hooks of the epoch's start had been called.
+    """
+
+    at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
+    epoch: int
+    done: int = 0
+    has_started: bool = False
+
+
+def find_restart(
+    fit_loop: Mapping[str, Any], *, accumulated: int, batches: float | None, stopped: Stopped | None = None
+) -> Restart:
+    """Find where training goes on from the state of a fit loop.
+
+    Args:
+        fit_loop: what ``FitLoop.state_dict()`` returned.
+        accumulated: batches of an optimiser step.
+        batches: batches of an epoch; ``None`` if that is not known.
+        stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
+    """
+    epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
+    done, is_last = batch["current"]["processed"], batch["is_last_batch"]
+    if epoch["started"] == epoch["processed"]:
+        is_cut_short = batches is not None and 0 < done < batches and not is_last  # by max_steps
+        if not is_cut_short:
+            return Restart("epoch_start", epoch["processed"])
+        return _after_last_step(epoch["processed"] - 1, done, accumulated)
+    if is_last and batch["current"]["ready"] == done:
+        if batch["current"]["completed"] < done:  # in on_train_batch_end
+            return Restart("epoch_start", epoch["processed"] + 1)
+        return Restart("validation" if stopped == "validation" else "epoch_end", epoch["processed"], done)
+    if stopped == "validation" and done % accumulated == 0:
+        return Restart("validation", epoch["processed"], done)
+    return _after_last_step(epoch["processed"], done, accumulated)
+
+
+def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
+    """After the last optimiser step: gradients that were accumulated since then are in no checkpoint."""
+    done = processed - processed % accumulated
+    return Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
+
+
+def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
+    """Return the state of a fit loop from which Lightning goes on at ``restart``.
+
+    Args:
+        fit_loop: what ``FitLoop.state_dict()`` returned; it is left as it is.
+        restart: what :func:`find_restart` found in it.
+        stopped: as given there.
+    """
+    changed = copy.deepcopy(dict(fit_loop))
+    if restart.at == "epoch_end":
+        return changed
+    epoch, batch = changed["epoch_progress"], changed["epoch_loop.batch_progress"]
+    processed, ready = batch["current"]["processed"], batch["current"]["ready"]
+    is_between_epochs = epoch["current"]["started"] == epoch["current"]["processed"]
+    is_in_last_batch_end = restart.epoch > epoch["current"]["processed"]
+    _set_epochs(epoch, restart)
+    if restart.at == "validation":
+        _set_before_validation(changed["epoch_loop.val_loop.batch_progress"])
+        return changed
+    dropped = processed - restart.done if restart.at == "batch_end" or restart.has_started else 0
+    is_counted = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
+    if restart.at == "batch_end" and is_counted:  # Lightning counts this batch once more
+        changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    if is_in_last_batch_end:
+        changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    open_batches = 1 if restart.at == "batch_end" else 0
+    _set(batch["current"], restart.done, completed=restart.done - open_batches)
+    total = batch["total"]["processed"] - dropped
+    _set(batch["total"], total, completed=total - open_batches)
+    batch["is_last_batch"] = False
+    return changed
+
+
+def _set_epochs(progress: dict[str, Any], restart: Restart) -> None:
+    """Count the epochs before ``restart.epoch`` as completed, and this one as begun, unless its start is to come."""
+    earlier = progress["total"]["processed"] - progress["current"]["processed"]
+    begun = 0 if restart.at == "epoch_start" else 1
+    for name, completed in (("current", restart.epoch), ("total", earlier + restart.epoch)):
+        progress[name].update(
+            ready=completed + begun, started=completed + begun, processed=completed, completed=completed
+        )
+
+
+def _set_before_validation(progress: dict[str, Any]) -> None:
+    """Count the validation as begun, and none of its batches as done: Lightning then runs all of it."""
+    earlier = progress["total"]["completed"] - progress["current"]["completed"]
+    for name, completed in (("current", 0), ("total", earlier)):
+        progress[name].update(ready=completed + 1, started=completed + 1, processed=completed, completed=completed)
+
+
+def _set(progress: dict[str, int], begun: int, *, completed: int) -> None:
+    progress.update(ready=begun, started=begun, processed=begun, completed=completed)
