@@ -81,15 +81,14 @@ def validation_interval_of(trainer: Any) -> float | None:
     return interval
 
 
-def last_validation_of(trainer: Any) -> float:
-    """When the last validation ended, by the clock that never goes back."""
-    moment: float = _read(trainer, "_last_val_time")
+def last_validation_of(trainer: Any) -> float | None:
+    """When the last validation ended, or training began; ``None`` before that."""
+    moment: float | None = getattr(trainer, "_last_val_time", None)
     return moment
 
 
 def set_last_validation(trainer: Any, moment: float) -> None:
     """Have Lightning believe that the last validation ended then."""
-    _read(trainer, "_last_val_time")
     trainer._last_val_time = moment
 
 

@@ -118,7 +118,7 @@ class DataPath:
         """Put a sampler of ours into a loader where Lightning would put its own."""
         if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
             dataloader = dataloader.source
-        sampler = None
+        sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
                 return dataloader

@@ -77,6 +77,10 @@ class Evaluation:
     def _trainer(self) -> Any:
         return self._strategy.lightning_module.trainer
 
+    @property
+    def _has_others(self) -> bool:
+        return dist.is_initialized() and self._strategy.world_size > 1
+
     # Loaders.
 
     def sampler_for(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> Sampler[int]:
@@ -100,7 +104,7 @@ class Evaluation:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
             return
-        if not self._is_exact or self._strategy.world_size == 1:
+        if not self._is_exact or not self._has_others:
             return
         loader.balance = self._balance_by_samples(loader.loader) or self._balance_by_lengths(loader)
         if self._idle_ranks == "skip" and loader.balance is not None and min(loader.balance.batches) == 0:
@@ -115,7 +119,7 @@ class Evaluation:
         Raises:
             UnevenInputsError: they cannot; on every rank.
         """
-        if self._strategy.world_size == 1 or not deals_unevenly(getattr(loader.loader, "batch_sampler", None)):
+        if not self._has_others or not deals_unevenly(getattr(loader.loader, "batch_sampler", None)):
             return
         balance = self._balance_by_samples(loader.loader)
         if balance is not None and not balance.is_even:

@@ -83,6 +83,8 @@ def _refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
         for name in kwargs:
             if name not in known:
                 raise _unknown_option(name, known)
+        strategy: Any = args[0]
+        strategy._given_names = frozenset(kwargs)
         init(*args, **kwargs)
 
     return checked
@@ -109,10 +111,16 @@ class DDPExtStrategy(DDPStrategy):
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
             a loader; stock Lightning repeats samples until the ranks have equally many.
+        idle_ranks: what a rank does in a step of an evaluation for which it has no batch: with ``"repeat"`` it
+            makes the step with a sample that metrics do not count, with ``"skip"`` it makes no step and calls no hook, for steps
+            without collectives. ``strategy.is_idle`` says whether this rank is idle in the present step.
         uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
             loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
             step that each of them has a batch for. ``None``: loaders with lengths that differ are refused when training
             begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
+        resume_data: how far a checkpoint's data are resumed: with ``"exact"`` training goes on with the batch that is
+            due and the random numbers of each rank, with ``"epoch"`` from the beginning of the epoch, for data that
+            have changed, and with ``"off"`` as with stock Lightning.
         stop_checkpoint: where all ranks save when one of them gets SIGTERM, SIGUSR1 or Ctrl-C, before they end: a file
             name beside the other checkpoints, or a path; ``None`` to save nothing.
         save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
@@ -160,6 +168,8 @@ class DDPExtStrategy(DDPStrategy):
     """
 
     strategy_name = "ddp_ext"
+
+    _given_names: frozenset[str] = frozenset()
 
     @_refuse_unknown
     def __init__(
@@ -224,7 +234,7 @@ class DDPExtStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=to_timedelta(timeout, field="timeout"),
             start_method=start_method,
-            **_chosen_options(options),
+            **_chosen_options(options, self._given_names),
         )
         self.chosen_init_method = choose(init_method, os.environ)
         self._rank_argument = rank
@@ -524,7 +534,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self.data.wrap(super().process_dataloader(dataloader))
+        dataloader = super().process_dataloader(dataloader)
+        return dataloader if self.lightning_module is None else self.data.wrap(dataloader)
 
     # Working together.
 
@@ -546,6 +557,11 @@ class DDPExtStrategy(DDPStrategy):
         self.stops.at_step()
         with self.data.evaluation.step(), self.step_metrics.together("test_step"):
             return super().test_step(*args, **kwargs)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank makes the present step of an evaluation with a sample that does not count."""
+        return self.global_rank in self.data.evaluation.idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -659,18 +675,18 @@ def _ddp_options() -> dict[str, Any]:
     return {parameter.name: parameter.default for parameter in names[first:]}
 
 
-def _chosen_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that differ from their default: others may not exist in the installed torch."""
+def _chosen_options(options: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
+    """The options that were given, or differ from their default: others may not exist in the installed torch."""
     defaults = _ddp_options()
-    chosen = {name: value for name, value in options.items() if value is not defaults[name]}
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, value in chosen.items():
-        if name not in known:
+    for name, value in options.items():
+        if value is not defaults[name] and name not in known:
             raise OptionError(
                 f"{name} is no option of DistributedDataParallel in torch {torch.__version__} (got {value!r}); "
                 "leave it out, or install a torch that has it"
             )
-    return chosen
+    given = given & known.keys()
+    return {name: value for name, value in options.items() if name in given or value is not defaults[name]}
 
 
 def _unknown_option(name: str, known: list[str]) -> OptionError:

@@ -24,11 +24,11 @@ class TimedValidation:
 
     def before_batch(self, trainer: Any) -> None:
         """Find out whether a validation is due after the next batch. Collective, if validation goes by the clock."""
-        interval = validation_interval_of(trainer)
-        if interval is None or trainer.world_size == 1 or not dist.is_initialized():
+        interval, last = validation_interval_of(trainer), last_validation_of(trainer)
+        if interval is None or last is None or trainer.world_size == 1:
             return
-        if math.isfinite(last_validation_of(trainer)):  # there has been one since, or training has just begun
-            self._last = last_validation_of(trainer)
+        if math.isfinite(last):  # there has been one since, or training has just begun
+            self._last = last
         due = torch.tensor(time.monotonic() - self._last >= interval, device=trainer.strategy.root_device)
         dist.broadcast(due, src=0)
         # Lightning compares this time with the clock after the batch.

@@ -67,7 +67,7 @@ class TrainingData:
     def _resume(self, section: Mapping[str, Any], restart: Restart | None) -> None:
         self._section = section
         self._restart = restart
-        self._is_entered = self._has_restarted = False
+        self._is_entered = self._has_restarted = self._is_over = False
         self._done = 0
         self._to_enter: dict[int, Mapping[str, Any]] = {}
         self._ends_first: set[int] = set()
@@ -122,7 +122,7 @@ class TrainingData:
     def _begin_pass(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         position: LoaderPosition = loader.position
         index = self._loaders.index(loader)
-        if self._restart is not None and self._restart.at == "epoch_end":
+        if self._restart is not None and (self._restart.at == "epoch_end" or self._is_over):
             return iter(())
         if index in self._ends_first:
             self._ends_first.discard(index)
@@ -268,6 +268,7 @@ class TrainingData:
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if restart.at == "batch_end":
             self._set_counters(restart.done)
+            self._is_over = self._done >= self._trainer.num_training_batches  # by a limit that is another one now
         if not restart.has_started:
             self._restore_random()
 

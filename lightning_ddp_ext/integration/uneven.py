@@ -56,7 +56,7 @@ class UnevenInputs:
 
     @property
     def _stops_at_shortest(self) -> bool:
-        return self._uneven is not None and self._strategy.world_size > 1
+        return self._uneven is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     # A new loader.
 
