@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -36,13 +33,6 @@ _LIMITS = {
     RunningStage.TRAINING: "limit_train_batches",
     RunningStage.TESTING: "limit_test_batches",
     RunningStage.PREDICTING: "limit_predict_batches",
-}
-
-_NEUTRAL: dict[str, Callable[[Tensor], float]] = {
-    "mean": lambda tensor: 0,
-    "sum": lambda tensor: 0,
-    "min": lambda tensor: math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max,
-    "max": lambda tensor: -math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min,
 }
 
 
@@ -226,47 +216,6 @@ class Evaluation:
             f"(got {balance.batches} batches, by rank); use a batch_size above 1 and at least a sample for every rank, "
             "or drop_last=True, or exact_evaluation=False"
         )
-
-    # Reductions.
-
-    def reduce(self, stock: Callable[..., Any], tensor: T, group: Any, reduce_op: Any) -> T:
-        """Reduce over the ranks whose batch counts, and never divide integers to integers.
-
-        Collective: every rank of the group must call it.
-
-        Args:
-            stock: Lightning's own, which does all the rest.
-            tensor: what is reduced, in place unless it is a mean of integers.
-            group: the ranks; ``None`` for all.
-            reduce_op: as Lightning takes it.
-        """
-        op = reduce_op.lower() if isinstance(reduce_op, str) else None
-        op = "mean" if op == "avg" else op
-        if not isinstance(tensor, Tensor) or op is None or not dist.is_initialized():
-            return stock(tensor, group, reduce_op)  # type: ignore[no-any-return]
-        absent, is_mean_of_integers = self._absent_of(group), op == "mean" and not _is_divisible(tensor)
-        counted: Tensor = tensor
-        if is_mean_of_integers:
-            counted = tensor.int() if tensor.dtype == torch.bool else tensor.clone()
-        if self._strategy.global_rank in absent and op in _NEUTRAL:
-            counted.fill_(_NEUTRAL[op](counted))
-        if op != "mean" or not (absent or is_mean_of_integers):
-            return stock(counted, group, reduce_op)  # type: ignore[no-any-return]
-        count = dist.get_world_size(group) - len(absent)
-        total: Any = stock(counted, group, "sum")
-        return total / count if is_mean_of_integers else total.div_(count)  # type: ignore[no-any-return]
-
-    def _absent_of(self, group: Any) -> tuple[int, ...]:
-        """Those of a group, unless none of them has a batch that counts."""
-        if not self.absent or group is None:
-            return self.absent
-        ranks = dist.get_process_group_ranks(group)
-        absent = tuple(rank for rank in ranks if rank in self.absent)
-        return absent if len(absent) < len(ranks) else ()
-
-
-def _is_divisible(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def balance_of(loader: object) -> Balance | None:

@@ -31,6 +31,7 @@ __all__ = [
     "MultiProcessingLauncher",
     "Precision",
     "ProgressBar",
+    "ResultMetric",
     "RichProgressBar",
     "RunningStage",
     "SIGTERMException",
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -168,6 +170,7 @@ else:
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
     SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
     Loop = _private(f"{lightning_name}.loops.loop", "_Loop")
+    ResultMetric = _private(f"{lightning_name}.trainer.connectors.logger_connector.result", "_ResultMetric")
     SIGTERMException = import_module(f"{lightning_name}.utilities.exceptions").SIGTERMException
     TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
     _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"

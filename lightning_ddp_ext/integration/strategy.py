@@ -40,8 +40,8 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
+from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.sampling import Order, Sampling
-from lightning_ddp_ext.integration.step_metrics import StepMetrics
 from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 from lightning_ddp_ext.rendezvous.calls import Call
@@ -235,7 +235,7 @@ class DDPExtStrategy(DDPStrategy):
             self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
-        self.step_metrics = StepMetrics(self)
+        self.metrics = BatchedMetrics(self)
         self._debug = debug
         self._checked: CheckedCollectives | None = None
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
@@ -403,8 +403,6 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
-        if not self.checkpoints.is_interrupted:
-            self.step_metrics.close()
         self.sampling.add_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -429,7 +427,7 @@ class DDPExtStrategy(DDPStrategy):
         trainer, membership = self.lightning_module.trainer, current()
         agree_on_path(trainer)
         self.sampling.attach(trainer)
-        self.step_metrics.attach(trainer)
+        self.metrics.start()
         self.stops.attach(trainer, membership)
         if self._debug and membership is not None:
             self._checked = CheckedCollectives(membership)
@@ -476,7 +474,6 @@ class DDPExtStrategy(DDPStrategy):
 
     def _end_evaluation(self) -> None:
         self._pass()
-        self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -517,19 +514,19 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._advance()
-        with self.step_metrics.together("training_step"):
+        with self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.step_metrics.together("validation_step"):
+        with self.metrics.step(is_training=False):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.step_metrics.together("test_step"):
+        with self.metrics.step(is_training=False):
             return super().test_step(*args, **kwargs)
 
     @override
@@ -549,7 +546,6 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_interrupted:
             return
         call = self._begin(f"barrier {name!r}" if name else "a barrier")
-        self.step_metrics.close()
         membership = current()
         if membership is not None and call is not None:
             membership.meetings.wait(call)
@@ -562,7 +558,6 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         self._begin(f"broadcast from rank {src}")
-        self.step_metrics.close()
         return super().broadcast(obj, src)
 
     @override
@@ -574,7 +569,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return self.step_metrics.reduce(tensor, group, reduce_op)
+        return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.
