@@ -569,6 +569,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
+        if self.checkpoints.is_handling_exception:
+            return tensor
         return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:

@@ -23,11 +23,11 @@ def all_reduce(
         tensor: this rank's values.
         group: the ranks; ``None`` for all.
         reduce_op: a ``ReduceOp``, or the name of one; "mean" is "avg".
-        idle_ranks: global ranks whose values do not count in a mean, sum, minimum or maximum. Where no rank of the
-            group counts, all do.
+        idle_ranks: global ranks whose values do not count, unless the group has no others.
     """
     group = dist.group.WORLD if group is None else group
-    op = _parse(reduce_op)
+    name = reduce_op.upper() if isinstance(reduce_op, str) else ""
+    op = getattr(ReduceOp, "AVG" if name == "MEAN" else name) if name else reduce_op
     ranks = set(dist.get_process_group_ranks(group))
     idle = ranks.intersection(idle_ranks) if not ranks.issubset(idle_ranks) else set()
     is_mean_of_integers = op == ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex())
@@ -41,13 +41,6 @@ def all_reduce(
         return tensor / count if is_mean_of_integers else tensor.div_(count)
     dist.all_reduce(tensor, op=op, group=group)
     return tensor
-
-
-def _parse(reduce_op: Any) -> Any:
-    if not isinstance(reduce_op, str):
-        return reduce_op
-    name = reduce_op.upper()
-    return getattr(ReduceOp, "AVG" if name == "MEAN" else name)
 
 
 def _neutralise(tensor: Tensor, op: Any) -> None:

@@ -159,7 +159,7 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
             trainer.fit(model)
         return Counter(event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name)
 
-    counted(Logs(1, on_epoch=True))  # opens groups
+    counted(Logs(1))  # opens groups
     nothing = counted(Logs(0))
     return {
         "step": counted(Logs(10)) - nothing,
@@ -177,9 +177,8 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     # Of the first step there is one that tells whether anything is logged, even if nothing is.
     assert ours["step"] == ours["more"] == {"all_gather": 3}
     assert ours["at once"] == {"all_reduce": 3 * 4}
-    in_epoch = 5 + 5 * 2  # of a mean also the batch size
-    assert ours["epoch"] == {"all_gather": in_epoch}
-    assert ours["both"] == {"all_gather": 3 + in_epoch}
+    assert ours["epoch"] == {"all_gather": 10, "all_reduce": 5}  # of a mean also the batch size
+    assert ours["both"] == {"all_gather": 3 + 10, "all_reduce": 5}
 
 
 class Reads(Net):
@@ -332,3 +331,28 @@ def test_a_rank_that_logs_more_in_an_epoch_is_named(common: list[str], monitor: 
     for outcome in launch_ranks(log_more_in_an_epoch, 2, tmp_path, common, monitor, env=by_hand_env(2), time_limit=20):
         assert outcome.error is not None
         assert re.search(r"rank 1 .*began the reduction of training_step\.b \(mean\)", outcome.story())
+
+
+class ReadsOnException(L.Callback):
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            raise ValueError("boom")
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        (Path(trainer.default_root_dir) / f"{trainer.global_rank}").write_text(f"{trainer.callback_metrics['a']}")
+
+
+def fail_at_the_end_of_an_epoch(rank: int, world_size: int, directory: Path) -> None:
+    strategy = make_strategy("ours", directory)
+    trainer = make_trainer(
+        strategy, callbacks=[ReadsOnException()], limit_val_batches=0, default_root_dir=directory, max_epochs=1
+    )
+    trainer.fit(Differs(lambda rank, index: ["a"], **EPOCH))
+
+
+def test_a_rank_that_fails_reads_its_own_values_and_does_not_wait(tmp_path: Path) -> None:
+    """An epoch's value that a callback reads when its rank alone has failed is that rank's own."""
+    failed = launch_ranks(fail_at_the_end_of_an_epoch, 2, tmp_path, env=by_hand_env(2), time_limit=20)[1]
+    assert failed.error is not None
+    assert "boom" in failed.error.message
+    assert (tmp_path / "1").read_text() == "1.0"

@@ -55,8 +55,7 @@ def some_values(number: int) -> list[Value]:
         for op in OPS:
             scale = 10.0 ** torch.randint(-3, 4, ()).item()
             dtype = DTYPES[index % len(DTYPES)]
-            tensor = (torch.randn(()) * scale * (1 if dtype.is_floating_point else 1e9)).to(dtype)
-            values.append(Value(f"{index}", op, tensor))
+            values.append(Value(f"{index}", op, (torch.randn(()) * scale).to(dtype)))
     return values
 
 
