@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -30,22 +28,12 @@ from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
 
-T = TypeVar("T")
-
 IdleRanks = Literal["repeat", "skip"]
 
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 _LIMITS = {
     RunningStage.TESTING: "limit_test_batches",
     RunningStage.PREDICTING: "limit_predict_batches",
-}
-
-
-_NEUTRAL: dict[str, Callable[[Tensor], float]] = {
-    "mean": lambda tensor: 0,
-    "sum": lambda tensor: 0,
-    "min": lambda tensor: math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max,
-    "max": lambda tensor: -math.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min,
 }
 
 
@@ -254,47 +242,6 @@ class Evaluation:
 
     def _uncounted(self) -> AbstractContextManager[None]:
         return preserve_metric_state(results_of(self._trainer), self._strategy.lightning_module)
-
-    # Reductions.
-
-    def reduce(self, stock: Callable[..., Any], tensor: T, group: Any, reduce_op: Any) -> T:
-        """Reduce over the ranks whose batch counts, and never divide integers to integers.
-
-        Collective: every rank of the group must call it.
-
-        Args:
-            stock: Lightning's own, which does all the rest.
-            tensor: what is reduced, in place unless it is a mean of integers.
-            group: the ranks; ``None`` for all.
-            reduce_op: as Lightning takes it.
-        """
-        op = reduce_op.lower() if isinstance(reduce_op, str) else None
-        op = "mean" if op == "avg" else op
-        if not isinstance(tensor, Tensor) or op is None or not dist.is_initialized():
-            return stock(tensor, group, reduce_op)  # type: ignore[no-any-return]
-        idle, is_mean_of_integers = self._idle_of(group), op == "mean" and not _is_divisible(tensor)
-        counted: Tensor = tensor
-        if is_mean_of_integers:
-            counted = tensor.int() if tensor.dtype == torch.bool else tensor.clone()
-        if self._strategy.global_rank in idle and op in _NEUTRAL:
-            counted.fill_(_NEUTRAL[op](counted))
-        if op != "mean" or not (idle or is_mean_of_integers):
-            return stock(counted, group, reduce_op)  # type: ignore[no-any-return]
-        count = dist.get_world_size(group) - len(idle)
-        total: Any = stock(counted, group, "sum")
-        return total / count if is_mean_of_integers else total.div_(count)  # type: ignore[no-any-return]
-
-    def _idle_of(self, group: Any) -> tuple[int, ...]:
-        """Those of a group, unless none of them has a batch that counts."""
-        if not self.idle or group is None:
-            return self.idle
-        ranks = dist.get_process_group_ranks(group)
-        idle = tuple(rank for rank in ranks if rank in self.idle)
-        return idle if len(idle) < len(ranks) else ()
-
-
-def _is_divisible(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _repeating(loader: Any, own: int, steps: int) -> Iterator[Any]:

@@ -45,6 +45,7 @@ __all__ = [
     "Trainer",
     "TrainerStatus",
     "TunerExitException",
+    "calling_result",
     "check_missing_main_guard",
     "disable_module_memory_sharing",
     "lightning_name",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -170,6 +172,7 @@ else:
     GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
     SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
     Loop = _private(f"{lightning_name}.loops.loop", "_Loop")
+    _ResultMetric = _private(f"{lightning_name}.trainer.connectors.logger_connector.result", "_ResultMetric")
     SIGTERMException = import_module(f"{lightning_name}.utilities.exceptions").SIGTERMException
     TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
     _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"
@@ -177,3 +180,16 @@ else:
     disable_module_memory_sharing = _private(_multiprocessing, "_disable_module_memory_sharing")
     set_num_threads_if_needed = _private(f"{_fabric}.utilities.distributed", "_set_num_threads_if_needed")
     update_dataloader = _private(f"{lightning_name}.utilities.data", "_update_dataloader")
+
+
+def calling_result() -> tuple[Any, bool]:
+    """The result object of the logged value that ``Strategy.reduce`` was called for, if any; and whether to update it.
+
+    A user may call ``reduce`` with the same arguments, and needs the answer at once: only the calling frame differs.
+    """
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
+        frame = frame.f_back
+    is_update = frame.f_code is _ResultMetric.update.__code__
+    is_logged = is_update or frame.f_code is _ResultMetric.compute.__code__
+    return (frame.f_locals["self"] if is_logged else None), is_update

@@ -42,7 +42,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
-from lightning_ddp_ext.integration.step_metrics import StepMetrics
+from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.integration.training_data import ResumeData
 from lightning_ddp_ext.rendezvous.calls import Call
@@ -253,7 +253,7 @@ class DDPExtStrategy(DDPStrategy):
             idle_ranks=idle_ranks,
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
-        self.step_metrics = StepMetrics(self)
+        self.metrics = BatchedMetrics(self)
         self._debug = debug
         self._checked: CheckedCollectives | None = None
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
@@ -421,8 +421,6 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
-        if not self.checkpoints.is_interrupted:
-            self.step_metrics.close()
         self.data.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -449,7 +447,7 @@ class DDPExtStrategy(DDPStrategy):
         trainer, membership = self.lightning_module.trainer, current()
         agree_on_path(trainer)
         self.data.attach(trainer)
-        self.step_metrics.attach(trainer)
+        self.metrics.start()
         self.stops.attach(trainer, membership)
         if self._debug and membership is not None:
             self._checked = CheckedCollectives(membership)
@@ -497,7 +495,6 @@ class DDPExtStrategy(DDPStrategy):
 
     def _end_evaluation(self) -> None:
         self._pass()
-        self.step_metrics.close()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -543,19 +540,19 @@ class DDPExtStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._advance()
         self.stops.on_training_step()
-        with self.step_metrics.together("training_step"):
+        with self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.data.evaluation.step(), self.step_metrics.together("validation_step"):
+        with self.data.evaluation.step(), self.metrics.step(is_training=False):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.data.evaluation.step(), self.step_metrics.together("test_step"):
+        with self.data.evaluation.step(), self.metrics.step(is_training=False):
             return super().test_step(*args, **kwargs)
 
     @property
@@ -580,7 +577,6 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_interrupted:
             return
         call = self._begin(f"barrier {name!r}" if name else "a barrier")
-        self.step_metrics.close()
         membership = current()
         if membership is not None and call is not None:
             membership.meetings.wait(call)
@@ -593,7 +589,6 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         self._begin(f"broadcast from rank {src}")
-        self.step_metrics.close()
         return super().broadcast(obj, src)
 
     @override
@@ -605,7 +600,9 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:
-        return self.step_metrics.reduce(tensor, group, reduce_op)
+        if self.checkpoints.is_handling_exception:
+            return tensor
+        return self.metrics.reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
 
     def on_rank_zero(self, work: Callable[[], T], *, what: str = "work") -> T:
         """Run ``work`` on rank 0 and give every rank its result or its error. Collective: every rank must call it.

@@ -1,1 +1,1 @@
-"""Values of every rank made one: many small ones at a time, and without waiting first."""
+"""Reductions over the ranks: many scalars in one collective, and single tensors without a barrier."""

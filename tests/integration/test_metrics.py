@@ -1,7 +1,8 @@
-"""`self.log(..., sync_dist=True)`: stock's values, of a step in one collective, and of an epoch in another."""
+"""`self.log(..., sync_dist=True)`: stock's values, those of a step in one collective."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,12 +30,13 @@ from tests.integration.training import (
     on_both,
     on_ranks,
 )
+from tests.ranks import by_hand_env, launch_ranks
 
 Seen = list[tuple[str, Any]]
 
 
 class AllKinds(Net):
-    """Logs in every way that there is, from everywhere, and looks at it in between."""
+    """Logs in every way that there is, from everywhere, and looks at it before and after each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,15 +49,13 @@ class AllKinds(Net):
             self.seen += [(f"{which} {name}", _copied(value)) for name, value in metrics.items()]
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.look()
         loss = self.loss(batch)
         self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
-        self.look()
         self.log_values(loss, index)
         self.log("at once", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
         self.log_metrics(loss)
         self.seen.append(("reduced", self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")))
-        if self.global_rank == 0:
-            self.look()
         self.log("mean of all", loss, sync_dist=True)
         return loss
 
@@ -128,7 +128,7 @@ def train_all_kinds(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path: Path) -> None:
-    """Values, types and order, in the midst of a step, after each step and after each epoch, on each rank."""
+    """Values, types and order, at a step's beginning, after each step and after each epoch, on each rank."""
     for ours, stock in zip(*on_both(train_all_kinds, tmp_path), strict=True):
         assert [name for name, _ in ours["seen"]] == [name for name, _ in stock["seen"]]
         assert len(ours["seen"]) > 500
@@ -170,19 +170,91 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
     }
 
 
-def test_a_step_makes_one_collective_and_an_epoch_another(tmp_path: Path) -> None:
-    """Whatever the number of values, once it is known, and with no barrier; stock makes two for each."""
+def test_a_step_makes_one_collective(tmp_path: Path) -> None:
+    """Whatever the number of values, and with no barrier, also not for an epoch's values; stock makes two for each."""
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     # Of the first step there is one that tells whether anything is logged, even if nothing is.
-    assert ours["step"] == {"all_gather": 3}
+    assert ours["step"] == ours["more"] == {"all_gather": 3}
     assert ours["at once"] == {"all_reduce": 3 * 4}
-    assert ours["more"] == {"all_gather": 3 + 1}  # in the first step more than there is room for
-    assert ours["epoch"] == {"all_gather": 1 + 1}  # and one that tells that no rank has more of them
-    assert ours["both"] == {"all_gather": 3 + 2}
+    assert ours["epoch"] == {"all_gather": 10, "all_reduce": 5}  # of a mean also the batch size
+    assert ours["both"] == {"all_gather": 3 + 10, "all_reduce": 5}
 
 
-MONITORED = ("one more at the end of an epoch",)
+class Reads(Net):
+    """Reads what it has just logged, within the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[float] = []
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.log("rank", float(self.global_rank), sync_dist=True)
+        self.read.append(self.trainer.callback_metrics["rank"].item())
+        return self.loss(batch)
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.read.append(self.trainer.callback_metrics["rank"].item())
+
+
+def read_within(kind: Kind, directory: Path) -> list[float]:
+    model = Reads()
+    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
+    return model.read
+
+
+def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_path: Path) -> None:
+    """And the mean of all as soon as the step has ended, before its gradients are computed."""
+    assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
+
+
+class Counts(Net):
+    """Is in a step, where it reduces by itself, with the arguments that Lightning uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced: list[Any] = []
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.log("loss", loss := self.loss(batch), sync_dist=True)
+        reduce = self.trainer.strategy.reduce
+        self.reduced.append(reduce(torch.tensor(float(self.global_rank)), group=None, reduce_op="mean"))
+        self.reduced += [reduce(3.0), reduce(3), reduce(None), reduce("none", reduce_op="sum")]
+        return loss
+
+
+def reduce_by_hand(kind: Kind, directory: Path) -> list[Any]:
+    model = Counts()
+    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
+    return model.reduced
+
+
+def test_whoever_calls_reduce_gets_the_result_at_once(tmp_path: Path) -> None:
+    """Also in a step, as with stock; what is no tensor comes back as it is."""
+    ours, stock = on_both(reduce_by_hand, tmp_path)
+    assert ours == stock == [[torch.tensor(0.5), 3.0, 3, None, "none"]] * 2
+
+
+def replaced(kind: Kind, directory: Path) -> list[str]:
+    """Methods of Lightning's results that are ours while it trains."""
+    found: list[str] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            results = trainer._results
+            for each in (results, *results.values()):  # type: ignore[union-attr]
+                names = [name for name in vars(each) if callable(getattr(type(each), name, None))]
+                found.extend(name for name in names if "lightning_ddp_ext" in repr(getattr(each, name)))
+
+    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0, callbacks=[Looks()]).fit(Net())
+    return found
+
+
+def test_no_method_of_a_result_is_replaced(tmp_path: Path) -> None:
+    """Lightning's results are its own while it trains."""
+    assert on_ranks("ours", replaced, tmp_path) == [[], []]
+
+
 Names = Callable[[int, int], list[str]]  # by rank and step
 
 
@@ -199,6 +271,7 @@ class Differs(Net):
         return self.loss(batch)
 
 
+EPOCH = {"on_step": False, "on_epoch": True}
 CASES: dict[str, tuple[Names, dict[str, Any], str]] = {
     "one more in a later step": (
         lambda rank, index: ["a", "b"] if rank and index == 2 else ["a"],
@@ -217,13 +290,8 @@ CASES: dict[str, tuple[Names, dict[str, Any], str]] = {
     ),
     "another at the end of an epoch": (
         lambda rank, index: ["b"] if rank else ["a"],
-        {"on_step": False, "on_epoch": True},
-        "rank 1 logged training_step.b (mean), training_step.b, batch size (mean) and did not log training_step.a",
-    ),
-    "one more at the end of an epoch": (
-        lambda rank, index: ["a", "b"] if rank else ["a"],
-        {"on_step": False, "on_epoch": True},
-        "rank 1 logged training_step.b (mean), training_step.b, batch size (mean) (as compared with rank 0)",
+        EPOCH,
+        "rank 1 logged training_step.b (mean) and did not log training_step.a",
     ),
 }
 
@@ -231,10 +299,7 @@ CASES: dict[str, tuple[Names, dict[str, Any], str]] = {
 def fail(kind: Kind, directory: Path) -> dict[str, str]:
     told = {}
     for case, (names, options, _) in CASES.items():
-        checkpoints = ModelCheckpoint(directory, monitor="a" if case in MONITORED else None)
-        trainer = make_trainer(
-            make_strategy(kind, directory), callbacks=[checkpoints], limit_val_batches=0, enable_checkpointing=True
-        )
+        trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
         try:
             trainer.fit(Differs(names, **options))
         except LogMismatchError as error:
@@ -248,3 +313,46 @@ def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
         assert told.keys() == CASES.keys()
         for case, (_, _, sentence) in CASES.items():
             assert sentence in told[case], told[case]
+
+
+def log_more_in_an_epoch(rank: int, world_size: int, directory: Path, common: list[str], monitor: str | None) -> None:
+    checkpoints = [ModelCheckpoint(directory, monitor=monitor)] if monitor else []
+    trainer = make_trainer(
+        make_strategy("ours", directory), callbacks=checkpoints, limit_val_batches=0, enable_checkpointing=bool(monitor)
+    )
+    trainer.fit(Differs(lambda rank, index: [*common, "b"] if rank else common, **EPOCH))
+
+
+@pytest.mark.parametrize(
+    ("common", "monitor"), [(["a"], None), ([], None), (["a"], "a")], ids=["one more", "none", "one more, and a save"]
+)
+def test_a_rank_that_logs_more_in_an_epoch_is_named(common: list[str], monitor: str | None, tmp_path: Path) -> None:
+    """On every rank, with the value, instead of waiting until the timeout."""
+    for outcome in launch_ranks(log_more_in_an_epoch, 2, tmp_path, common, monitor, env=by_hand_env(2), time_limit=20):
+        assert outcome.error is not None
+        assert re.search(r"rank 1 .*began the reduction of training_step\.b \(mean\)", outcome.story())
+
+
+class ReadsOnException(L.Callback):
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            raise ValueError("boom")
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        (Path(trainer.default_root_dir) / f"{trainer.global_rank}").write_text(f"{trainer.callback_metrics['a']}")
+
+
+def fail_at_the_end_of_an_epoch(rank: int, world_size: int, directory: Path) -> None:
+    strategy = make_strategy("ours", directory)
+    trainer = make_trainer(
+        strategy, callbacks=[ReadsOnException()], limit_val_batches=0, default_root_dir=directory, max_epochs=1
+    )
+    trainer.fit(Differs(lambda rank, index: ["a"], **EPOCH))
+
+
+def test_a_rank_that_fails_reads_its_own_values_and_does_not_wait(tmp_path: Path) -> None:
+    """An epoch's value that a callback reads when its rank alone has failed is that rank's own."""
+    failed = launch_ranks(fail_at_the_end_of_an_epoch, 2, tmp_path, env=by_hand_env(2), time_limit=20)[1]
+    assert failed.error is not None
+    assert "boom" in failed.error.message
+    assert (tmp_path / "1").read_text() == "1.0"

@@ -1,0 +1,84 @@
+"""Reduce what ``self.log(..., sync_dist=True)`` logs over the ranks, a step's values in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_ext.integration.lightning_tree import calling_result
+from lightning_ddp_ext.reductions.all_reduce import all_reduce
+from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
+from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.supervision.places import calling_place
+
+
+class BatchedMetrics:
+    """Answers ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
+
+    In a step such values are queued, and the queue is reduced at the step's end; until then a reader sees this rank's
+    own value. Everything else, such as the values of an epoch, is reduced at once.
+
+    Ranks that have logged different values all raise. After a first training step, and after one that follows a step
+    with values, all ranks reduce. Elsewhere they wait for each other first, so that one without values is named.
+
+    Args:
+        strategy: whose ranks.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.start()
+
+    def start(self) -> None:
+        """Forget an earlier run, which may have ended anywhere."""
+        self._queue: list[Value] | None = None  # there is one within a step
+        self._is_expected = True  # all ranks reduce after the next training step, even those that have logged nothing
+
+    @contextmanager
+    def step(self, *, is_training: bool) -> Iterator[None]:
+        """Reduce what is logged in the block at its end. Collective, if there is anything."""
+        queue: list[Value] = []
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+        is_expected = is_training and self._is_expected and self._strategy.world_size > 1
+        if queue or is_expected:
+            for value, result in zip(queue, self._reduce(queue, is_expected=is_expected), strict=True):
+                value.tensor.copy_(result)
+            self._is_expected = bool(queue)
+
+    def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce at once; or later, and in place, what is logged in a step. Collective."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        logged, is_update = calling_result()
+        if logged is None or not self._can_batch(tensor, group, reduce_op):
+            return all_reduce(tensor, group, reduce_op, idle_ranks=self._idle_ranks)
+        value = Value(f"{logged.meta.fx}.{logged.meta.name}", reduce_op, tensor)
+        if is_update and self._queue is not None:
+            self._queue.append(value)
+            return tensor
+        return self._reduce([value], is_expected=False)[0]
+
+    def _reduce(self, values: list[Value], *, is_expected: bool) -> list[Tensor]:
+        membership = current()
+        if not is_expected and membership is not None:
+            name = "a reduction of logged values"  # of which ones, they compare in the reduction itself
+            membership.meetings.meet(f"the reduction of {listed(values)}", calling_place(), name=name)
+        device = torch.device("cpu") if dist.get_backend() == "gloo" else self._strategy.root_device
+        return reduce_batch(values, device=device, idle_ranks=self._idle_ranks)
+
+    def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
+        is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
+        return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
+
+    @property
+    def _idle_ranks(self) -> tuple[int, ...]:
+        return self._strategy.data.evaluation.idle  # type: ignore[no-any-return]

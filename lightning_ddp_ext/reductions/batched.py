@@ -1,0 +1,112 @@
+"""Reduce many scalars over the ranks in one all-gather; each rank does the arithmetic by itself.
+
+The messages of all ranks have one length, whatever they have logged, and begin with a digest of the names. So ranks
+that have logged different values find that out, where messages of different lengths would abort a process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ddp_ext.errors import LogMismatchError
+
+DTYPES = (torch.float32, torch.float64)
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda rows: rows.mean(0),
+    "sum": lambda rows: rows.sum(0),
+    "min": lambda rows: rows.amin(0),  # keeps a NaN of any rank; gloo's depends on the order of the ranks
+    "max": lambda rows: rows.amax(0),
+}
+
+_ROOM = 64  # values in the first message
+_NAMED = 8  # values and ranks in an error
+
+
+@dataclass(frozen=True)
+class Value:
+    """A scalar that is to be reduced: its op is one of ``OPS``, and its dtype one of ``DTYPES``."""
+
+    name: str
+    op: str
+    tensor: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.op})"
+
+
+def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
+    """Reduce values over all ranks, to results that are the same on every rank to the last bit.
+
+    Collective: every rank must call it, also one without any value.
+
+    Args:
+        values: the same on every rank, in the same order.
+        device: for the messages, one that the default group can send from.
+        idle_ranks: those whose values do not count.
+
+    Raises:
+        LogMismatchError: ranks have different values; on every rank.
+    """
+    own = torch.zeros(max(_ROOM, len(values)), dtype=torch.float64, device=device)
+    if values:
+        own[: len(values)] = torch.stack([value.tensor.to(own) for value in values])
+    received = _all_gather(torch.cat([own.new_tensor([_digest(values)]), own[:_ROOM]]))
+    if bool((received[:, 0] != received[0, 0]).any()):
+        raise _mismatch(values)
+    rows = received[:, 1:]
+    if len(values) > _ROOM:
+        rows = torch.cat([rows, _all_gather(own[_ROOM:])], dim=1)
+    if idle_ranks:
+        rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
+    by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
+    return [by_op[value.op][column].to(value.tensor) for column, value in enumerate(values)]
+
+
+def _digest(values: Sequence[Value]) -> int:
+    """A number that differs where values must not be reduced together."""
+    return zlib.crc32("\n".join(f"{value} {value.tensor.dtype}" for value in values).encode())
+
+
+def _all_gather(message: Tensor) -> Tensor:
+    """The messages of all ranks, by rank."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+    received = message.new_empty(dist.get_world_size() * len(message))
+    gather(received, message)
+    return received.view(-1, len(message))
+
+
+def _mismatch(values: Sequence[Value]) -> LogMismatchError:
+    """Say how the ranks differ. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, tuple(map(str, values)))
+    with suppress(RuntimeError):  # a rank that closes its group must not keep this one from knowing
+        dist.barrier()
+    usual, _ = Counter(by_rank).most_common(1)[0]
+    usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
+    deviations = [f"rank {rank} {_deviation(names, usual)}" for rank, names in enumerate(by_rank) if names != usual]
+    return LogMismatchError(
+        f"ranks have logged different values with sync_dist=True: {listed(deviations)} (as compared with "
+        f"rank{'s' * (len(usual_ranks) > 1)} {listed(usual_ranks)}); every rank must log the same names in the same "
+        "order, so log them outside of what only some ranks do, or leave sync_dist out"
+    )
+
+
+def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
+    more, less = Counter(names) - Counter(usual), Counter(usual) - Counter(names)
+    parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
+    return " and ".join(parts) or f"logged in another order: {listed(names)}"
+
+
+def listed(items: Iterable[object]) -> str:
+    """Join the first items, for an error."""
+    names = [str(item) for item in items]
+    return ", ".join(names if len(names) <= _NAMED else [*names[:_NAMED], "..."])
