@@ -108,8 +108,9 @@ class Stops:
             return
         self._strategy.data.training.before_batch = _nothing  # type: ignore[attr-defined]
         self._replaced.put_back()
+        # Lightning takes its handlers, which came after ours, away a little later; a signal until then would be lost.
+        self._trainer._signal_connector.teardown()
         self._signals.restore()
-        self._trainer._signal_connector.teardown()  # Lightning does it next, and a signal before that would be lost
         if self._stopping.is_overruled:
             defer_sigterm()
         self._stopping.end()
