@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
 )
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
 from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
 from tests.ranks import run_ranks
@@ -271,11 +273,32 @@ def test_a_loader_reads_the_sampler(num_workers: int) -> None:
 
 def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
     """Spawned processes get a copy that stands where it stood."""
-    sampler = ScalableDistributedSampler(range(100), 2, 1)
-    take(sampler, 7)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert copy.state_dict() == sampler.state_dict()
-    assert list(copy) == list(sampler)
+    for sampler in (
+        ScalableDistributedSampler(range(100), 2, 1),
+        DistributedWeightedSampler(np.arange(100), 100, num_replicas=2, rank=1),
+        TorchOrderSampler(range(100), 2, 1),
+    ):
+        take(sampler, 7)
+        copy = pickle.loads(pickle.dumps(sampler))
+        assert copy.state_dict() == sampler.state_dict()
+        assert list(copy) == list(sampler)
+
+
+@pytest.mark.parametrize("length", [1, 7, 100_003])
+def test_the_first_sample_is_one_that_the_epoch_begins_with(length: int) -> None:
+    """On every rank, also one without samples, and wherever in the epoch the sampler stands."""
+    for kind in (
+        lambda rank: ScalableDistributedSampler(Sized(length), 8, rank, uneven="exact"),
+        lambda rank: TorchOrderSampler(Sized(length), 8, rank),
+        lambda rank: SharedSampler(RandomSampler(range(length)), 8, rank),
+        lambda rank: DistributedWeightedSampler(np.arange(1, 1 + length), 9, num_replicas=8, rank=rank),
+    ):
+        samplers: list[Any] = [kind(rank) for rank in range(8)]
+        for sampler in samplers:
+            sampler.resume_at(2, 1)
+        beginning = kind(0)
+        beginning.set_epoch(2)
+        assert [sampler.first() for sampler in samplers] == [next(iter(beginning))] * 8
 
 
 # Ranks.
