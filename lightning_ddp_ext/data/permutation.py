@@ -15,11 +15,18 @@ from lightning_ddp_ext.errors import SamplerError
 
 ROUNDS = 10
 _TABLE = 1 << 16
-_ONE, _HALF = np.uint32(1), np.uint32(16)
 
 Words = NDArray[np.uint64]
 Halves = NDArray[np.uint32]
-RoundKey = tuple[np.uint32, np.uint32, np.uint32]
+RoundKey = tuple[Halves, Halves, Halves]
+
+
+def _half(number: int) -> Halves:
+    """An array without dimensions, which NumPy's functions take faster than one of its scalars."""
+    return np.array(number, dtype=np.uint32)
+
+
+_ONE, _SIXTEEN = _half(1), _half(16)
 
 
 class Permutation:
@@ -83,7 +90,7 @@ class Permutation:
         left[:] = values // columns
         values -= left * columns
         right[:] = values
-        sizes = np.uint32(self._rows), np.uint32(self._columns)
+        sizes = _half(self._rows), _half(self._columns)
         for number, key in enumerate(self._round_keys):
             changed, read = (left, right) if number % 2 == 0 else (right, left)
             _hash(read, key, hashes, scratch)
@@ -99,7 +106,7 @@ class Permutation:
 
 def _round_key(word: int) -> RoundKey:
     """An odd factor, an offset, and another odd factor."""
-    return np.uint32(word & 0xFFFFFFFF | 1), np.uint32(mix(word) & 0xFFFFFFFF), np.uint32(word >> 32 | 1)
+    return _half(word & 0xFFFFFFFF | 1), _half(mix(word) & 0xFFFFFFFF), _half(word >> 32 | 1)
 
 
 def _hash(values: Halves, key: RoundKey, out: Halves, scratch: Halves) -> None:
@@ -107,13 +114,13 @@ def _hash(values: Halves, key: RoundKey, out: Halves, scratch: Halves) -> None:
     factor, offset, second_factor = key
     np.multiply(values, factor, out=out)
     out += offset
-    np.right_shift(out, _HALF, out=scratch)
+    np.right_shift(out, _SIXTEEN, out=scratch)
     out ^= scratch
     out *= second_factor
     out >>= _ONE
 
 
-def _add_modulo(values: Halves, hashes: Halves, size: np.uint32, scratch: Halves) -> None:
+def _add_modulo(values: Halves, hashes: Halves, size: Halves, scratch: Halves) -> None:
     """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo ``size``; overwrites the hashes."""
     hashes += values
     np.floor_divide(hashes, size, out=scratch)  # with the two lines below, far quicker than a remainder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import tracemalloc
 from collections import Counter, deque
@@ -90,6 +91,24 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(
     assert sorted(one) == list(range(length))
     if not shuffle:
         assert one == list(range(length))
+
+
+@pytest.mark.parametrize(
+    ("length", "digest"),
+    [
+        (1000, "0df14c22ea6ace32"),
+        (70_001, "0dbb2761ad438328"),
+        (10**8, "efa4a869623ed22c"),
+        (10**12, "f90792404b2a271d"),
+        (2**62, "58228eda3b538ecb"),
+    ],
+)
+def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
+    """A seed and an epoch have the same indices in every version, across several blocks."""
+    sampler = ScalableDistributedSampler(Sized(length), 3, 1, seed=7)
+    sampler.set_epoch(5)
+    indices = list(islice(sampler, 40_000))
+    assert hashlib.sha256(repr(indices).encode()).hexdigest()[:16] == digest
 
 
 def test_every_seed_and_epoch_has_an_order_of_its_own() -> None:
