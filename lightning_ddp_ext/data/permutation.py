@@ -132,5 +132,5 @@ def _aligned(rows: int, length: int) -> Halves:
     """Uninitialised rows that begin at multiples of 64 bytes, where vector instructions are a sixth quicker."""
     width = -(-length // 16) * 16
     memory = np.empty(rows * width + 16, dtype=np.uint32)
-    begin = -memory.ctypes.data % 64 // 4
+    begin = -memory.__array_interface__["data"][0] % 64 // 4
     return memory[begin : begin + rows * width].reshape(rows, width)[:, :length]
