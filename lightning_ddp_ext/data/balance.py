@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-import numpy as np
 from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.ranks import LazyRanks
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler
 
 
@@ -217,13 +214,11 @@ def deals_unevenly(batch_sampler: Any) -> bool:
 
 def first_sample(sampler: GlobalOrderSampler) -> Any:
     """What the epoch's global order begins with: a sample that exists, for a rank that has none itself."""
-    return sampler._order()(np.zeros(1, dtype=np.int64)).tolist()[0]
+    return sampler.first()
 
 
 def first_batch(batch_sampler: Any) -> list[Any]:
     """A batch that exists, for a rank that has none itself: of another rank's samples, or of the first one alone."""
     if not isinstance(batch_sampler, DistributedBatchSamplerWrapper):
         return [first_sample(batch_sampler.sampler)]
-    of_rank_zero = copy.copy(batch_sampler)
-    of_rank_zero._ranks = LazyRanks(batch_sampler.num_replicas, 0)
-    return list(next(iter(of_rank_zero)))
+    return list(batch_sampler.first())

@@ -1,9 +1,10 @@
-"""Whole batches dealt out to the ranks in turn, so that they are the same on every number of ranks."""
+"""Share out whole batches among the ranks, so that the batches are the same on every number of ranks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -17,23 +18,30 @@ from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.streams import Streams, mix, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
 
-MOST_AT_ONCE = 64  # batches drawn ahead: putting generators in and out takes as long as drawing twenty
+MAX_AHEAD = 64  # batches drawn at once: swapping the generators in and out takes as long as drawing twenty
+
+
+@dataclass
+class _Count:
+    """How many batches an iterator has handed out."""
+
+    handed_out: int = 0
 
 
 class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
-    """Deals the batches of any batch sampler out to the ranks, for ``DataLoader(batch_sampler=...)``.
+    """Shares out the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
-    Every rank draws the batches of all, some at a time, with all generators that it can reach seeded from ``seed`` and
-    the epoch, and hands out its own: the k-th batch goes to rank k modulo the number of ranks. ``position`` counts
-    batches of all ranks. Resuming draws what comes before again.
+    Every rank draws the batches of all ranks, some at a time, with all generators that it can reach seeded from
+    ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
+    ``position`` counts batches of all ranks. Resuming draws the batches before ``position`` again.
 
     Args:
-        batch_sampler: anything that yields batches and has a length; it and what it wraps are told the epoch.
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and what it wraps.
         num_replicas: as for ``ScalableDistributedSampler``.
         rank: as for ``ScalableDistributedSampler``.
         seed: the same on every rank, not negative.
-        uneven: ``"pad"`` deals the epoch's first batches again, ``"drop"`` leaves the last ones out, with ``"exact"``
-            some ranks get one more.
+        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
+            some ranks one more batch.
 
     Raises:
         SamplerError: the batch sampler has no length; when iterated: it yields fewer batches than that.
@@ -57,7 +65,6 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
     ) -> None:
         super().__init__(num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven)
         self.batch_sampler = batch_sampler
-        self._dealt: list[int] = [0]
         self.length  # noqa: B018  # refuse at once what has none
 
     @property
@@ -66,30 +73,23 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
         """Batches of an epoch, of all ranks together."""
         return length_of(self.batch_sampler, "batch_sampler", "give it a __len__ that says how many batches it yields")
 
-    @override
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch here and in all that is wrapped."""
-        super().set_epoch(epoch)
-        self._tell_wrapped()
+    def first(self) -> Any:
+        """Return the epoch's first batch, which any rank can use that has no batch itself.
 
-    @override
-    def resume_at(self, epoch: int, position: int) -> None:
-        """Go to a place in an epoch, and tell all that is wrapped which epoch it is."""
-        super().resume_at(epoch, position)
-        self._tell_wrapped()
+        The same on every rank, whatever ``position`` is; an empty epoch has none.
+        """
+        return next(self._draw(self.length))
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches from ``position`` on, as the batch sampler makes them."""
-        dealt = self._dealt = [0]
+        """Yield this rank's batches from ``position`` on, as the batch sampler makes them."""
+        count = self._progress = _Count()
         share = self.share()
-        if not len(share):
-            return
-        for batch in _dealt_to(share, self._draw(share.length)):
-            dealt[0] += 1
+        for batch in _select(share, self._draw(share.length)):
+            count.handed_out += 1
             yield batch
 
     def _draw(self, length: int) -> Iterator[Any]:
-        """The epoch's batches for all ranks; in between, the generators belong to others."""
+        """Draw the epoch's batches of all ranks, with the generators swapped in only while drawing."""
         streams = Streams(mix(self.seed, self.epoch), *with_wrapped(self.batch_sampler))
         with streams.running():
             batches = iter(self.batch_sampler)
@@ -104,25 +104,20 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
                     f"batch_sampler must yield as many batches as its length, {length} (got {drawn});"
                     f" correct {type(self.batch_sampler).__name__}.__len__"
                 )
-            size = min(2 * size, MOST_AT_ONCE)
+            size = min(2 * size, MAX_AHEAD)
 
+    @override
     def _tell_wrapped(self) -> None:
         for sampler in with_wrapped(self.batch_sampler):
             tell_epoch(sampler, self.epoch)
 
-    @override
-    def _handed_out(self) -> int:
-        return self._dealt[0]
 
-    @override
-    def _forget_iterator(self) -> None:
-        self._dealt = [0]
-
-
-def _dealt_to(share: Share, batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches at the share's positions. Those that padding repeats are the first ones, and kept for that."""
-    first: list[Any] = []
+def _select(share: Share, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches at the share's positions; the first ones are kept for padding, which repeats them."""
     mine = range(share.start + share.rank, share.start + share.rank + len(share) * share.world_size, share.world_size)
+    if not mine:
+        return
+    first: list[Any] = []
     for number, batch in zip(range(min(mine[-1] + 1, share.length)), batches, strict=False):
         if share.uneven == "pad" and number < share.world_size:
             first.append(batch)

@@ -1,4 +1,4 @@
-"""Is this argument of a sampler one that can work?"""
+"""Validate the arguments of samplers."""
 
 from __future__ import annotations
 

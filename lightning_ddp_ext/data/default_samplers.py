@@ -1,4 +1,4 @@
-"""Samplers for loaders that have none that is made for several ranks: torch's own order, and any other sampler's."""
+"""Samplers for loaders whose own sampler knows one rank only: in torch's order, and in any other sampler's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.epochs import tell_epoch
 from lightning_ddp_ext.data.partition import Uneven
-from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, as_it_is
+from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, identity
 from lightning_ddp_ext.data.streams import mix, seeded, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
 
@@ -22,7 +22,7 @@ from lightning_ddp_ext.errors import SamplerError
 class TorchOrderSampler(GlobalOrderSampler):
     """Bit for bit the order of ``torch.utils.data.DistributedSampler``, entered at any position by any number of ranks.
 
-    The arguments are that one's. An epoch's order takes 8 bytes a sample, and the time to draw it.
+    The arguments are the same. An epoch's order takes 8 bytes a sample, and the time to draw it.
     """
 
     kind: ClassVar[str] = "torch"
@@ -45,20 +45,20 @@ class TorchOrderSampler(GlobalOrderSampler):
     @override
     def _order(self) -> Order:
         if not self.shuffle:
-            return as_it_is
+            return identity
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         order: NDArray[np.int64] = torch.randperm(self.length, generator=generator).numpy()
         return order.__getitem__
 
 
 class SharedSampler(GlobalOrderSampler):
-    """Shares out what any other sampler yields; all ranks deal out the same list, whatever their generators.
+    """Shares out what any other sampler yields; all ranks have the same list, whatever the state of their generators.
 
-    The list of an epoch is drawn whole on every rank, with all generators that the sampler can reach seeded from
-    ``seed`` and the epoch.
+    Every rank draws the whole list of an epoch, with all generators that the sampler can reach seeded from ``seed``
+    and the epoch.
 
     Args:
-        sampler: any sampler with a length; ``set_epoch`` and ``resume_at`` tell it the epoch if it has ``set_epoch``.
+        sampler: any sampler with a length; if it has ``set_epoch``, it is called with the epoch.
         num_replicas: as for ``ScalableDistributedSampler``.
         rank: as for ``ScalableDistributedSampler``.
         seed: the same on every rank, not negative.
@@ -73,7 +73,7 @@ class SharedSampler(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "shared"
-    shares_out = True  # it gives an epoch on to those alone that take one
+    shares_out = True  # hands an epoch on, but only to a sampler that takes one
 
     def __init__(
         self,
@@ -95,15 +95,7 @@ class SharedSampler(GlobalOrderSampler):
         return length_of(self.sampler, "sampler", "give it a __len__ that says how many indices it yields")
 
     @override
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch here and below."""
-        super().set_epoch(epoch)
-        tell_epoch(self.sampler, self.epoch)
-
-    @override
-    def resume_at(self, epoch: int, position: int) -> None:
-        """Go to a place in an epoch, and tell the wrapped sampler which epoch it is."""
-        super().resume_at(epoch, position)
+    def _tell_wrapped(self) -> None:
         tell_epoch(self.sampler, self.epoch)
 
     @override

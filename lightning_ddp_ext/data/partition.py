@@ -17,11 +17,11 @@ class Share:
 
     Where the ranks do not divide what is left, ``uneven`` decides:
 
-    - ``"pad"``: every rank reads equally many; what is missing are the first positions of the epoch, once more;
+    - ``"pad"``: every rank reads equally many; some read the epoch's first positions once more at their end;
     - ``"drop"``: every rank reads equally many; the last positions are left out;
     - ``"exact"``: every position is read by one rank; the first ranks may read one more than the others.
 
-    To stop and go on with another number of ranks is a new share that starts at ``position_after(consumed)``.
+    Resuming on another number of ranks is a new share that starts at ``position_after(consumed)``.
 
     Args:
         length: positions of the whole epoch.
@@ -53,16 +53,16 @@ class Share:
         return max(0, -((behind - left) // self.world_size))
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The rank's positions number ``begin`` to ``end`` (which is left out), cut at ``len(self)``."""
+        """Return the rank's positions number ``begin`` up to ``end`` (exclusive), cut at ``len(self)``."""
         end = min(end, len(self))
         first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
         found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """The first position that nobody has read when every rank has read ``consumed`` (or all) of its own.
+        """Return the first position that no rank has read once every rank has read ``consumed`` (or all) of its own.
 
-        The same on every rank, and ``length`` once the ranks are through, also where ``"drop"`` has left some out.
+        The same on every rank, and ``length`` once the ranks are done, also where ``"drop"`` has left some out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

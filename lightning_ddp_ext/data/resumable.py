@@ -1,14 +1,15 @@
-"""The place in an epoch where a sampler's reading begins, and how to save it and go back there."""
+"""A position in an epoch's global order, which a sampler can start from, save and load."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+import torch.distributed as dist
 
 from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
 from lightning_ddp_ext.data.partition import Share, Uneven
-from lightning_ddp_ext.data.ranks import LazyRanks
 from lightning_ddp_ext.errors import SamplerError
 
 STATE_VERSION = 1
@@ -17,31 +18,40 @@ _REMEDIES = {
     "version": "load it with the version of lightning-ddp-ext that saved it",
     "kind": "build the same class of sampler as the run that saved the state",
     "length": "give the sampler the same data as in the run that saved the state",
-    "seed": "build the sampler with the seed of the state",
-    "shuffle": "build the sampler with the shuffle of the state",
     "uneven": "build the sampler with the policy of the state",
 }
 
 
+class Progress(Protocol):
+    """What an iterator of a sampler tells about itself."""
+
+    @property
+    def handed_out(self) -> int:
+        """How many elements it has yielded."""
+
+
 class Resumable:
-    """Base of everything that shares out one global order among the ranks, and can begin anywhere in it.
+    """Base of everything that shares out one global order among the ranks, and can start at any position of it.
+
+    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts the ``Progress`` of its newest
+    iterator into ``_progress``.
 
     Attributes:
         epoch: the epoch whose order is read next.
-        position: where in the global order of this epoch reading begins; the same number on every rank.
         seed, shuffle, uneven: as given.
     """
 
     kind: ClassVar[str]
-    """What a state says that it is the state of."""
+    """Whose state a state is."""
 
     def __init__(self, *, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, uneven: Uneven) -> None:
-        self._ranks = LazyRanks(num_replicas, rank)
+        self._given_ranks = _validated(num_replicas, rank)
         self.shuffle = bool(shuffle)
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
+        self._progress: Progress | None = None
 
     @property
     def length(self) -> int:
@@ -51,25 +61,25 @@ class Resumable:
     @property
     def num_replicas(self) -> int:
         """Number of ranks, now."""
-        return self._ranks.now()[0]
+        return self._ranks()[0]
 
     @property
     def rank(self) -> int:
         """This process's rank, now."""
-        return self._ranks.now()[1]
+        return self._ranks()[1]
 
     @property
     def position(self) -> int:
-        """Where in the global order of this epoch reading begins."""
+        """Where in the global order of this epoch an iterator starts; the same number on every rank."""
         return self._position
 
     def share(self) -> Share:
-        """What this rank reads from ``position`` on."""
-        num_replicas, rank = self._ranks.now()
+        """Return what this rank reads from ``position`` on."""
+        num_replicas, rank = self._ranks()
         return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
 
     def __len__(self) -> int:
-        """What this rank reads in a whole epoch, wherever reading begins now; loops count from an epoch's beginning."""
+        """What this rank reads in a whole epoch, whatever ``position`` is; loops count from an epoch's beginning."""
         return len(replace(self.share(), start=0))
 
     @property
@@ -78,17 +88,19 @@ class Resumable:
         return len(self.share())
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch's order; another one than so far is read from its beginning.
+        """Read this epoch's order; if it is another epoch than before, from its beginning.
 
         Raises:
             SamplerError: ``epoch`` is not a whole number, or negative.
         """
         epoch = epoch_of(epoch)
-        if epoch != self.epoch:
+        if epoch == self.epoch:
+            self._tell_wrapped()
+        else:
             self.resume_at(epoch, 0)
 
     def resume_at(self, epoch: int, position: int) -> None:
-        """Read this epoch's order from a position of the global order on; every rank must be given the same.
+        """Read this epoch's order from a position of the global order on; pass the same on every rank.
 
         Raises:
             SamplerError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
@@ -97,10 +109,11 @@ class Resumable:
         remedy = "take it from a state that a sampler of this length has saved"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self._forget_iterator()
+        self._progress = None
+        self._tell_wrapped()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int | bool | str]:
-        """The place that has been reached, the same on every rank and good for any number of ranks.
+        """Return the position that has been reached: the same on every rank, and good for any number of ranks.
 
         Args:
             consumed: how much of its share each rank has used since the iterator was started; by default, what
@@ -113,12 +126,12 @@ class Resumable:
             SamplerError: ``consumed`` is negative or no whole number.
         """
         if consumed is None:
-            consumed = self._handed_out()
+            consumed = 0 if self._progress is None else self._progress.handed_out
         consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
         return {**self._identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the place of a state, saved on any number of ranks.
+        """Go to the position of a state, saved on any number of ranks.
 
         Raises:
             SamplerError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
@@ -140,6 +153,20 @@ class Resumable:
                 )
         self.resume_at(state["epoch"], state["position"])
 
+    def _ranks(self) -> tuple[int, int]:
+        """Number of ranks and own rank; what was not given is the process group's at this moment, else 1 and 0.
+
+        So a sampler that is built before the process group is right once the group exists.
+        """
+        num_replicas, rank = self._given_ranks
+        grouped = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if grouped else 1
+        if rank is None:
+            rank = dist.get_rank() if grouped else 0
+        _check_rank(rank, num_replicas)
+        return num_replicas, rank
+
     def _identity(self) -> dict[str, int | bool | str]:
         """What must be equal for a position to mean the same."""
         return {
@@ -151,10 +178,24 @@ class Resumable:
             "uneven": self.uneven,
         }
 
-    def _handed_out(self) -> int:
-        """How much the newest iterator has handed out."""
-        raise NotImplementedError
+    def _tell_wrapped(self) -> None:
+        """Set the epoch of what this sampler wraps."""
 
-    def _forget_iterator(self) -> None:
-        """The newest iterator is of another place."""
-        raise NotImplementedError
+
+def _validated(num_replicas: int | None, rank: int | None) -> tuple[int | None, int | None]:
+    remedy = "leave it out to use the process group's"
+    if num_replicas is not None:
+        whole_number(num_replicas, "num_replicas", at_least=1, remedy=remedy)
+    if rank is not None:
+        whole_number(rank, "rank", remedy=remedy)
+    if num_replicas is not None and rank is not None:
+        _check_rank(rank, num_replicas)
+    return num_replicas, rank
+
+
+def _check_rank(rank: int, num_replicas: int) -> None:
+    if rank >= num_replicas:
+        raise SamplerError(
+            f"rank must be below num_replicas, {num_replicas} (got {rank});"
+            " leave both out to use those of the process group"
+        )

@@ -1,4 +1,4 @@
-"""Samplers: one global order of an epoch, shared out among the ranks, that can be entered anywhere."""
+"""Samplers that share out one global order of an epoch among the ranks and can start at any position of it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices that are computed at once: few at first, since somebody waits for one
-PIECE = 1 << 10  # and that are Python numbers at once: so few that their memory is used again while it is in the cache
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one comes soon
+CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
-class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[override]  # ranks are found when asked for
+class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[override]  # asks for the ranks when used
     """Base of our samplers: a subclass says in ``_order`` what stands at a position of an epoch's global order.
 
     It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
@@ -45,10 +45,9 @@ class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[ov
         Resumable.__init__(self, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=uneven)
         self.dataset = dataset
         self._length = length
-        self._newest: _Deal | None = None
 
     def _order(self) -> Order:
-        """The order of ``self.epoch``: a function from positions to what the sampler yields for them."""
+        """Return the order of ``self.epoch``: a function from positions to what the sampler yields for them."""
         raise NotImplementedError
 
     @property
@@ -72,45 +71,44 @@ class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[ov
         """What all ranks together read in an epoch."""
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
+    def first(self) -> Any:
+        """Return the first sample of the epoch's global order, which any rank can use that has no sample itself.
+
+        The same on every rank, whatever ``position`` is; an empty order has none.
+        """
+        return self._order()(np.zeros(1, dtype=np.int64)).tolist()[0]
+
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices from ``position`` on; nothing is computed before the first one is asked for."""
-        return chain.from_iterable(self._blocks())
+        """Yield this rank's indices from ``position`` on; nothing is computed before the first one is asked for."""
+        return chain.from_iterable(self._chunks())
 
-    def _blocks(self) -> Iterator[Iterator[int]]:
-        deal = self._newest = _Deal(self.share(), self._order())
-        yield from deal
-
-    @override
-    def _handed_out(self) -> int:
-        return 0 if self._newest is None else self._newest.handed_out
-
-    @override
-    def _forget_iterator(self) -> None:
-        self._newest = None
+    def _chunks(self) -> Iterator[Iterator[int]]:
+        chunks = self._progress = _Chunks(self.share(), self._order())
+        yield from chunks
 
 
-class _Deal:
-    """One pass over a share, block by block; how far it is, it reads off the block that it gave away."""
+class _Chunks:
+    """Iterators over the parts of a share, one after another; the newest one knows how much of it is left."""
 
     def __init__(self, share: Share, order: Order) -> None:
         self._share = share
         self._order = order
-        self._until = 0
-        self._block: Iterator[Any] = iter(())
+        self._end = 0
+        self._chunk: Iterator[Any] = iter(())
 
     @property
     def handed_out(self) -> int:
-        return self._until - operator.length_hint(self._block)
+        return self._end - operator.length_hint(self._chunk)
 
     def __iter__(self) -> Iterator[Iterator[Any]]:
-        length, size = len(self._share), FIRST_BLOCK
-        while self._until < length:
-            indices = self._order(self._share.positions(self._until, self._until + size))
-            for begin in range(0, len(indices), PIECE):
-                piece = indices[begin : begin + PIECE].tolist()
-                self._until += len(piece)
-                self._block = iter(piece)
-                yield self._block
+        size = FIRST_BLOCK
+        while self._end < len(self._share):
+            indices = self._order(self._share.positions(self._end, self._end + size))
+            for begin in range(0, len(indices), CHUNK):
+                chunk = indices[begin : begin + CHUNK].tolist()
+                self._end += len(chunk)
+                self._chunk = iter(chunk)
+                yield self._chunk
             size = BLOCK
 
 
@@ -119,7 +117,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
     The order of an epoch is a keyed permutation, see ``data.permutation``, that depends on ``seed`` and ``epoch``
     alone (mixed, not added). Each rank computes only the indices that it yields. A state can be loaded on any number
-    of ranks, and what they read then is what had not been read.
+    of ranks, which then read what has not been read before.
 
     Args:
         dataset: anything with a length, up to 2**62.
@@ -129,7 +127,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         seed: the same on every rank, not negative.
         drop_last: the same as ``uneven="drop"``.
         uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
-            ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more.
+            ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
         SamplerError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
@@ -177,7 +175,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     @override
     def _order(self) -> Order:
         if not self.shuffle:
-            return as_it_is
+            return identity
         return Permutation(self.length, mix(self.seed, self.epoch)).apply
 
 
@@ -202,6 +200,6 @@ class ExactDistributedSampler(ScalableDistributedSampler):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, uneven="exact")
 
 
-def as_it_is(positions: NDArray[np.int64]) -> NDArray[np.int64]:
+def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """The dataset's own order."""
     return positions

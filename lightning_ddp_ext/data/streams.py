@@ -1,4 +1,4 @@
-"""Seeds that are mixed and not added, and random generators that follow one for a while."""
+"""Mix seeds, and run code with seeded random generators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import SamplerError
 
 
 def mix(*words: int) -> int:
-    """One 64-bit seed from several whole numbers of any size; their order, number and grouping all count.
+    """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
 
     Raises:
         SamplerError: a word is negative.
@@ -32,10 +32,10 @@ def mix(*words: int) -> int:
 
 
 def seeded(seed: int, *owners: object) -> AbstractContextManager[None]:
-    """Inside, the generators of this process and of ``owners`` are seeded; afterwards they are as they were.
+    """Seed the generators of this process and of ``owners`` inside the block, and restore them afterwards.
 
-    Seeded are the global ones of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator`` and
-    ``RandomState`` and ``random.Random`` that is an attribute of an owner, each from a stream of its own.
+    These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
+    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, each with a stream of its own.
 
     >>> with seeded(1):
     ...     first = random.random()
@@ -47,9 +47,9 @@ def seeded(seed: int, *owners: object) -> AbstractContextManager[None]:
 
 
 class Streams:
-    """Generators of this process and of ``owners`` as ``seeded`` seeds them, which run whenever they are let to.
+    """States of the generators that ``seeded`` seeds, kept from one block to the next.
 
-    A context of ``running()`` continues where the one before has ended, whatever happened to the generators between.
+    A block of ``running()`` continues where the block before has ended, whatever happened to the generators in between.
     """
 
     def __init__(self, seed: int, *owners: object) -> None:
@@ -57,7 +57,7 @@ class Streams:
         self._states: list[Any] = []
         known: set[int] = set()
         for words, found in _named_generators(owners):
-            generator = None if id(found) in known else _access(found)
+            generator = None if id(found) in known else _generator(found)
             known.add(id(found))
             if generator is not None:
                 self._generators.append(generator)
@@ -65,7 +65,7 @@ class Streams:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Put our states in for the block, and then the others' back."""
+        """Swap our states in for the block, and the states from outside back in after it."""
         outside = [generator.get() for generator in self._generators]
         self._put(self._states)
         try:
@@ -80,7 +80,7 @@ class Streams:
 
 
 def with_wrapped(sampler: object) -> list[object]:
-    """The sampler, and the samplers that are attributes of it, at any depth."""
+    """Return the sampler, and the samplers that are its attributes, at any depth."""
     found = [sampler]
     for owner in found:
         for name, value in sorted(_attributes(owner).items()):
@@ -97,7 +97,7 @@ class _Generator:
 
 
 def _named_generators(owners: tuple[object, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
-    """Candidates, each with numbers that name its place and so do not depend on what else there is."""
+    """Possible generators, each with numbers that identify it, whatever others there are."""
     yield (0, 0), random
     yield (0, 1), np.random
     yield (0, 2), torch.default_generator
@@ -116,7 +116,7 @@ def _is_sampler(name: str, value: object) -> bool:
     return isinstance(value, Sampler) or (name in ("sampler", "batch_sampler") and hasattr(value, "__iter__"))
 
 
-def _access(found: Any) -> _Generator | None:
+def _generator(found: Any) -> _Generator | None:
     if found is random or (isinstance(found, random.Random) and not isinstance(found, random.SystemRandom)):
         return _Generator(found.getstate, found.setstate, lambda seed: random.Random(seed).getstate())
     if found is np.random or isinstance(found, np.random.RandomState):

@@ -1,8 +1,8 @@
-"""Draws by weight, one sequence for all ranks."""
+"""Draw samples by weight, in one sequence for all ranks."""
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,16 +14,18 @@ from lightning_ddp_ext.data.checks import LARGEST, length_of, whole_number
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.streams import mix
-from lightning_ddp_ext.data.uniforms import uniforms
 from lightning_ddp_ext.errors import SamplerError
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class DistributedWeightedSampler(GlobalOrderSampler):
-    """torch's ``WeightedRandomSampler`` for several ranks, which share out one sequence of draws.
+    """torch's ``WeightedRandomSampler`` for several ranks, which share one sequence of draws.
 
-    The sequence of an epoch depends on weights, ``seed`` and ``epoch``, not on the number of ranks, and can be entered
-    anywhere. With replacement, a rank computes its own draws only, each from a hash of its place in the sequence, and
-    there may be more than 2**24 weights. Without, an epoch starts by sorting all samples (Efraimidis and Spirakis,
+    The sequence of an epoch depends on weights, ``seed`` and ``epoch``, not on the number of ranks, and can be started
+    anywhere. With replacement, a rank computes its own draws only, each from a hash of its position in the sequence,
+    and there may be more than 2**24 weights. Without, an epoch starts by sorting all samples (Efraimidis and Spirakis,
     "Weighted random sampling with a reservoir", 2006).
 
     Args:
@@ -58,7 +60,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         uneven: Uneven = "pad",
         dataset: Any = None,
     ) -> None:
-        self.weights = _checked(weights)
+        self.weights = _validated(weights)
         self.replacement = bool(replacement)
         length = whole_number(
             num_samples, "num_samples", at_least=1, at_most=LARGEST, remedy="pass the draws of an epoch, of all ranks"
@@ -86,8 +88,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         key = mix(self.seed, self.epoch)
         if not self.replacement:
             return _without_replacement(self.weights, self.length, key).__getitem__
-        bounds = self._bounds
-        return lambda places: _find(bounds, uniforms(key, places) * bounds[-1])
+        return partial(_draw, self._bounds, key)
 
     @cached_property
     def _bounds(self) -> NDArray[np.float64]:
@@ -98,8 +99,37 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         return {**super()._identity(), "replacement": self.replacement, "weights": len(self.weights)}
 
 
+def uniforms(key: int, positions: NDArray[Any]) -> NDArray[np.float64]:
+    """Numbers of the sequence that belongs to ``key``: at least 0 and below 1, in steps of 2**-53.
+
+    Steele, Lea and Flood's SplitMix64 (2014) at the given positions, with a second key in the middle.
+
+    >>> some = uniforms(7, np.array([0, 1, 10**15]))
+    >>> bool((uniforms(7, np.array([10**15])) == some[2]).all())
+    True
+    """
+    words = positions.astype(np.uint64)
+    words *= _STEP
+    words += np.uint64(mix(key, 0))
+    words ^= words >> np.uint64(30)
+    words *= _FIRST
+    words ^= np.uint64(mix(key, 1))
+    words ^= words >> np.uint64(27)
+    words *= _SECOND
+    words ^= words >> np.uint64(31)
+    numbers = (words >> np.uint64(11)).astype(np.float64)
+    numbers *= 2.0**-53
+    return numbers
+
+
+def _draw(bounds: NDArray[np.float64], key: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Samples drawn with replacement, at these positions of the sequence."""
+    return _find(bounds, uniforms(key, positions) * bounds[-1])
+
+
 def _find(bounds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """How many bounds are not above each value. Ascending values find theirs near those before: twice as quick."""
+    """How many bounds are not above each value."""
+    # Searching ascending values is twice as quick: each finds its bound near the one before, in the cache.
     ascending = np.argsort(values)
     found = np.empty(len(values), dtype=np.int64)
     found[ascending] = np.searchsorted(bounds, values[ascending], side="right")
@@ -107,14 +137,14 @@ def _find(bounds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[n
 
 
 def _without_replacement(weights: NDArray[np.float64], count: int, key: int) -> NDArray[np.int64]:
-    """Samples by the time at which each comes, if they come at random and as often as they weigh."""
+    """Samples sorted by random arrival times, at rates that are the weights."""
     candidates = np.flatnonzero(weights)
     with np.errstate(divide="ignore"):  # a number of exactly 0 comes last
         times = np.log(-np.log(uniforms(key, candidates))) - np.log(weights[candidates])
     return candidates[np.argsort(times, kind="stable")[:count]]
 
 
-def _checked(weights: Any) -> NDArray[np.float64]:
+def _validated(weights: Any) -> NDArray[np.float64]:
     """Weights as fractions of the largest one, so that their sum neither overflows nor vanishes."""
     found = _as_array(weights)
     if found.ndim != 1:
@@ -125,9 +155,9 @@ def _checked(weights: Any) -> NDArray[np.float64]:
         raise SamplerError("weights must not be empty (got 0 of them); pass one for each sample")
     for wrong, what in ((np.isnan(found), "NaN"), (np.isinf(found), "infinite"), (found < 0, "negative")):
         if wrong.any():
-            place = int(wrong.argmax())
+            sample = int(wrong.argmax())
             raise SamplerError(
-                f"weights must not be {what} (got {found[place]} for sample {place}); give 0 to what is never drawn"
+                f"weights must not be {what} (got {found[sample]} for sample {sample}); give 0 to what is never drawn"
             )
     if not found.any():
         raise SamplerError(f"weights must not all be zero (got {found.size} zeros); give more to what is to be drawn")

@@ -29,10 +29,25 @@ def without_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_bijection(length: int, key: int) -> bool:
-    order, everything = Permutation(length, key), np.arange(length)
-    values = order.apply(everything)
-    covered = np.bincount(values, minlength=length) if length else values
-    return len(covered) == length and bool((covered == 1).all() and (order.invert(values) == everything).all())
+    values = Permutation(length, key).apply(np.arange(length))
+    return sorted(values.tolist()) == list(range(length))
+
+
+def position_of(value: int, length: int, key: int) -> int:
+    """Undo the network for one value, with Python's integers and no code of the package but ``mix``."""
+    rows = isqrt(length - 1) + 1
+    columns, low = -(-length // rows), 2**32 - 1
+    words = [mix(key, number) for number in range(10)]
+    while True:
+        halves, sizes = [*divmod(value, columns)], (rows, columns)
+        for number in reversed(range(10)):
+            changed, read, word = number % 2, 1 - number % 2, words[number]
+            hashed = (halves[read] * (word & low | 1) + (mix(word) & low)) & low
+            hashed = (hashed ^ hashed >> 16) * (word >> 32 | 1) & low
+            halves[changed] = (halves[changed] - (hashed >> 1)) % sizes[changed]
+        value = halves[0] * columns + halves[1]
+        if value < length:
+            return value
 
 
 def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
@@ -44,7 +59,7 @@ def p_of(observed: Any) -> float:
 
 
 def test_every_length_up_to_5000_is_a_bijection() -> None:
-    """Each value once, and the inverse finds where it stands."""
+    """Each value once."""
     assert [length for length in range(1, 5001) if not is_bijection(length, mix(1, length))] == []
 
 
@@ -64,20 +79,17 @@ def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(
-    length=st.integers(1, 2**62) | st.integers(0, 62).map(lambda bits: 2**bits),
+    length=st.integers(JUST_ABOVE_THE_TABLE, 2**62) | st.integers(17, 62).map(lambda bits: 2**bits),
     key=st.integers(0, 2**64 - 1),
     parts=st.lists(st.integers(0, 2**62), min_size=1, max_size=50),
 )
-def test_large_orders_are_undone_by_their_inverse(length: int, key: int, parts: list[int]) -> None:
+def test_large_orders_are_undone_by_a_plain_inverse(length: int, key: int, parts: list[int]) -> None:
     """Images are positions of the order and lead back, and so no two positions share one."""
-    order = Permutation(length, key)
-    positions = np.array([0, length - 1, *(part % length for part in parts)])
-    for there, back in ((order.apply, order.invert), (order.invert, order.apply)):
-        values = there(positions)
-        assert values.dtype == np.int64
-        assert values.min() >= 0
-        assert values.max() < length
-        np.testing.assert_array_equal(back(values), positions)
+    positions = [0, length - 1, *(part % length for part in parts)]
+    values = Permutation(length, key).apply(np.array(positions))
+    assert values.dtype == np.int64
+    assert 0 <= values.min() <= values.max() < length
+    assert [position_of(value, length, key) for value in values.tolist()] == positions
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
@@ -149,9 +161,8 @@ def test_an_order_stays_what_it_was() -> None:
 def test_positions_outside_are_refused(length: int, positions: list[int]) -> None:
     """Neither a negative position nor one beyond the end has an image."""
     outside = [position if position < 10 else position - 10 + length for position in positions]
-    for direction in (Permutation(length, 1).apply, Permutation(length, 1).invert):
-        with pytest.raises(SamplerError, match=f"must be from 0 to {length - 1}"):
-            direction(np.array(outside))
+    with pytest.raises(SamplerError, match=f"must be from 0 to {length - 1}"):
+        Permutation(length, 1).apply(np.array(outside))
 
 
 @pytest.mark.parametrize(

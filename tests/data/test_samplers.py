@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import tracemalloc
 from collections import Counter, deque
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
 )
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
 from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
 from tests.ranks import run_ranks
@@ -88,6 +91,24 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(
     assert sorted(one) == list(range(length))
     if not shuffle:
         assert one == list(range(length))
+
+
+@pytest.mark.parametrize(
+    ("length", "digest"),
+    [
+        (1000, "0df14c22ea6ace32"),
+        (70_001, "0dbb2761ad438328"),
+        (10**8, "efa4a869623ed22c"),
+        (10**12, "f90792404b2a271d"),
+        (2**62, "58228eda3b538ecb"),
+    ],
+)
+def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
+    """A seed and an epoch have the same indices in every version, across several blocks."""
+    sampler = ScalableDistributedSampler(Sized(length), 3, 1, seed=7)
+    sampler.set_epoch(5)
+    indices = list(islice(sampler, 40_000))
+    assert hashlib.sha256(repr(indices).encode()).hexdigest()[:16] == digest
 
 
 def test_every_seed_and_epoch_has_an_order_of_its_own() -> None:
@@ -271,11 +292,32 @@ def test_a_loader_reads_the_sampler(num_workers: int) -> None:
 
 def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
     """Spawned processes get a copy that stands where it stood."""
-    sampler = ScalableDistributedSampler(range(100), 2, 1)
-    take(sampler, 7)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert copy.state_dict() == sampler.state_dict()
-    assert list(copy) == list(sampler)
+    for sampler in (
+        ScalableDistributedSampler(range(100), 2, 1),
+        DistributedWeightedSampler(np.arange(100), 100, num_replicas=2, rank=1),
+        TorchOrderSampler(range(100), 2, 1),
+    ):
+        take(sampler, 7)
+        copy = pickle.loads(pickle.dumps(sampler))
+        assert copy.state_dict() == sampler.state_dict()
+        assert list(copy) == list(sampler)
+
+
+@pytest.mark.parametrize("length", [1, 7, 100_003])
+def test_the_first_sample_is_one_that_the_epoch_begins_with(length: int) -> None:
+    """On every rank, also one without samples, and wherever in the epoch the sampler stands."""
+    for kind in (
+        lambda rank: ScalableDistributedSampler(Sized(length), 8, rank, uneven="exact"),
+        lambda rank: TorchOrderSampler(Sized(length), 8, rank),
+        lambda rank: SharedSampler(RandomSampler(range(length)), 8, rank),
+        lambda rank: DistributedWeightedSampler(np.arange(1, 1 + length), 9, num_replicas=8, rank=rank),
+    ):
+        samplers: list[Any] = [kind(rank) for rank in range(8)]
+        for sampler in samplers:
+            sampler.resume_at(2, 1)
+        beginning = kind(0)
+        beginning.set_epoch(2)
+        assert [sampler.first() for sampler in samplers] == [next(iter(beginning))] * 8
 
 
 # Ranks.

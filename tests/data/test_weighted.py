@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from lightning_ddp_ext.data.uniforms import uniforms
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler, _find
+from lightning_ddp_ext.data.weighted import DistributedWeightedSampler, _find, uniforms
 from lightning_ddp_ext.errors import SamplerError
 from tests.data.data import dealt, in_turn, stop_and_go
 
