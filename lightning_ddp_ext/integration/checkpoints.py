@@ -21,6 +21,7 @@ from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.writer import PathLike, locate
 from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
+from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.foreign import adapted
 from lightning_ddp_ext.integration.lightning_tree import (
     Callback,
@@ -30,7 +31,6 @@ from lightning_ddp_ext.integration.lightning_tree import (
     TrainerStatus,
     rank_zero_info,
     rank_zero_warn,
-    refuse_missing,
 )
 from lightning_ddp_ext.integration.progress import progress_of
 from lightning_ddp_ext.rendezvous.process_group import current
@@ -246,18 +246,17 @@ def _changes_what_it_loads(module: nn.Module) -> bool:
     return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs
 
 
-def agree_on_path(trainer: Any) -> None:
+def agree_on_path(trainer: Any, replaced: ReplacedMethods) -> None:
     """Have every rank restore what rank 0 does.
 
     ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A rank
     that finds nothing would go on without a restore, and so without the others.
     """
     connector = trainer._checkpoint_connector
-    refuse_missing(type(connector), "_restore_modules_and_callbacks")
     restore_own = type(connector)._restore_modules_and_callbacks
 
     def restore_the_same(checkpoint_path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
         mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
         restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
 
-    connector._restore_modules_and_callbacks = restore_the_same
+    replaced.replace(connector, "_restore_modules_and_callbacks", restore_the_same)

@@ -21,6 +21,7 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
+from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.data_path import DataPath, Order
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.evaluation import IdleRanks
@@ -243,6 +244,7 @@ class DDPExtStrategy(DDPStrategy):
         check_run_id(run_id)
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
+        self._replaced = ReplacedMethods()
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self,
@@ -445,7 +447,7 @@ class DDPExtStrategy(DDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         trainer, membership = self.lightning_module.trainer, current()
-        agree_on_path(trainer)
+        agree_on_path(trainer, self._replaced)
         self.data.attach(trainer)
         self.metrics.start()
         self.stops.attach(trainer, membership)
@@ -506,6 +508,7 @@ class DDPExtStrategy(DDPStrategy):
             self.data.detach()
             super().teardown()
         finally:
+            self._replaced.put_back()
             self.stops.detach()
 
     # BatchNorm.

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
+from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.lightning_tree import (
     LightningModule,
     ModelCheckpoint,
@@ -23,6 +24,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_warn,
     refuse_missing,
 )
+from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 
 # What ModelCheckpoint remembers of a save before it has succeeded.
 _RECORDED = (
@@ -70,6 +72,7 @@ class RankZeroCheckpoint(ModelCheckpoint):
         super().__init__(*args, **kwargs)
         self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
+        self._replaced = ReplacedMethods()
 
     @property
     @override
@@ -78,8 +81,14 @@ class RankZeroCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io)
+        self._replaced.put_back()
+        self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        self._replaced.put_back()
 
     # What is read is let go of when training or an evaluation begins.
 
@@ -159,7 +168,7 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _checkpoints_of(trainer: Trainer, io: RankZeroCheckpointIO | None) -> Checkpoints | None:
+def _checkpoints_of(trainer: Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods) -> Checkpoints | None:
     """What saves and restores together; put into a stock strategy where it is not yet."""
     strategy = trainer.strategy
     found = getattr(strategy, "checkpoints", None)
@@ -171,7 +180,8 @@ def _checkpoints_of(trainer: Trainer, io: RankZeroCheckpointIO | None) -> Checkp
             )
             return None
         found = _install(strategy)
-    agree_on_path(trainer)
+    if not isinstance(strategy, DDPExtStrategy):
+        agree_on_path(trainer, replaced)
     _bring_along(strategy, io)
     return found
 
