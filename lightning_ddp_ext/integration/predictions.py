@@ -20,7 +20,7 @@ from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 T = TypeVar("T")
-Gather = Callable[[Any], list[Any]]
+Group = dist.ProcessGroup | None
 
 _STRUCTURES = "a tensor or array with a row for each sample, a list with an item for each, or dicts and tuples of these"
 _NO_PREDICTIONS = (
@@ -42,8 +42,7 @@ def gather_predictions(trainer: Any) -> Any:
     """Bring together what the ranks have predicted, after ``trainer.predict``. Collective: every rank must call it.
 
     Works with any strategy, and on one process. Where a sampler repeats samples, the first prediction of each is
-    taken; where batches were limited, there is no more than what was read. Predictions
-    travel in CPU memory, a batch of each rank at a time.
+    taken; where batches were limited, there is no more than what was read. Predictions travel in CPU memory.
 
     Args:
         trainer: a Trainer that has finished ``predict`` and keeps its predictions (``return_predictions``).
@@ -66,12 +65,11 @@ def gather_predictions(trainer: Any) -> Any:
             torch.save(predictions, "predictions.pt")
     """
     with _cpu_group() as group:
-        gather = partial(_all_gather, group=group)
-        loaders, batches = _on_every_rank(lambda: _own_batches(trainer), gather, "predictions cannot be read")
+        loaders, batches = _on_every_rank(lambda: _own_batches(trainer), group, "predictions cannot be read")
         if _is_distributed():
-            batches = _to_rank_zero(batches, gather, group)
+            batches = _to_rank_zero(batches, group)
         return _on_every_rank(
-            lambda: _join_loaders(loaders, batches) if _rank() == 0 else None, gather, "predictions cannot be joined"
+            lambda: _join_loaders(loaders, batches) if _rank() == 0 else None, group, "predictions cannot be joined"
         )
 
 
@@ -113,7 +111,7 @@ def _rank() -> int:
 
 
 @contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
+def _cpu_group() -> Iterator[Group]:
     """All ranks, in a group whose messages are in CPU memory, so that rank 0's GPU need not hold what it receives."""
     membership = current()
     if not _is_distributed() or dist.get_backend() == "gloo":
@@ -128,7 +126,7 @@ def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
             dist.destroy_process_group(group)
 
 
-def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def _all_gather(value: Any, group: Group) -> list[Any]:
     """The values of all ranks, by rank. Collective."""
     if not _is_distributed():
         return [value]
@@ -137,7 +135,7 @@ def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     return values
 
 
-def _on_every_rank(work: Callable[[], T], gather: Gather, problem: str) -> T:
+def _on_every_rank(work: Callable[[], T], group: Group, problem: str) -> T:
     """Run ``work`` on each rank; what goes wrong on one rank is raised on all. Collective."""
 
     def explained() -> T:
@@ -148,22 +146,23 @@ def _on_every_rank(work: Callable[[], T], gather: Gather, problem: str) -> T:
         except Exception as error:
             raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}") from error
 
+    gather = partial(_all_gather, group=group)
     return side_by_side(explained, rank=_rank(), gather=gather, what="gathering predictions")
 
 
-def _to_rank_zero(batches: list[_Batch], gather: Gather, group: dist.ProcessGroup | None) -> list[_Batch]:
+def _to_rank_zero(batches: list[_Batch], group: Group) -> list[_Batch]:
     """The batches of all ranks, by rank, on rank 0; no batches on other ranks. Collective."""
     pickled = _on_every_rank(
-        lambda: [pickle.dumps(batch) for batch in batches], gather, "predictions must be picklable to be gathered"
+        lambda: [pickle.dumps(batch) for batch in batches], group, "predictions must be picklable to be gathered"
     )
     by_rank: list[list[bytes]] = [[] for _ in range(dist.get_world_size())]
-    for number in range(max(gather(len(pickled)))):
+    for number in range(max(_all_gather(len(pickled), group))):
         received: list[Any] | None = [None] * len(by_rank) if _rank() == 0 else None
         dist.gather_object(pickled[number] if number < len(pickled) else None, received, group=group)
         for of_rank, each in zip(by_rank, received or [], strict=False):
             of_rank += [each] if each is not None else []
     return _on_every_rank(
-        lambda: [pickle.loads(each) for of_rank in by_rank for each in of_rank], gather, "predictions cannot be read"
+        lambda: [pickle.loads(each) for of_rank in by_rank for each in of_rank], group, "predictions cannot be read"
     )
 
 
