@@ -22,6 +22,7 @@ __all__ = [
     "Callback",
     "CheckpointIO",
     "ClusterEnvironment",
+    "CombinedLoader",
     "DDPStrategy",
     "LayerSync",
     "LightningEnvironment",
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+    from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
     from lightning.pytorch.utilities.exceptions import SIGTERMException
     from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -165,6 +167,7 @@ else:
     ProgressBar, RichProgressBar = _callbacks.ProgressBar, _callbacks.RichProgressBar
     _states = import_module(f"{lightning_name}.trainer.states")
     RunningStage, TrainerStatus = _states.RunningStage, _states.TrainerStatus
+    CombinedLoader = import_module(f"{lightning_name}.utilities").CombinedLoader
     _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
     rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
     _launchers = f"{lightning_name}.strategies.launchers"

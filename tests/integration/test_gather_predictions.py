@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -133,8 +134,22 @@ def test_one_process_needs_no_ranks() -> None:
     assert found.gathered.tolist() == list(range(7))
 
 
-def not_by_sample(x: Tensor) -> Any:
-    return x.mean()
+def each_by_itself(rank: int, world_size: int, directory: Path) -> list[Predicted]:
+    """Ranks with a Trainer of their own each, in a default group whose collectives do nothing."""
+    store = dist.FileStore(f"{directory}/store", world_size)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    trainer = make_trainer("auto", devices=1)
+    indices = [range(rank, 7, world_size), [4, 0] if rank == 0 else [], range(rank, 3, world_size)]
+    found = [predict(trainer, loader(7, sampler=each)) for each in indices]
+    dist.destroy_process_group()
+    return found
+
+
+def test_predictions_travel_in_cpu_memory(tmp_path: Path) -> None:
+    """Where the default group is no gloo group, by one; and a rank that has read nothing adds nothing."""
+    first, *others = run_ranks(each_by_itself, 3, tmp_path)
+    assert [each.gathered.tolist() for each in first] == [list(range(7)), [0, 4], [0, 1, 2]]
+    assert all(each.gathered is None for rank in others for each in rank)
 
 
 def wrong(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -176,7 +191,7 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
         "predictions must have a first dimension by sample (got int); have predict_step return",
         "predictions['x'] must have a first dimension by sample, 2 in this batch (got length 1);",
         "predictions must have one shape after the first dimension (got (1,), (2,)); pad them",
-        "predictions must have the same keys in every batch (got ['key 2'] and ['key 1'])",
+        "predictions must have the same keys in every batch (got ['key 1'], ['key 2'])",
         "predictions must be of one type in every batch (got Tensor, list)",
         "predictions cannot be joined: ",
         "predictions must be picklable to be gathered: ",
