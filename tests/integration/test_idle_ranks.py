@@ -166,12 +166,12 @@ def by_own_sampler(rank: int, world_size: int, directory: Path, name: str) -> Va
 @pytest.mark.parametrize("name", EXACT)
 def test_a_sampler_of_the_users_own_that_repeats_nothing_is_exact_or_refused(name: str, tmp_path: Path) -> None:
     """Ranks with different numbers of batches measure what one process does, or are all told that they cannot."""
-    found = run_ranks(by_own_sampler, 2, tmp_path, name, env=by_hand_env(2), time_limit=20)
+    found = run_ranks(by_own_sampler, 2, tmp_path, name, env=by_hand_env(2), time_limit=40)
     if isinstance(found[0], str):
         assert found[0] == found[1]
         assert "batches" in found[0]
         return
-    (one,) = run_ranks(by_own_sampler, 1, tmp_path, name, env=by_hand_env(1), time_limit=20)
+    (one,) = run_ranks(by_own_sampler, 1, tmp_path, name, env=by_hand_env(1), time_limit=40)
     for values in found:
         for run in ("validate", "test"):
             assert_same_values(values[run], one[run])
@@ -246,7 +246,7 @@ def combine(rank: int, world_size: int, directory: Path, pairs: list[str]) -> di
 
 def test_several_loaders_at_once_are_refused_where_a_rank_would_have_no_batch(tmp_path: Path) -> None:
     """In each mode but the sequential one, every rank raises: no batch is cut off, and no rank waits for another."""
-    first, second = run_ranks(combine, 2, tmp_path, list(UNEQUAL), env=by_hand_env(2), time_limit=20)
+    first, second = run_ranks(combine, 2, tmp_path, list(UNEQUAL), env=by_hand_env(2), time_limit=40)
     assert first == second
     assert len(first) == len(UNEQUAL) * len(RUNS)
     assert [name for name, seen in first.items() if "refused" not in seen] == []
@@ -255,8 +255,8 @@ def test_several_loaders_at_once_are_refused_where_a_rank_would_have_no_batch(tm
 @pytest.mark.parametrize("name", OTHERS)
 def test_several_loaders_at_once_are_exact_or_refused(name: str, tmp_path: Path) -> None:
     """Whatever their lengths, all ranks raise, or all measure what one process does."""
-    (one,) = run_ranks(combine, 1, tmp_path, [name], env=by_hand_env(1))
-    for found in run_ranks(combine, 2, tmp_path, [name], env=by_hand_env(2), time_limit=20):
+    (one,) = run_ranks(combine, 1, tmp_path, [name], env=by_hand_env(1), time_limit=40)
+    for found in run_ranks(combine, 2, tmp_path, [name], env=by_hand_env(2), time_limit=40):
         for each, values in found.items():
             if "refused" not in values:
                 assert_same_values(values, one[each])
@@ -264,8 +264,8 @@ def test_several_loaders_at_once_are_exact_or_refused(name: str, tmp_path: Path)
 
 def test_several_loaders_at_once_are_exact_where_all_ranks_have_a_batch(tmp_path: Path) -> None:
     """Each sample counts once, as on one process, in each mode."""
-    (one,) = run_ranks(combine, 1, tmp_path, list(EQUAL), env=by_hand_env(1))
-    for found in run_ranks(combine, 2, tmp_path, list(EQUAL), env=by_hand_env(2)):
+    (one,) = run_ranks(combine, 1, tmp_path, list(EQUAL), env=by_hand_env(1), time_limit=40)
+    for found in run_ranks(combine, 2, tmp_path, list(EQUAL), env=by_hand_env(2), time_limit=40):
         for each, values in found.items():
             assert_same_values(values, one[each])
 
@@ -285,7 +285,9 @@ ODD = [3, 5, 9]
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> list[Values]:
     """What one process finds."""
-    found: list[Values] = run_ranks(odd, 1, tmp_path_factory.mktemp("one"), ODD, None, env=by_hand_env(1))[0]
+    found: list[Values] = run_ranks(
+        odd, 1, tmp_path_factory.mktemp("one"), ODD, None, env=by_hand_env(1), time_limit=40
+    )[0]
     return found
 
 
@@ -294,7 +296,7 @@ def test_an_odd_number_of_samples_is_measured_as_by_one_process(
     idle_ranks: str | None, one: list[Values], tmp_path: Path
 ) -> None:
     """With one sample a batch every metric and logged value is one process's, whether an idle rank steps or not."""
-    for found in run_ranks(odd, 2, tmp_path, ODD, idle_ranks, env=by_hand_env(2), time_limit=20):
+    for found in run_ranks(odd, 2, tmp_path, ODD, idle_ranks, env=by_hand_env(2), time_limit=40):
         for mine, expected in zip(found, one, strict=True):
             assert_same_values(mine, expected)
 
@@ -302,7 +304,7 @@ def test_an_odd_number_of_samples_is_measured_as_by_one_process(
 @pytest.mark.parametrize("idle_ranks", [None, "repeat"])
 def test_an_idle_rank_repeats_a_sample(idle_ranks: str | None, tmp_path: Path) -> None:
     """It makes as many steps as the others, the last one on a sample that has been counted already."""
-    first, second = run_ranks(odd, 2, tmp_path, [5], idle_ranks, env=by_hand_env(2), time_limit=20)
+    first, second = run_ranks(odd, 2, tmp_path, [5], idle_ranks, env=by_hand_env(2), time_limit=40)
     assert [values["stepped"] for values in first] == [[0, 2, 4]] * 2
     assert [values["stepped"][:2] for values in second] == [[1, 3]] * 2
     assert [len(values["stepped"]) for values in second] == [3] * 2
@@ -310,7 +312,7 @@ def test_an_idle_rank_repeats_a_sample(idle_ranks: str | None, tmp_path: Path) -
 
 def test_an_idle_rank_can_do_without_a_step(tmp_path: Path) -> None:
     """With ``idle_ranks="skip"`` no validation_step and no test_step is called on it, so that lists are right, too."""
-    first, second = run_ranks(odd, 2, tmp_path, [5], "skip", env=by_hand_env(2), time_limit=20)
+    first, second = run_ranks(odd, 2, tmp_path, [5], "skip", env=by_hand_env(2), time_limit=40)
     assert [values["stepped"] for values in first] == [[0, 2, 4]] * 2
     assert [values["stepped"] for values in second] == [[1, 3]] * 2
 
@@ -324,11 +326,11 @@ def single(rank: int, world_size: int, directory: Path) -> Any:
 
 def test_a_rank_that_skips_every_step_keeps_nobody_waiting(tmp_path: Path) -> None:
     """One sample on two ranks is measured as by one process, or refused on every rank."""
-    found = run_ranks(single, 2, tmp_path, env=by_hand_env(2), time_limit=20)
+    found = run_ranks(single, 2, tmp_path, env=by_hand_env(2), time_limit=40)
     if isinstance(found[0], str):
         assert isinstance(found[1], str)
         return
-    (alone,) = run_ranks(odd, 1, tmp_path, [1], None, env=by_hand_env(1))
+    (alone,) = run_ranks(odd, 1, tmp_path, [1], None, env=by_hand_env(1), time_limit=40)
     for values in found:
         for mine, expected in zip(values, alone, strict=True):
             assert_same_values(mine, expected)
@@ -344,5 +346,5 @@ def test_another_value_of_idle_ranks_is_refused() -> None:
 
 def test_metrics_that_a_hook_updates_are_counted(one: list[Values], tmp_path: Path) -> None:
     """What on_validation_batch_end and on_test_batch_end update."""
-    for found in run_ranks(odd, 2, tmp_path, ODD, None, env=by_hand_env(2), time_limit=20):
+    for found in run_ranks(odd, 2, tmp_path, ODD, None, env=by_hand_env(2), time_limit=40):
         assert [values["hooked"] for values in found] == [values["hooked"] for values in one]

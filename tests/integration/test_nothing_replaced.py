@@ -98,7 +98,7 @@ MODELS = {"one loader": Net, "two loaders": TwoLoaders}
 def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
     """By rank, what our strategy replaces."""
     model, with_callbacks = MODELS.get(request.param, Net), request.param == "callbacks"
-    return on_ranks("ours", look, tmp_path_factory.mktemp("ours"), model, with_callbacks)
+    return on_ranks("ours", look, tmp_path_factory.mktemp("ours"), model, with_callbacks, time_limit=60)
 
 
 def test_nothing_is_replaced_after_a_run(ours: list[dict[str, list[str]]]) -> None:
@@ -122,7 +122,7 @@ def test_data_flow_through_methods_as_they_are_written(ours: list[dict[str, list
 
 def test_stock_replaces_nothing(tmp_path: Path) -> None:
     """So whatever is found with our strategy is its own doing."""
-    for found in on_ranks("stock", look, tmp_path, Net, False):
+    for found in on_ranks("stock", look, tmp_path, Net, False, time_limit=60):
         assert {point: names for point, names in found.items() if names} == {}
 
 
@@ -178,6 +178,6 @@ def go_on(trainer: L.Trainer) -> Any:
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
     """It, its strategy, its loops, its model and its loader; and a copy tests and trains as the stock one's does."""
-    for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
+    for mine, expected in zip(*on_both(copy_fitted, tmp_path, time_limit=60), strict=True):
         assert mine.keys() == expected.keys(), {name: mine[name] for name in mine.keys() - expected.keys()}
         assert_same(mine, expected)

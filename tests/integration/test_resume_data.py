@@ -135,7 +135,9 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Saved by two ranks."""
-    found: dict[str, str] = run_ranks(save_all, 2, tmp_path_factory.mktemp("saved"), env=by_hand_env(2))[0]
+    found: dict[str, str] = run_ranks(save_all, 2, tmp_path_factory.mktemp("saved"), env=by_hand_env(2), time_limit=60)[
+        0
+    ]
     return found
 
 
@@ -151,7 +153,9 @@ def test_an_epoch_that_cannot_be_continued_is_refused(
     world_size: int, default: bool, checkpoints: dict[str, str], tmp_path: Path
 ) -> None:
     """With other data, loaders or ranks, every rank raises, and says how to go on from the start of the epoch."""
-    for found in run_ranks(refuse_all, world_size, tmp_path, checkpoints, default, env=by_hand_env(world_size)):
+    for found in run_ranks(
+        refuse_all, world_size, tmp_path, checkpoints, default, env=by_hand_env(world_size), time_limit=60
+    ):
         assert found.keys() == (CHANGES if world_size == 2 else FEWER_RANKS).keys()
         for message in found.values():
             assert 'resume_data="epoch"' in message
@@ -165,7 +169,7 @@ def begin_all(rank: int, world_size: int, directory: Path, paths: dict[str, str]
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_the_epoch_can_be_begun_anew(world_size: int, checkpoints: dict[str, str], tmp_path: Path) -> None:
     """With ``resume_data="epoch"`` the checkpoint's weights are trained on all of its epoch, and on later ones."""
-    found = run_ranks(begin_all, world_size, tmp_path, checkpoints, env=by_hand_env(world_size))
+    found = run_ranks(begin_all, world_size, tmp_path, checkpoints, env=by_hand_env(world_size), time_limit=60)
     assert found == [{name: [] for name in (CHANGES if world_size == 2 else FEWER_RANKS)}] * world_size
 
 
@@ -176,7 +180,7 @@ def begin_same(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_the_epoch_is_begun_anew_with_the_same_data_too(tmp_path: Path) -> None:
     """What ``resume_data="epoch"`` does is the same for a checkpoint that could be continued exactly."""
-    assert run_ranks(begin_same, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert run_ranks(begin_same, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[], []]
 
 
 def go_on_after_the_end(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
@@ -194,7 +198,10 @@ def go_on_after_the_end(rank: int, world_size: int, directory: Path) -> dict[str
 def test_after_the_end_of_an_epoch_other_data_can_follow(tmp_path: Path) -> None:
     """A checkpoint of an epoch's last batch, validation or end has nothing left of that epoch, and is never refused."""
     names = ("train_batch_end-4", "validation_end-4", "train_epoch_end-4")
-    assert run_ranks(go_on_after_the_end, 2, tmp_path, env=by_hand_env(2)) == [dict.fromkeys(names, True)] * 2
+    assert (
+        run_ranks(go_on_after_the_end, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+        == [dict.fromkeys(names, True)] * 2
+    )
 
 
 def save_for_stock(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -215,7 +222,7 @@ def go_on_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
     """With ``resume_data="off"`` a resumed run reads what it reads with stock, and draws the same random numbers."""
-    paths = run_ranks(save_for_stock, 2, tmp_path, env=by_hand_env(2))[0]
+    paths = run_ranks(save_for_stock, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
     ours = on_ranks("ours", go_on_as_stock, tmp_path, paths)
     stock = on_ranks("stock", go_on_as_stock, tmp_path, paths)
     for mine, expected in zip(ours, stock, strict=True):

@@ -74,7 +74,7 @@ def test_workers_that_stay_read_what_is_left_and_then_whole_epochs(
     world_size: int, order: Order, tmp_path: Path
 ) -> None:
     """Wherever it was stopped, a resumed run trains on the batches that were left and on whole epochs afterwards."""
-    found = run_ranks(stop_anywhere, world_size, tmp_path, order, env=by_hand_env(world_size), time_limit=60)
+    found = run_ranks(stop_anywhere, world_size, tmp_path, order, env=by_hand_env(world_size), time_limit=110)
     assert found == [{}] * world_size
 
 
@@ -90,7 +90,7 @@ def stop_with_dropout(rank: int, world_size: int, directory: Path) -> dict[str, 
 
 def test_random_numbers_go_on_beside_workers_that_stay(tmp_path: Path) -> None:
     """Dropout and a RandomSampler draw the numbers that they would have drawn, in the epoch and in all later ones."""
-    found = run_ranks(stop_with_dropout, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+    found = run_ranks(stop_with_dropout, 2, tmp_path, env=by_hand_env(2), time_limit=110)
     assert found == [{order: {} for order in ORDERS}] * 2
 
 
@@ -107,7 +107,7 @@ def stop_between_epochs(rank: int, world_size: int, directory: Path) -> dict[str
 
 def test_an_epoch_whose_order_is_drawn_has_that_order_after_a_resume(tmp_path: Path) -> None:
     """Saved at the end of an epoch, a RandomSampler without a generator draws the next one's order as it would have."""
-    found = run_ranks(stop_between_epochs, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+    found = run_ranks(stop_between_epochs, 2, tmp_path, env=by_hand_env(2), time_limit=110)
     assert found == [{"none": {}, "new ones": {}}] * 2
 
 
@@ -120,4 +120,4 @@ def save_and_limit(rank: int, world_size: int, directory: Path) -> dict[str, str
 
 def test_a_limited_epoch_with_workers_that_stay_is_limited_after_a_resume(tmp_path: Path) -> None:
     """Each epoch has as many batches as the limit says, before and after a resume, and begins with its first one."""
-    assert run_ranks(save_and_limit, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [{}] * 2
+    assert run_ranks(save_and_limit, 2, tmp_path, env=by_hand_env(2), time_limit=110) == [{}] * 2

@@ -105,7 +105,7 @@ def resume_cases(rank: int, world_size: int, directory: Path, names: list[str]) 
 @pytest.mark.parametrize("names", [list(CASES)[::2], list(CASES)[1::2]], ids=["one half", "other half"])
 def test_a_loader_with_a_state_beside_one_without_is_resumed(names: list[str], tmp_path: Path) -> None:
     """Both go on with their next batches, in the rest of the epoch and in whole ones, after each resume."""
-    found = run_ranks(resume_cases, 2, tmp_path, names, env=by_hand_env(2), time_limit=60)
+    found = run_ranks(resume_cases, 2, tmp_path, names, env=by_hand_env(2), time_limit=110)
     assert found == [{name: {} for name in names}] * 2
 
 
@@ -127,7 +127,7 @@ def count_reads(rank: int, world_size: int, directory: Path) -> dict[str, tuple[
 
 def test_a_loader_with_a_state_is_read_once(tmp_path: Path) -> None:
     """Each of its samples is read when it is trained on, and those that are done are not read again after a resume."""
-    for found in run_ranks(count_reads, 2, tmp_path, env=by_hand_env(2)):
+    for found in run_ranks(count_reads, 2, tmp_path, env=by_hand_env(2), time_limit=60):
         assert found == {"whole": (30, 30), "resumed": (26, 26)}
 
 
@@ -168,7 +168,7 @@ class Sometimes(SavesAtAll):
 
 def test_a_loader_is_asked_for_its_state_where_a_checkpoint_is_saved(tmp_path: Path) -> None:
     """Not before each batch, for states can be large: never without a checkpoint, and at most twice for each."""
-    for found in run_ranks(count_states, 2, tmp_path, env=by_hand_env(2)):
+    for found in run_ranks(count_states, 2, tmp_path, env=by_hand_env(2), time_limit=60):
         for name, (without, with_one, with_three) in found.items():
             assert without == 0, name
             assert 1 <= with_one <= 2, name

@@ -83,7 +83,7 @@ def train(rank: int, world_size: int, directory: Path, other: str, stream: bool,
 @pytest.mark.parametrize("stream", [False, True], ids=["samples", "stream"])
 def test_rank_zeros_clock_decides_when_all_validate(stream: bool, other: str, tmp_path: Path) -> None:
     """All ranks validate after the same batches, each time that so many seconds have passed on rank 0."""
-    first, second = run_ranks(train, 2, tmp_path, other, stream, env=by_hand_env(2), time_limit=20)
+    first, second = run_ranks(train, 2, tmp_path, other, stream, env=by_hand_env(2), time_limit=40)
     assert first == second
     _assert_in_time(first)
 
@@ -92,7 +92,7 @@ def test_rank_zeros_clock_decides_when_all_validate(stream: bool, other: str, tm
 def test_rank_zeros_clock_goes_on_from_epoch_to_epoch(other: str, tmp_path: Path) -> None:
     """So it is with ``check_val_every_n_epoch=None``."""
     options = {"check_val_every_n_epoch": None}
-    first, second = run_ranks(train, 2, tmp_path, other, False, env=by_hand_env(2), time_limit=20, **options)
+    first, second = run_ranks(train, 2, tmp_path, other, False, env=by_hand_env(2), time_limit=40, **options)
     assert first == second
     _assert_in_time(first)
 
@@ -117,4 +117,4 @@ def save_and_resume(rank: int, world_size: int, directory: Path) -> dict[str, st
 
 def test_a_run_that_validates_by_the_clock_can_be_resumed(tmp_path: Path) -> None:
     """The batches that are left are the same, and whole epochs follow."""
-    assert run_ranks(save_and_resume, 2, tmp_path, env=by_hand_env(2)) == [{}, {}]
+    assert run_ranks(save_and_resume, 2, tmp_path, env=by_hand_env(2), time_limit=40) == [{}, {}]
