@@ -171,10 +171,6 @@ class LoaderPosition:
                 f"{FROM_THE_EPOCHS_START}"
             )
 
-    def done_before(self, state: Mapping[str, Any], done: int) -> int:
-        """Return how many batches of a whole epoch, on the ranks that there are now, lie before a state."""
-        return done
-
     def left_after(self, state: Mapping[str, Any], done: int) -> float:
         """Return how many batches this rank reads from a state to the end of the pass."""
         return batches_of(self.loader) - done
@@ -266,10 +262,6 @@ class OrderPosition(LoaderPosition):
             raise ResumeError(
                 f"the checkpoint is of the middle of an epoch over other data: {error}; or {FROM_THE_EPOCHS_START}"
             ) from error
-
-    @override
-    def done_before(self, state: Mapping[str, Any], done: int) -> int:
-        return max(0, len(index_sampler_of(self.loader)) - int(self.left_after(state, done)))
 
     @override
     def left_after(self, state: Mapping[str, Any], done: int) -> float:

@@ -26,7 +26,8 @@ from lightning_ddp_ext.integration.compat import ReplacedMethods, iterators_of
 from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_info, update_dataloader
-from lightning_ddp_ext.integration.training_data import ResumeData, TrainingData
+from lightning_ddp_ext.integration.resume import ResumeData
+from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
@@ -78,7 +79,7 @@ class DataPath:
     def attach(self, trainer: Any) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
         self._agreed_seed = None
-        self.training.attach()
+        self.training.attach(trainer)
         self.uneven.attach()
         connector = trainer._data_connector
 
@@ -90,7 +91,7 @@ class DataPath:
     def detach(self) -> None:
         """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
         self._replaced.put_back()
-        self.training.detach()
+        self.training.resume.close()
         self.uneven.finish()
 
     # Checkpoints.
@@ -109,7 +110,7 @@ class DataPath:
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
-        self.training.on_train_batch_start()
+        self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._trainer, batch)
 
     # Which sampler.
@@ -153,7 +154,7 @@ class DataPath:
         """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
         if self._agreed_seed is None:
             self._agreed_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            resumed = self.training.resumed_seed
+            resumed = self.training.resume.seed
             if resumed is not None and resumed != self._agreed_seed:
                 rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._agreed_seed}")
                 self._agreed_seed = resumed

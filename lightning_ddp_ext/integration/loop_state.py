@@ -37,6 +37,11 @@ class Restart:
     done: int = 0
     has_started: bool = False
 
+    @property
+    def is_within(self) -> bool:
+        """Whether training goes on in the middle of the epoch."""
+        return self.at in ("batch_end", "validation")
+
 
 def find_restart(
     fit_loop: Mapping[str, Any], *, accumulated: int, batches: float | None, stopped: Stopped | None = None
