@@ -208,8 +208,8 @@ def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_pat
     assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
 
 
-class Counts(Net):
-    """Is in a step, where it reduces by itself, with the arguments that Lightning uses."""
+class ReducesByHand(Net):
+    """Calls `reduce` within a step, with the arguments that Lightning uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class Counts(Net):
 
 
 def reduce_by_hand(kind: Kind, directory: Path) -> list[Any]:
-    model = Counts()
+    model = ReducesByHand()
     make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
     return model.reduced
 
