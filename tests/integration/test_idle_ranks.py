@@ -42,8 +42,8 @@ class Measured(L.LightningModule):
         self.auroc.update(x, label)
         self.log("mean_metric", self.mean)
         self.log("auroc", self.auroc)
-        for reduction in ("mean", "sum", "min", "max"):
-            self.log(reduction, x.mean(), reduce_fx=reduction, sync_dist=True)
+        for reduction, value in {"mean": x.mean(), "sum": x.sum(), "min": x.min(), "max": x.max()}.items():
+            self.log(reduction, value, reduce_fx=reduction, sync_dist=True)
         self.log("count", len(x), reduce_fx="sum", sync_dist=True)
 
     test_step = validation_step
@@ -344,7 +344,10 @@ def test_another_value_of_idle_ranks_is_refused() -> None:
         assert text in str(refused.value)
 
 
-def test_metrics_that_a_hook_updates_are_counted(one: list[Values], tmp_path: Path) -> None:
-    """What on_validation_batch_end and on_test_batch_end update."""
-    for found in run_ranks(odd, 2, tmp_path, ODD, None, env=by_hand_env(2), time_limit=40):
+def test_what_a_hook_counts_is_exact_where_idle_ranks_make_no_step(one: list[Values], tmp_path: Path) -> None:
+    """on_validation_batch_end and on_test_batch_end are called for a repeated sample, and not with "skip"."""
+    for found in run_ranks(odd, 2, tmp_path, ODD, "skip", env=by_hand_env(2), time_limit=40):
         assert [values["hooked"] for values in found] == [values["hooked"] for values in one]
+    for found in run_ranks(odd, 2, tmp_path, ODD, None, env=by_hand_env(2), time_limit=40):
+        assert all(set(values["hooked"]) == set(alone["hooked"]) for values, alone in zip(found, one, strict=True))
+        assert any(len(values["hooked"]) > len(alone["hooked"]) for values, alone in zip(found, one, strict=True))
