@@ -36,7 +36,9 @@ class Pass:
         number: passes of the epoch before it.
         after: batches of the epoch that the loader gave before this iterator was made.
         start: where it began: a position in the global order, or a number of batches of this pass.
-        drawn: batches that have been drawn from it.
+        drawn: batches that have been drawn from it, of a loader that keeps a state.
+        random: the random numbers from which its order was drawn.
+        states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
 
     number: int
@@ -77,7 +79,7 @@ class LoaderPosition:
         number = self._passes[-1].number + 1 if self._passes else 0
         new = Pass(number, self.given, random=self._take_random())
         self._passes.append(new)
-        return self._drawn_from(new, self._iterate(epoch))
+        return self._iterate(new, epoch)
 
     def resume(
         self, epoch: int, done: int, state: Mapping[str, Any], own: Mapping[str, Any] | None, world_size: int
@@ -98,17 +100,12 @@ class LoaderPosition:
         self.epoch, self.given = epoch, done
         new = Pass(state["number"], done, random=None if own is None else own.get("random"))
         self._passes.append(new)
-        return self._drawn_from(new, self._enter(new, epoch, state, own))
+        return self._enter(new, epoch, state, own)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count what the Trainer is given of these batches."""
         for batch in batches:
             self.given += 1
-            yield batch
-
-    def _drawn_from(self, which: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            which.drawn += 1
             yield batch
 
     # Saving.
@@ -190,7 +187,7 @@ class LoaderPosition:
 
     # What each kind does in its own way.
 
-    def _iterate(self, epoch: int) -> Iterator[Any]:
+    def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
         return iter(self.loader)
 
     def _enter(self, new: Pass, epoch: int, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -233,7 +230,7 @@ class OrderPosition(LoaderPosition):
         self._unit = unit  # items of the sampler in a batch
 
     @override
-    def _iterate(self, epoch: int) -> Iterator[Any]:
+    def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
         self._sampler.resume_at(epoch, 0)
         return iter(self.loader)
 
@@ -304,7 +301,7 @@ class IndexPosition(LoaderPosition):
         set_index_sampler(loader, self._skipping)
 
     @override
-    def _iterate(self, epoch: int) -> Iterator[Any]:
+    def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
         self._skipping.begin()
         return iter(self.loader)
 
@@ -347,19 +344,24 @@ class StatePosition(BatchPosition):
     kind = "state"
 
     @override
+    def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
+        return _count_drawn(new, iter(self.loader))
+
+    @override
     def own_state_dict(self, done: int, now: Any = None) -> dict[str, Any]:
         which, batches = self._pass_at(done)
         latest = self._passes[-1] if self._passes else which
         if now is not None:
-            latest.states = [*latest.states[-3:], (latest.drawn, now)]
+            latest.states.append((latest.drawn, now))
         known = [each for each in which.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-which.start, None)
+        which.states = [each for each in which.states if each[0] >= drawn]  # no later checkpoint is of a batch before
         return {"random": which.random, "state": state, "dropped": batches - drawn}
 
     @override
     def _enter(self, new: Pass, epoch: int, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
         if own is None:  # Lightning has given the loader rank 0's state
-            return iter(self.loader)
+            return self._iterate(new, epoch)
         if own["state"] is None:
             new.start = own["dropped"]
         else:
@@ -368,7 +370,13 @@ class StatePosition(BatchPosition):
         with _as_then(self.loader, new.random if own["state"] is None else None):
             batches: Iterator[Any] = iter(self.loader)
             self._drop(batches, own["dropped"])
-        return batches
+        return _count_drawn(new, batches)
+
+
+def _count_drawn(which: Pass, batches: Iterator[Any]) -> Iterator[Any]:
+    for batch in batches:
+        which.drawn += 1
+        yield batch
 
 
 def position_of(loader: Any, *, remembered: int) -> LoaderPosition:
