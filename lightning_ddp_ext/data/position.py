@@ -71,6 +71,10 @@ class LoaderPosition:
 
     # Reading.
 
+    def forget(self) -> None:
+        """Let the next pass be the first one of its epoch."""
+        self.epoch = -1
+
     def begin(self, epoch: int) -> Iterator[Any]:
         """Begin a pass of an epoch from its start."""
         if epoch != self.epoch:

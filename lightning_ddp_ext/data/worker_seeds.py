@@ -117,6 +117,7 @@ def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         seed: with one, the generators of the loader's workers are seeded by :func:`seed_generators`.
 
     Example:
+        >>> from torch.utils.data import IterableDataset
         >>> class Epochs(IterableDataset[int]):
         ...     def set_epoch(self, epoch):
         ...         self.epoch = epoch

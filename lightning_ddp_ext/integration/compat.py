@@ -52,10 +52,15 @@ def mode_of(combined: Any) -> str:
     return mode
 
 
+def combined_iterator_of(loop: Any) -> Any:
+    """The iterator over combined loaders that a loop reads now; another one each epoch."""
+    combined = combined_loader_of(loop)
+    return None if combined is None else _read(combined, "_iterator")
+
+
 def iterators_of(loop: Any) -> list[Any]:
     """The iterators that a loop itself reads now, as opposed to those of somebody who looks at a batch."""
-    combined = combined_loader_of(loop)
-    iterator = None if combined is None else _read(combined, "_iterator")
+    iterator = combined_iterator_of(loop)
     return [] if iterator is None else list(iterator.iterators)
 
 

@@ -99,7 +99,8 @@ class Stops:
     def _replace_lightnings(self, trainer: Any) -> None:
         """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
         self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _ignore_signal)
-        self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
+            self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         self._strategy.data.training.before_batch = self.before_batch  # type: ignore[attr-defined]
 
     def detach(self) -> None:

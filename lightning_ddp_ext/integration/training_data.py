@@ -18,7 +18,7 @@ import torch
 from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
 from lightning_ddp_ext.data.position import LoaderPosition, position_of
 from lightning_ddp_ext.data.random_state import RandomState, kept
-from lightning_ddp_ext.integration.compat import combined_loader_of, iterators_of
+from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
 from lightning_ddp_ext.integration.epoch_seeding import epoch_of
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, find_restart
 from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData
@@ -52,7 +52,8 @@ class TrainingData:
         self.stopped: Stopped | None = None
         self.resume = Resume(self._strategy, trainer)
         self._timed_validation = TimedValidation()
-        self._begun_epoch: int | None = None
+        self._begun: Any = None
+        self._begun_epoch = -1
         self._random_at_epoch: RandomState | None = None
         self._random_at_step: RandomState | None = None
         self._random_at_validation: RandomState | None = None
@@ -65,7 +66,6 @@ class TrainingData:
         """
         if "loops" in checkpoint and self._resume_data != "off":
             self.resume = Resume(self._strategy, self._trainer, checkpoint, self._resume_data)
-            self._begun_epoch = None
 
     def on_train_start(self) -> None:
         """Go on where a checkpoint was saved.
@@ -85,7 +85,6 @@ class TrainingData:
     def add(self, loader: DistributedLoader) -> None:
         """Track a new training loader."""
         loader.position = position_of(loader.loader, remembered=self._trainer.accumulate_grad_batches + 4)
-        self._begun_epoch = None
 
     @property
     def epoch(self) -> int:
@@ -100,9 +99,12 @@ class TrainingData:
         The first pass of an epoch begins those of the other loaders, too, because random numbers are drawn then, and
         after that for the first batches.
         """
-        if epoch == self._begun_epoch:
+        combined = combined_iterator_of(self._trainer.fit_loop)
+        if combined is self._begun:
             return self._begin_pass(loader, epoch)
-        self._begun_epoch = epoch
+        self._begun, self._begun_epoch = combined, epoch
+        for position in self._positions:
+            position.forget()  # Lightning 2.5.0 begins some epochs twice
         self._uneven.finish()
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy, self._trainer)

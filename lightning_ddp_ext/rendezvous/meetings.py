@@ -68,17 +68,28 @@ class Meetings:
         self._lead()
         return call
 
-    def meet(self, what: str, where: str = "", *, name: str = "", patience: Callable[[], None] | None = None) -> None:
+    def meet(
+        self,
+        what: str,
+        where: str = "",
+        *,
+        name: str = "",
+        patience: Callable[[], None] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Begin a call and :meth:`wait`."""
-        self.wait(self.begin(what, where, name=name), patience=patience)
+        self.wait(self.begin(what, where, name=name), patience=patience, check=check)
 
-    def wait(self, call: Call, *, patience: Callable[[], None] | None = None) -> None:
+    def wait(
+        self, call: Call, *, patience: Callable[[], None] | None = None, check: Callable[[], None] | None = None
+    ) -> None:
         """Wait until every rank has begun this call, and none has begun another one instead.
 
         Args:
             call: what :meth:`begin` returned.
             patience: called whenever the timeout of a collective has passed, and raises if waiting is in vain;
                 ``None``: a rank that has not come by then is absent.
+            check: called before a rank is said to be absent; it may raise what is known better.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
@@ -86,9 +97,11 @@ class Meetings:
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._membership.collective_timeout.total_seconds()):
-            (patience or partial(self._give_up, call))()
+            (patience or partial(self._give_up, call, check))()
 
-    def _give_up(self, call: Call) -> None:
+    def _give_up(self, call: Call, check: Callable[[], None] | None) -> None:
+        if check is not None:
+            check()
         self._send({"overdue": asdict(call)})
         self._answer_overdue(call)
         if not self._is_open(call, _ANSWERS_WITHIN):
