@@ -22,7 +22,7 @@ from lightning_ddp_ext.data.batch_sampler import SkippingSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler
 from lightning_ddp_ext.data.random_state import RandomState, generator_states, kept, set_generators
 from lightning_ddp_ext.data.resumable import Resumable
-from lightning_ddp_ext.data.streams import with_wrapped
+from lightning_ddp_ext.data.streams import mix, with_wrapped
 from lightning_ddp_ext.errors import ResumeError, SamplerError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to go on from the beginning of that epoch'
@@ -80,6 +80,7 @@ class LoaderPosition:
         if epoch != self.epoch:
             self.epoch, self.given = epoch, 0
             self._passes.clear()
+        _spare_global_generator(self.loader, epoch)
         number = self._passes[-1].number + 1 if self._passes else 0
         new = Pass(number, self.given, random=self._take_random())
         self._passes.append(new)
@@ -101,6 +102,7 @@ class LoaderPosition:
             ResumeError: the data are others, or cannot be shared out among this number of ranks.
         """
         self.check(state, world_size)
+        _spare_global_generator(self.loader, epoch)
         self.epoch, self.given = epoch, done
         new = Pass(state["number"], done, random=None if own is None else own.get("random"))
         self._passes.append(new)
@@ -414,6 +416,15 @@ def _resumable(index_sampler: Any) -> tuple[Resumable | None, int]:
     if type(index_sampler) is BatchSampler and isinstance(index_sampler.sampler, Resumable):
         return index_sampler.sampler, index_sampler.batch_size
     return None, 1
+
+
+def _spare_global_generator(loader: Any, epoch: int) -> None:
+    """Draw the seed of workers from a generator of its own where they persist, after the epoch in which they start.
+
+    A run in which they do so draws no such number then; one that is resumed, or starts them anew, would draw one.
+    """
+    if epoch > 0 and getattr(loader, "persistent_workers", False) and loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(mix(torch.initial_seed() % 2**63, epoch))
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

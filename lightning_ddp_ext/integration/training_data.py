@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -114,11 +113,10 @@ class TrainingData:
         if restart.is_within:
             self.resume.find_data(self._positions)
         self._random_at_epoch = RandomState.take(self._device)
-        with kept() if epoch > 0 and self._has_persistent_workers else nullcontext():  # which draw in epoch 0 alone
-            batches = self._begin_pass(loader, epoch)
-            for iterator in iterators_of(self._trainer.fit_loop):
-                if iterator.loader is not loader:
-                    iterator.start()
+        batches = self._begin_pass(loader, epoch)
+        for iterator in iterators_of(self._trainer.fit_loop):
+            if iterator.loader is not loader:
+                iterator.start()
         if restart.at == "batch_end":
             self.resume.restore_random()
         return batches
@@ -224,10 +222,6 @@ class TrainingData:
     @property
     def _positions(self) -> list[LoaderPosition]:
         return [loader.position for loader in self._loaders]
-
-    @property
-    def _has_persistent_workers(self) -> bool:
-        return any(getattr(loader, "persistent_workers", False) for loader in self._loaders)
 
     @property
     def _world_size(self) -> int:
