@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -33,30 +32,29 @@ class Balance:
     split: frozenset[int] = frozenset()
 
     @classmethod
-    @lru_cache(maxsize=128)
     def dealt(
         cls, samples: int, ranks: int, batch_size: int, *, drop_last: bool = False, may_split: bool = True
     ) -> Balance:
-        """For samples that are dealt out to the ranks in turn, so that the first ranks may have one more.
+        """Balance samples that are dealt out to the ranks in turn, so that the first ranks may have one more.
 
         Numbers of batches then differ by one at most, and where they do, the last batch of a rank that has fewer is
-        full: it comes in two, unless ``batch_size`` is 1 or the rank has no sample at all.
+        full: it is split, unless ``batch_size`` is 1 or the rank has no sample at all.
 
         Args:
             samples: of all ranks together.
             ranks: how many there are.
             batch_size: samples in a batch of one rank.
             drop_last: whether incomplete batches are left out: all ranks then have as many as the one with fewest.
-            may_split: whether batches may come in two.
+            may_split: whether batches may be split.
         """
         owned = [len(range(rank, samples, ranks)) for rank in range(ranks)]
         if drop_last:
-            return cls((owned[-1] // batch_size,) * ranks)
-        whole = [-(-own // batch_size) for own in owned]
-        steps = max(whole)
-        few = (rank for rank, batches in enumerate(whole) if 0 < batches < steps)
-        split = frozenset(few) if may_split and batch_size > 1 else frozenset()
-        return cls(tuple(steps if rank in split else batches for rank, batches in enumerate(whole)), split)
+            return cls((min(owned) // batch_size,) * ranks)
+        batches = [-(-own // batch_size) for own in owned]
+        if batch_size == 1 or not may_split:
+            return cls(tuple(batches))
+        split = frozenset(rank for rank in range(ranks) if 0 < batches[rank] < max(batches))
+        return cls(tuple(own + (rank in split) for rank, own in enumerate(batches)), split)
 
     @property
     def steps(self) -> int:
@@ -69,7 +67,7 @@ class Balance:
         return min(self.batches) == self.steps
 
     def idle(self, step: int) -> tuple[int, ...]:
-        """The ranks that have no batch of their own in this step, counted from 0."""
+        """Return the ranks that have no batch of their own in this step, counted from 0."""
         return tuple(rank for rank, batches in enumerate(self.batches) if batches <= step)
 
 
@@ -83,7 +81,7 @@ class BalancedBatchSampler(BatchSampler):
         sampler: one of ours with ``uneven="exact"``.
         batch_size: samples in a batch of one rank.
         drop_last: whether incomplete batches are left out.
-        may_split: whether a batch may come in two; of no use where the last batches are not reached.
+        may_split: whether a batch may be split in two; of no use where the last batches are not reached.
 
     >>> from lightning_ddp_ext.data.samplers import ExactDistributedSampler
     >>> samplers = [ExactDistributedSampler(range(9), num_replicas=2, rank=rank) for rank in range(2)]
@@ -101,7 +99,7 @@ class BalancedBatchSampler(BatchSampler):
 
     @property
     def balance(self) -> Balance:
-        """Who has how many batches, from the sampler's position on; the same on every rank."""
+        """The number of batches of each rank, from the sampler's position on; the same on every rank."""
         total, ranks = self.sampler.length - self.sampler.position, self.sampler.num_replicas
         return Balance.dealt(total, ranks, self.batch_size, drop_last=self.drop_last, may_split=self.may_split)
 
@@ -111,23 +109,15 @@ class BalancedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         balance, rank = self.balance, self.sampler.rank
         own = balance.batches[rank]
-        if own < balance.steps and not own:
-            yield [first_sample(self.sampler)]
-            return
-        samples = iter(self.sampler)
         batch: list[Any] = []
-        for step in range(own):
-            batch = self._next(samples, step, own if rank in balance.split else None)
+        for step, batch in enumerate(islice(super().__iter__(), own)):
+            if rank in balance.split and step == own - 2:
+                half = (len(batch) + 1) // 2
+                yield batch[:half]
+                batch = batch[half:]
             yield batch
         for _ in range(own, balance.steps):
-            yield batch[:1]
-
-    def _next(self, samples: Iterator[Any], step: int, own: int | None) -> list[Any]:
-        """The next batch; of a rank's ``own`` batches the last two share what would have been one."""
-        before_last = own is not None and step == own - 2
-        last = own is not None and step == own - 1
-        size = (self.batch_size + 1) // 2 if before_last else self.batch_size // 2 if last else self.batch_size
-        return list(islice(samples, size))
+            yield batch[:1] or [self.sampler.first()]
 
 
 class PaddedBatchSampler(Sampler[list[Any]]):
@@ -154,17 +144,20 @@ class PaddedBatchSampler(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         own = self.balance.batches[self._rank]
-        filler: list[Any] | None = None
+        batch: list[Any] = []
         for batch in islice(self.batch_sampler, own):
-            filler = filler or list(batch[:1])
             yield batch
         for _ in range(own, self.balance.steps):
-            filler = filler or first_batch(self.batch_sampler)[:1]
-            yield filler
+            yield list(batch[:1]) or self._first_of_any_rank()
+
+    def _first_of_any_rank(self) -> list[Any]:
+        if isinstance(self.batch_sampler, DistributedBatchSamplerWrapper):
+            return list(self.batch_sampler.first()[:1])
+        return [self.batch_sampler.sampler.first()]
 
 
 class PaddedSampler(DistributedSampler[Any]):
-    """A sampler for loaders without batches, whose samples are steps; those at its end that must not count included.
+    """A sampler for loaders without batches, whose samples are steps, with samples at its end that must not count.
 
     It is a ``DistributedSampler`` because Lightning would share it out once more.
 
@@ -184,7 +177,7 @@ class PaddedSampler(DistributedSampler[Any]):
 
     @property
     def balance(self) -> Balance:
-        """See ``BalancedBatchSampler``."""
+        """The number of samples of each rank, as in ``BalancedBatchSampler``."""
         return self._steps.balance
 
     def set_epoch(self, epoch: int) -> None:
@@ -205,20 +198,6 @@ def is_exact(sampler: object) -> bool:
 
 def deals_unevenly(batch_sampler: Any) -> bool:
     """Whether the numbers of its batches may differ by rank, because we deal out its samples or whole batches so."""
-    if isinstance(batch_sampler, PaddedBatchSampler):
-        return True
     if isinstance(batch_sampler, DistributedBatchSamplerWrapper):
         return batch_sampler.uneven == "exact"
-    return is_exact(getattr(batch_sampler, "sampler", None))
-
-
-def first_sample(sampler: GlobalOrderSampler) -> Any:
-    """What the epoch's global order begins with: a sample that exists, for a rank that has none itself."""
-    return sampler.first()
-
-
-def first_batch(batch_sampler: Any) -> list[Any]:
-    """A batch that exists, for a rank that has none itself: of another rank's samples, or of the first one alone."""
-    if not isinstance(batch_sampler, DistributedBatchSamplerWrapper):
-        return [first_sample(batch_sampler.sampler)]
-    return list(batch_sampler.first())
+    return isinstance(batch_sampler, PaddedBatchSampler) or is_exact(getattr(batch_sampler, "sampler", None))

@@ -23,7 +23,11 @@ from lightning_ddp_ext.supervision.rank_zero import side_by_side
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 
-_STRUCTURES = "a tensor or array with a row for each sample, a list with an item for each, or dicts and tuples of these"
+_REMEDY = (
+    "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
+    "tuples of these"
+)
+_PAD = "; pad them in predict_step, or return a list with an item for each sample"
 _NO_PREDICTIONS = (
     "trainer has no predictions; call trainer.predict on every rank first, with data, and by a strategy that neither "
     "spawns nor forks its ranks"
@@ -50,9 +54,9 @@ def gather_predictions(trainer: Any) -> Any:
 
     Returns:
         On rank 0 what ``predict_step`` returns, for all samples in the dataset's order: tensors and arrays joined along
-        their first dimension, lists with an item a sample joined, dicts, tuples and lists of these item by item. With
-        several loaders a list with one entry for each; an entry is ``None`` where nothing was read. On other ranks
-        ``None``.
+        their first dimension, lists with an item a sample joined, dicts and tuples item by item, and lists of tensors
+        or arrays with a row a sample, too. With several loaders a list with one entry each, which is ``None`` where
+        nothing was read. On other ranks ``None``.
 
     Raises:
         ExactEvaluationError: on every rank: there are no predictions, or it is not known which samples they are for, or
@@ -69,17 +73,12 @@ def gather_predictions(trainer: Any) -> Any:
         loaders, batches = _on_every_rank(lambda: _own_batches(trainer), group, "predictions cannot be read")
         if _is_distributed():
             batches = _to_rank_zero(batches, group)
-        return _on_every_rank(
-            lambda: _join_loaders(loaders, batches) if _rank() == 0 else None, group, "predictions cannot be joined"
-        )
-
-
-def _name(loader: Any) -> str:
-    return type(loader.source if isinstance(loader, DistributedLoader) else loader).__name__
+        join = partial(_join_loaders, loaders, batches) if _rank() == 0 else lambda: None
+        return _on_every_rank(join, group, "predictions cannot be joined")
 
 
 def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
-    """The number of loaders, and the batches that this rank has predicted."""
+    """Return the number of loaders, and the batches that this rank has predicted."""
     loop, iterables = trainer.predict_loop, trainer.predict_dataloaders
     if iterables is None:
         raise ExactEvaluationError(_NO_PREDICTIONS)
@@ -88,15 +87,16 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
             "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
         )
     loaders = CombinedLoader(iterables, "sequential").flattened
-    outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
     if loop.skip:  # this rank had nothing to read, and its predictions are those of an earlier call
-        outputs = [[] for _ in loaders]
+        return len(loaders), []
+    outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
     batches = []
     for number, (loader, of_loader) in enumerate(zip(loaders, outputs, strict=True)):
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
+            name = type(loader.source if isinstance(loader, DistributedLoader) else loader).__name__
             raise ExactEvaluationError(
-                f"loader {number} must tell which samples a batch holds (got {_name(loader)}, which does not); "
+                f"loader {number} must tell which samples a batch holds (got {name}, which does not); "
                 "use a DataLoader over a dataset with indices"
             )
         # A loader may have read more than was predicted: workers read ahead.
@@ -117,7 +117,7 @@ def _rank() -> int:
 
 @contextmanager
 def _cpu_group() -> Iterator[Group]:
-    """All ranks, in a group whose messages are in CPU memory, so that rank 0's GPU need not hold what it receives."""
+    """Yield a group of all ranks with messages in CPU memory, so that rank 0's GPU need not hold what it receives."""
     membership = current()
     if not _is_distributed() or dist.get_backend() == "gloo":
         yield None
@@ -132,7 +132,7 @@ def _cpu_group() -> Iterator[Group]:
 
 
 def _all_gather(value: Any, group: Group) -> list[Any]:
-    """The values of all ranks, by rank. Collective."""
+    """Return the values of all ranks, by rank. Collective."""
     if not _is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -156,26 +156,26 @@ def _on_every_rank(work: Callable[[], T], group: Group, problem: str) -> T:
 
 
 def _to_rank_zero(batches: list[_Batch], group: Group) -> list[_Batch]:
-    """The batches of all ranks, by rank, on rank 0; no batches on other ranks. Collective."""
-    pickled = _on_every_rank(
-        lambda: [pickle.dumps(batch) for batch in batches], group, "predictions must be picklable to be gathered"
-    )
-    by_rank: list[list[bytes]] = [[] for _ in range(dist.get_world_size())]
+    """Return the batches of all ranks, by rank, on rank 0, and none on other ranks. Collective.
+
+    One batch of each rank travels at a time, so that memory holds them once.
+    """
+    problem = "predictions must be picklable to be gathered"
+    pickled = _on_every_rank(lambda: [pickle.dumps(batch) for batch in batches], group, problem)
+    steps: list[list[Any]] = []
     for number in range(max(_all_gather(len(pickled), group))):
-        received: list[Any] | None = [None] * len(by_rank) if _rank() == 0 else None
+        received = [None] * dist.get_world_size() if _rank() == 0 else None
         dist.gather_object(pickled[number] if number < len(pickled) else None, received, group=group)
-        for of_rank, each in zip(by_rank, received or [], strict=False):
-            of_rank += [each] if each is not None else []
-    return _on_every_rank(
-        lambda: [pickle.loads(each) for of_rank in by_rank for each in of_rank], group, "predictions cannot be read"
-    )
+        steps.append(received or [])
+    by_rank = [each for of_rank in zip(*steps, strict=True) for each in of_rank if each is not None]
+    return _on_every_rank(lambda: [pickle.loads(each) for each in by_rank], group, "predictions cannot be read")
 
 
 # Joining.
 
 
 def _join_loaders(loaders: int, batches: list[_Batch]) -> Any:
-    """What the batches of each loader hold together."""
+    """Join what the batches of each loader hold."""
     if not batches:
         raise ExactEvaluationError(_NO_PREDICTIONS)
     joined = [_join_batches([batch for batch in batches if batch.loader == number]) for number in range(loaders)]
@@ -193,71 +193,63 @@ def _join_batches(batches: list[_Batch]) -> Any:
 
 
 def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """The rows, in this order, of what the parts hold together; a part has a row for each of its batch's samples."""
+    """Return the rows, in this order, of what the parts hold together.
+
+    A part is what one batch's step has returned, or an item of that; it has a row for each sample of its batch.
+    """
     _check_one([type(part).__name__ for part in parts], f"{name} must be of one type in every batch")
     first = parts[0]
 
-    def join_items(items: list[Any], key: Any) -> Any:
-        return _join(items, sizes, rows, f"{name}[{key!r}]")
+    def join_items(key: Any) -> Any:
+        return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
 
-    if isinstance(first, (Tensor, np.ndarray)):
-        return _join_arrays(parts, sizes, rows, name)
     if isinstance(first, Mapping):
         _check_one([sorted(map(str, part)) for part in parts], f"{name} must have the same keys in every batch")
-        return {key: join_items([part[key] for part in parts], key) for key in first}
-    if isinstance(first, list) and not _is_structure(parts, sizes):
-        _check_rows([len(part) for part in parts], sizes, name)
+        return {key: join_items(key) for key in first}
+    if isinstance(first, tuple) or (isinstance(first, list) and _is_structure(parts, sizes)):
+        _check_one([len(part) for part in parts], f"{name} must have one length in every batch")
+        joined = [join_items(index) for index in range(len(first))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    if not isinstance(first, (Tensor, np.ndarray, list)):
+        raise ExactEvaluationError(
+            f"{name} must have a first dimension by sample (got {type(first).__name__}); {_REMEDY}"
+        )
+    _check_rows(parts, sizes, name)
+    if isinstance(first, list):
         items = [item for part in parts for item in part]
         return [items[row] for row in rows]
-    if isinstance(first, (list, tuple)):
-        _check_one([len(part) for part in parts], f"{name} must have one length in every batch")
-        joined = [join_items(list(items), index) for index, items in enumerate(zip(*parts, strict=True))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    raise ExactEvaluationError(
-        f"{name} must have a first dimension by sample (got {type(first).__name__}); have predict_step return "
-        f"{_STRUCTURES}"
+    rule = f"{name} must have one shape after the first dimension"
+    _check_one([tuple(part.shape[1:]) for part in parts], rule, _PAD)
+    return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
+
+
+def _is_structure(parts: list[list[Any]], sizes: list[int]) -> bool:
+    """Whether a list has tensors or arrays with a row for each sample, rather than one item for each sample."""
+    has_one_length = len({len(part) for part in parts}) == 1 and len(parts[0]) > 0
+    return has_one_length and all(
+        isinstance(item, (Tensor, np.ndarray)) and _row_count(item) == size
+        for part, size in zip(parts, sizes, strict=True)
+        for item in part
     )
 
 
-def _join_arrays(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    _check_rows([part.shape[0] if part.ndim else None for part in parts], sizes, name)
-    remedy = "; pad them in predict_step, or return a list with an item for each sample"
-    _check_one(
-        [tuple(part.shape[1:]) for part in parts], f"{name} must have one shape after the first dimension", remedy
-    )
-    return torch.cat(parts)[rows] if isinstance(parts[0], Tensor) else np.concatenate(parts)[rows]
+def _row_count(part: Any) -> int | None:
+    if isinstance(part, list):
+        return len(part)
+    return int(part.shape[0]) if part.ndim else None
+
+
+def _check_rows(parts: list[Any], sizes: list[int], name: str) -> None:
+    for part, size in zip(parts, sizes, strict=True):
+        rows = _row_count(part)
+        if rows != size:
+            got = "no dimension" if rows is None else f"length {rows}"
+            raise ExactEvaluationError(
+                f"{name} must have a first dimension by sample, {size} in this batch (got {got}); {_REMEDY}"
+            )
 
 
 def _check_one(found: Iterable[object], rule: str, remedy: str = "") -> None:
     different = sorted({str(each) for each in found})
     if len(different) > 1:
         raise ExactEvaluationError(f"{rule} (got {', '.join(different)}){remedy}")
-
-
-def _check_rows(found: list[int | None], sizes: list[int], name: str) -> None:
-    for rows, size in zip(found, sizes, strict=True):
-        if rows != size:
-            got = "no dimension" if rows is None else f"length {rows}"
-            raise ExactEvaluationError(
-                f"{name} must have a first dimension by sample, {size} in this batch (got {got}); have predict_step "
-                f"return {_STRUCTURES}"
-            )
-
-
-def _is_structure(parts: list[list[Any]], sizes: list[int]) -> bool:
-    """Whether each item of a list holds something by sample, so that the list is no list with an item for each sample.
-
-    That is assumed where the items hold as many rows as their batch has samples, in every batch.
-    """
-    if len({len(part) for part in parts}) > 1 or not parts[0]:
-        return False
-    return all(_row_counts(item) == {size} for part, size in zip(parts, sizes, strict=True) for item in part)
-
-
-def _row_counts(item: Any) -> set[int | None]:
-    """The numbers of rows of all that is in a structure; ``None`` for what has none."""
-    if isinstance(item, (Tensor, np.ndarray)):
-        return {item.shape[0] if item.ndim else None}
-    if isinstance(item, (Mapping, tuple)):
-        return set().union(*map(_row_counts, item.values() if isinstance(item, Mapping) else item))
-    return {len(item) if isinstance(item, list) else None}

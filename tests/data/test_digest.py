@@ -35,35 +35,33 @@ def cyclic() -> dict[str, Any]:
     return node
 
 
+ONE = torch.ones(1)
 BATCHES: list[Any] = [
     torch.zeros(2, 3),
     torch.zeros(3, 2),
     torch.zeros(2, 3, dtype=torch.int64),
     torch.zeros(2, 3, dtype=torch.bfloat16),
-    torch.zeros(2, 3).to_sparse() + torch.eye(2, 3).to_sparse(),
     torch.ones(2, 3).t(),
     torch.tensor(True),
     np.zeros((2, 3), dtype=np.int16),
     np.array(["a", "b"]),
     np.array(["a", 1], dtype=object),
-    np.float32(1),
-    [torch.zeros(1), torch.ones(1)],
-    [torch.ones(1), torch.zeros(1)],
-    (torch.ones(1), torch.zeros(1)),
-    {"x": torch.ones(1), "y": 0},
-    {"y": torch.ones(1), "x": 0},
-    Pair(torch.ones(1), "text"),
+    [torch.zeros(1), ONE],
+    [ONE, torch.zeros(1)],
+    (ONE, torch.zeros(1)),
+    {"x": ONE, "y": 0},
+    {"y": ONE, "x": 0},
+    Pair(ONE, "text"),
     Graph(torch.ones(2), ["a"]),
     Graph(torch.ones(2), ["b"]),
-    "text",
-    b"text",
-    "",
-    1,
-    1.0,
-    True,
-    [[1], 2],
-    [1, [2]],
-    [None, 1],
+    [ONE, "text"],
+    [ONE, b"text"],
+    [ONE, 1],
+    [ONE, 1.0],
+    [ONE, True],
+    [ONE, [1], 2],
+    [ONE, 1, [2]],
+    [ONE, None],
     cyclic(),
     torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]),
 ]
@@ -77,19 +75,21 @@ def test_batches_that_differ_have_other_fingerprints() -> None:
     assert [digest(copy.deepcopy(batch)) for batch in BATCHES] == digests
 
 
-@pytest.mark.parametrize(
-    "batch", [None, [], {}, object(), int, torch.zeros(0), torch.ones(2, device="meta"), iter([1])]
-)
-def test_what_cannot_be_told_apart_has_none(batch: Any) -> None:
-    """And nothing is raised, whatever it is."""
+@pytest.mark.parametrize("batch", [None, [], {}, torch.zeros(0), [None, ()], [np.zeros(0)], ["text", 1], object()])
+def test_batches_without_tensors_and_arrays_have_none(batch: Any) -> None:
+    """Nothing is said of ranks whose first batch is empty."""
     assert digest(batch) is None
 
 
-def test_what_cannot_be_read_is_left_out() -> None:
-    """The rest counts."""
-    assert digest(Hostile()) is None
-    assert digest([Hostile(), 1]) is not None
-    assert digest([Hostile(), 1]) != digest([Hostile(), 2])
+@pytest.mark.parametrize("unreadable", [torch.ones(2, device="meta"), torch.eye(2).to_sparse(), (lambda: 0)])
+def test_batches_with_something_unreadable_have_none(unreadable: Any) -> None:
+    """Two batches may differ in it, so that they are not called the same; and nothing is raised."""
+    assert digest([ONE, unreadable]) is None
+
+
+def test_batches_with_hostile_objects_have_none() -> None:
+    """Nothing is raised, whatever an object does when it is looked at."""
+    assert digest([ONE, Hostile()]) is None
 
 
 def test_ranks_with_the_same() -> None:
