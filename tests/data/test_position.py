@@ -200,8 +200,8 @@ class Rank:
             batches = None if batches is None else batches - 1
 
     def draw_ahead(self, batches: int, *, cycles: bool = False) -> None:
-        """Draw batches that are trained on later."""
-        self._ahead = self._drawn(batches, cycles)
+        """Have so many batches, unless the pass ends, that are trained on later."""
+        self._ahead += self._drawn(batches - len(self._ahead), cycles)
 
     def _drawn(self, number: int, cycles: bool) -> list[Any]:
         drawn: list[Any] = []
@@ -230,9 +230,12 @@ def as_list(batch: Any) -> list[int]:
 
 @dataclass
 class Stop:
+    """Where a checkpoint is saved, with how many batches drawn ahead, and whether it is resumed."""
+
     epoch: int
     done: int
     ahead: int = 0
+    is_resumed: bool = True
 
 
 @dataclass
@@ -267,13 +270,14 @@ class Case:
                     here.train(stop.done - done, cycles=cycles)
                     here.draw_ahead(stop.ahead, cycles=cycles)
                     saved, done = here.save(), stop.done
-                    read += here.read
                     if rank == 0:
                         common.append(saved.state)
                     assert saved.state == common[number]
-                    torch.manual_seed(2000 + rank)
-                    here = Rank(self.loader(rank), self.world_size)
-                    here.resume(saved)
+                    if stop.is_resumed:
+                        read += here.read
+                        torch.manual_seed(2000 + rank)
+                        here = Rank(self.loader(rank), self.world_size)
+                        here.resume(saved)
             here.train(None if self.batches is None else self.batches - done, cycles=cycles)
         return read + here.read
 
@@ -291,9 +295,9 @@ def cases(draw: st.DrawFn, kind: str, *, cycles: bool = False, most_ahead: int =
     shortest = len([*make(length, batch_size, world_size, world_size - 1)])
     batches = draw(st.integers(2, 3 * shortest + 1)) if cycles else None
     most = shortest if batches is None else batches - 1
-    places = st.tuples(st.integers(0, 1), st.integers(1, most), st.integers(0, most_ahead))
-    drawn = draw(st.lists(places, max_size=2, unique_by=lambda place: place[:2]))
-    stops = [Stop(epoch, done, min(ahead, most - done)) for epoch, done, ahead in drawn]
+    places = st.tuples(st.integers(0, 1), st.integers(1, most), st.integers(0, most_ahead), st.booleans())
+    drawn = draw(st.lists(places, max_size=3, unique_by=lambda place: place[:2]))
+    stops = [Stop(epoch, done, min(ahead, most - done), resumed) for epoch, done, ahead, resumed in drawn]
     return Case(make, length, batch_size, world_size, sorted(stops, key=lambda stop: (stop.epoch, stop.done)), batches)
 
 
