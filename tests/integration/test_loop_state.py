@@ -1,0 +1,384 @@
+"""From the state that the loops have in any hook, a run goes on as if it had not been stopped there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ddp_ext.integration.compat import end_restart
+from lightning_ddp_ext.integration.loop_state import Restart, Stopped, change_to, find_restart
+from tests.integration.training import make_trainer
+
+EPOCHS, BATCHES = 2, 4
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "validation in an epoch": {"val_check_interval": 2},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "both": {"val_check_interval": 2, "accumulate_grad_batches": 3},
+    "without validation": {"limit_val_batches": 0},
+    "validation every other epoch": {"check_val_every_n_epoch": 2},
+}
+HOOKS = (
+    "train_start",
+    "train_epoch_start",
+    "train_batch_start",
+    "train_batch_end",
+    "validation_start",
+    "validation_batch_start",
+    "validation_batch_end",
+    "validation_end",
+    "train_epoch_end",
+    "train_end",
+    "exception",
+)
+Loops = dict[str, Any]
+Event = tuple[Any, ...]
+
+
+@dataclass
+class Saved:
+    """What the loops were in one place: a hook, or "fetching" between two batches, or "validating" between two."""
+
+    place: str
+    loops: Loops
+    stopped: Stopped | None = None
+
+
+@dataclass
+class Run:
+    saved: list[Saved] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def at(self, place: str) -> list[Loops]:
+        """The states that were saved in one place, in order."""
+        return [saved.loops for saved in self.saved if saved.place == place]
+
+
+class Numbers(Dataset[Tensor]):
+    """Saves the loops between two batches, where a stop of all ranks would."""
+
+    def __init__(self, length: int, tracked: Tracked, place: str, stopped: Stopped) -> None:
+        self.length = length
+        self.save = functools.partial(tracked.save, place, stopped)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.save()
+        return torch.ones(1)
+
+
+class Tracked(L.LightningModule):
+    """Writes down what happens, and saves the loops in each hook."""
+
+    def __init__(self, fail_at: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.fail_at = fail_at
+        self.run = Run()
+
+    def save(self, place: str, stopped: Stopped | None = None) -> None:
+        self.run.saved.append(Saved(place, copy.deepcopy(self.trainer.fit_loop.state_dict()), stopped))
+
+    def happens(self, what: str, *more: Any) -> None:
+        self.run.events.append((what, self.trainer.fit_loop.epoch_progress.current.processed, *more))
+
+    def on_train_epoch_start(self) -> None:
+        self.happens("start")
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loops = self.trainer.fit_loop.state_dict()
+        counts = loops["epoch_loop.state_dict"]["_batches_that_stepped"], self.trainer.global_step
+        self.happens("train", index, *counts, loops["epoch_loop.batch_progress"]["total"]["ready"])
+        if self.fail_at == (self.trainer.current_epoch, index):
+            raise RuntimeError("the step fails")
+        loss: Tensor = self.layer(batch).sum()
+        return loss
+
+    def on_validation_start(self) -> None:
+        self.happens("validate", self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.happens("validation batch", index)
+
+    def on_train_epoch_end(self) -> None:
+        self.run.events.append(("end", self.trainer.fit_loop.epoch_progress.current.processed - 1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Numbers(BATCHES, self, "fetching", "batch"))
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(Numbers(2, self, "validating", "validation"))
+
+
+class Saves(L.Callback):
+    """Saves the loops in each hook; a resumed run is told what the strategy would tell it."""
+
+    def __init__(self, restart: Restart | None = None) -> None:
+        self.restart = restart
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.restart is not None and self.restart.at == "epoch_start":
+            end_restart(trainer.fit_loop)
+
+
+def _saving(hook: str) -> Any:
+    former = getattr(Saves, f"on_{hook}") if f"on_{hook}" in vars(Saves) else None
+
+    def on_hook(self: Saves, trainer: L.Trainer, module: Tracked, *args: Any, **kwargs: Any) -> None:
+        module.save(hook)
+        if former is not None:
+            former(self, trainer, module)
+
+    return on_hook
+
+
+for _hook in HOOKS:
+    setattr(Saves, f"on_{_hook}", _saving(_hook))
+
+
+def fit(
+    loops: Loops | None = None,
+    restart: Restart | None = None,
+    *,
+    fail_at: tuple[int, int] | None = None,
+    **options: Any,
+) -> Run:
+    """Train in this process, from a state of the loops on if there is one."""
+    module = Tracked(fail_at)
+    options = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **options}
+    trainer = make_trainer("auto", devices=1, callbacks=[Saves(restart)], **options)
+    if loops is not None:
+        trainer.fit_loop.load_state_dict(copy.deepcopy(loops))
+    if fail_at is None:
+        trainer.fit(module)
+    else:
+        with pytest.raises(RuntimeError, match="the step fails"):
+            trainer.fit(module)
+    return module.run
+
+
+@functools.cache
+def whole(name: str) -> Run:
+    """A run without a stop."""
+    return fit(**CONFIGURATIONS[name])
+
+
+def found_in(saved: Saved, name: str) -> Restart:
+    accumulated = CONFIGURATIONS[name].get("accumulate_grad_batches", 1)
+    return find_restart(saved.loops, accumulated=accumulated, batches=BATCHES, stopped=saved.stopped)
+
+
+def rest(events: list[Event], restart: Restart) -> list[Event]:
+    """What a run without a stop does from a restart on."""
+    first: dict[str, Event] = {
+        "batch_end": ("train", restart.epoch, restart.done),
+        "epoch_start": ("start", restart.epoch),  # also if its hooks had been called
+        "validation": ("validate", restart.epoch, restart.done),
+        "epoch_end": ("end", restart.epoch),
+    }
+    begin = first[restart.at]
+    numbers = [number for number, event in enumerate(events) if event[: len(begin)] == begin]
+    return events[numbers[0] :] if numbers else []
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_from_each_hook_the_run_goes_on_as_if_it_had_not_been_stopped(name: str) -> None:
+    """The same batches, validations, hooks and counts follow, and nothing twice, wherever the loops were saved."""
+    run, checked = whole(name), []
+    assert len(run.saved) > 20
+    for saved in run.saved:
+        restart = found_in(saved, name)
+        changed = change_to(saved.loops, restart, stopped=saved.stopped)
+        if (restart, changed) in checked:
+            continue
+        checked.append((restart, changed))
+        resumed = fit(changed, restart, **CONFIGURATIONS[name])
+        assert resumed.events == rest(run.events, restart), (saved.place, restart)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_no_batch_that_was_stepped_is_trained_again_and_none_is_left_out(name: str) -> None:
+    """The restart comes after the last optimiser step that was taken before the loops were saved."""
+    for saved in whole(name).saved:
+        restart = found_in(saved, name)
+        done = restart.epoch * BATCHES + restart.done
+        processed = saved.loops["epoch_loop.batch_progress"]["total"]["processed"]
+        accumulated = CONFIGURATIONS[name].get("accumulate_grad_batches", 1)
+        within = processed % BATCHES
+        assert done == processed - (within % accumulated), (saved.place, restart)
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_changed_state_is_changed_no_more(name: str) -> None:
+    """The same restart is found in it, but for hooks that are to be called again, and changing it anew does nothing."""
+    for saved in whole(name).saved:
+        restart = found_in(saved, name)
+        changed = change_to(saved.loops, restart, stopped=saved.stopped)
+        stopped: Stopped | None = "validation" if restart.at == "validation" else None  # it is between batches no more
+        again = Saved(saved.place, changed, stopped)
+        assert found_in(again, name) == replace(restart, has_started=False), saved.place
+        for each in (restart, found_in(again, name)):
+            assert change_to(changed, each, stopped=stopped) == changed, saved.place
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_state_that_was_given_is_left_as_it_is(name: str) -> None:
+    """A changed state shares nothing with the state in the checkpoint."""
+    for saved in whole(name).saved:
+        before = copy.deepcopy(saved.loops)
+        changed = change_to(saved.loops, found_in(saved, name), stopped=saved.stopped)
+        _spoil(changed)
+        assert saved.loops == before, saved.place
+
+
+def _spoil(state: dict[str, Any]) -> None:
+    for value in state.values():
+        if isinstance(value, dict):
+            _spoil(value)
+    state["spoiled"] = True
+
+
+@pytest.mark.parametrize("name", ["plain", "validation in an epoch", "accumulation", "both"])
+def test_within_an_epoch_the_state_is_that_of_the_hook_after_the_batch(name: str) -> None:
+    """Batches and epochs are counted as Lightning counts them in ``on_train_batch_end``."""
+    run = whole(name)
+    ends = {
+        (loops["epoch_progress"]["current"]["processed"], loops["epoch_loop.batch_progress"]["current"]["ready"]): loops
+        for loops in run.at("train_batch_end")
+    }
+    for saved in run.saved:
+        restart = found_in(saved, name)
+        if restart.at == "batch_end":
+            changed = change_to(saved.loops, restart, stopped=saved.stopped)
+            end = ends[restart.epoch, restart.done]
+            for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"):
+                assert changed[key] == end[key], (saved.place, restart, key)
+
+
+PLAIN = {
+    "train_start": [Restart("epoch_start", 0)],
+    "train_epoch_start": [Restart("epoch_start", epoch) for epoch in (0, 1)],
+    "train_batch_start": [
+        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
+        for epoch in (0, 1)
+        for done in range(4)
+    ],
+    "fetching": [
+        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
+        for epoch in (0, 1)
+        for done in range(4)
+    ],
+    "train_batch_end": [
+        Restart("batch_end", epoch, done) if done < 4 else Restart("epoch_start", epoch + 1)
+        for epoch in (0, 1)
+        for done in range(1, 5)
+    ],
+    "validation_start": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
+    "validating": [Restart("validation", epoch, 4) for epoch in (0, 0, 1, 1)],
+    "validation_end": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
+    "train_epoch_end": [Restart("epoch_start", epoch + 1) for epoch in (0, 1)],
+    "train_end": [Restart("epoch_start", 2)],
+}
+
+
+@pytest.mark.parametrize("place", PLAIN)
+def test_each_hook_has_its_restart(place: str) -> None:
+    """A stop within an epoch goes on with the next batch, one after its last batch with the next epoch."""
+    assert [found_in(saved, "plain") for saved in whole("plain").saved if saved.place == place] == PLAIN[place]
+
+
+def test_gradients_that_were_accumulated_are_made_again() -> None:
+    """With three batches a step, a state after the fifth goes back to the third, and one after two to the start."""
+    state = whole("accumulation").at("train_batch_end")[1]
+    assert find_restart(state, accumulated=3, batches=4) == Restart("epoch_start", 0, has_started=True)
+    assert find_restart(state, accumulated=1, batches=4) == Restart("batch_end", 0, 2)
+    assert find_restart(with_batches(state, 5, last=False), accumulated=3, batches=9) == Restart("batch_end", 0, 3)
+
+
+def with_batches(loops: Loops, done: int, *, last: bool) -> Loops:
+    """The same state after another number of batches, in ``on_train_batch_end``."""
+    changed = copy.deepcopy(loops)
+    counts = {"ready": done, "started": done, "processed": done, "completed": done - 1}
+    changed["epoch_loop.batch_progress"].update(current=dict(counts), total=dict(counts), is_last_batch=last)
+    return changed
+
+
+@pytest.mark.parametrize("index", range(BATCHES))
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_batch_that_raised_an_exception_is_trained_again(accumulated: int, index: int) -> None:
+    """Also the last one of an epoch, and with it the batches whose gradients were accumulated."""
+    options = {"accumulate_grad_batches": accumulated}
+    run = fit(**options)
+    (state,) = fit(fail_at=(1, index), **options).at("exception")
+    restart = find_restart(state, accumulated=accumulated, batches=BATCHES)
+    done = index - index % accumulated
+    assert restart == (Restart("batch_end", 1, done) if done else Restart("epoch_start", 1, has_started=True))
+    assert fit(change_to(state, restart), restart, **options).events == rest(run.events, restart)
+
+
+@pytest.mark.parametrize("place", ["train_epoch_end", "train_end"])
+def test_an_epoch_that_max_steps_has_cut_short_goes_on(place: str) -> None:
+    """A run with more steps trains the rest of the epoch; one whose epoch had as many batches begins the next."""
+    run = whole("plain")
+    state = fit(max_epochs=-1, max_steps=6).at(place)[-1]
+    restart = find_restart(state, accumulated=1, batches=BATCHES)
+    assert restart == Restart("batch_end", 1, 2)
+    assert fit(change_to(state, restart), restart).events == rest(run.events, restart)
+    for batches in (2, None):
+        assert find_restart(state, accumulated=1, batches=batches) == Restart("epoch_start", 2)
+
+
+def test_an_epoch_that_max_steps_has_cut_within_an_accumulation_goes_back_to_the_last_step() -> None:
+    """The batches whose gradients were not used yet are trained again."""
+    state = with_batches(fit(max_epochs=-1, max_steps=6).at("train_end")[0], 2, last=False)
+    assert find_restart(state, accumulated=2, batches=BATCHES) == Restart("batch_end", 1, 2)
+    assert find_restart(state, accumulated=4, batches=9) == Restart("epoch_start", 1, has_started=True)
+
+
+def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_step() -> None:
+    """A validation that could not be followed by its gradients is not begun again."""
+    state = whole("both").at("validating")[0]
+    assert state["epoch_loop.batch_progress"]["current"]["processed"] == 2
+    assert find_restart(state, accumulated=2, batches=4, stopped="validation") == Restart("validation", 0, 2)
+    found = find_restart(state, accumulated=3, batches=4, stopped="validation")
+    assert found == Restart("epoch_start", 0, has_started=True)
+
+
+def test_an_epoch_can_be_begun_again() -> None:
+    """Changed to its start, the loops train an epoch from its first batch, and count no batch twice."""
+    run = whole("plain")
+    for saved in run.saved:
+        if found_in(saved, "plain") == Restart("batch_end", 1, 2):
+            restart = Restart("epoch_start", 1, has_started=True)
+            resumed = fit(change_to(saved.loops, restart, stopped=saved.stopped), restart)
+            assert [event[:3] for event in resumed.events] == [event[:3] for event in rest(run.events, restart)]
+
+
+def test_what_is_not_about_progress_stays() -> None:
+    """States of loaders and of loops that we do not know are those of the checkpoint."""
+    state = {**whole("plain").at("train_batch_end")[1], "future": {"a": 1}, "state_dict": {"combined_loader": [{}]}}
+    changed = change_to(state, Restart("batch_end", 0, 2))
+    kept = ("future", "state_dict", "epoch_loop.val_loop.batch_progress", "epoch_loop.scheduler_progress")
+    assert {key: changed[key] for key in kept} == {key: state[key] for key in kept}
+
+
+def test_epochs_of_earlier_runs_stay_counted() -> None:
+    """Totals go on from what a ``Trainer`` had trained before its loops began to count anew."""
+    state = copy.deepcopy(whole("plain").at("train_batch_end")[3])
+    state["epoch_progress"]["total"] = {name: n + 5 for name, n in state["epoch_progress"]["total"].items()}
+    changed = change_to(state, Restart("epoch_start", 1))
+    counts = {"ready": 1, "started": 1, "processed": 1, "completed": 1}
+    assert changed["epoch_progress"] == {"current": counts, "total": {name: n + 5 for name, n in counts.items()}}
