@@ -22,15 +22,15 @@ class DistributedLoader:
     Args:
         source: what the Trainer was given; any iterable. It is left as it is, unless it keeps a state of its own.
         begin: given this loader and the new iterator, returns the iterator that yields the batches.
-        length: the number of batches in place of the loader's own; ``None`` for the loader's own.
 
     Attributes:
         source: as given.
         loader: what is read: a copy of ``source``, if that is a ``DataLoader``.
+        length: the number of batches in place of the loader's own; ``None`` for the loader's own.
         position: how far training is in it; ``None`` for a loader that is evaluated.
         balance: who has how many batches in an evaluation; ``None`` where nothing has to be known of that.
 
-    >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
+    >>> loader = DistributedLoader.around([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
     (2, [1, 2], [1, 2])
     """
@@ -42,18 +42,20 @@ class DistributedLoader:
     position: Any
     balance: Any
 
-    def __init__(
-        self,
-        source: Any,
-        begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]],
-        *,
-        length: int | None = None,
-    ) -> None:
+    def __init__(self, source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> None:
         own = own_copy(source)
-        vars(self).update(source=source, loader=own, begin=begin, length=length, position=None, balance=None)
+        vars(self).update(source=source, loader=own, begin=begin, length=None, position=None, balance=None)
+
+    @staticmethod
+    def around(source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> DistributedLoader:
+        """Wrap a loader, in a class that keeps a state if the loader does."""
+        return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, begin)
 
     def __iter__(self) -> Iterator[Any]:
         return LazyIterator(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.loader,)  # copies belong to nobody's training
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
@@ -73,6 +75,18 @@ class DistributedLoader:
             setattr(self.loader, name, value)
 
 
+class StatefulDistributedLoader(DistributedLoader):
+    """Of a loader that keeps a state: Lightning looks for its methods in the class, from Python 3.12 on."""
+
+    def state_dict(self) -> Any:
+        """Return the loader's state."""
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the loader go on from a state."""
+        self.loader.load_state_dict(state)
+
+
 class LazyIterator(Iterator[Any]):
     """One pass over a :class:`DistributedLoader`, begun when its first batch is asked for."""
 
@@ -87,7 +101,11 @@ class LazyIterator(Iterator[Any]):
         return self._batches
 
     def __next__(self) -> Any:
-        return next(self.start() if self._batches is None else self._batches)
+        return next(self.start())
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 def is_stateful(loader: object) -> bool:

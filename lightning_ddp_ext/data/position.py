@@ -15,7 +15,14 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import SkippingSampler
@@ -25,6 +32,7 @@ from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.streams import mix, with_wrapped
 from lightning_ddp_ext.errors import ResumeError, SamplerError
 
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to go on from the beginning of that epoch'
 
 
@@ -68,6 +76,7 @@ class LoaderPosition:
         self.epoch = -1
         self.given = 0
         self._passes: deque[Pass] = deque(maxlen=remembered)
+        self._generator = torch.Generator()
 
     # Reading.
 
@@ -80,7 +89,7 @@ class LoaderPosition:
         if epoch != self.epoch:
             self.epoch, self.given = epoch, 0
             self._passes.clear()
-        _spare_global_generator(self.loader, epoch)
+        self._spare_global_generator(epoch)
         number = self._passes[-1].number + 1 if self._passes else 0
         new = Pass(number, self.given, random=self._take_random())
         self._passes.append(new)
@@ -102,11 +111,21 @@ class LoaderPosition:
             ResumeError: the data are others, or cannot be shared out among this number of ranks.
         """
         self.check(state, world_size)
-        _spare_global_generator(self.loader, epoch)
+        self._spare_global_generator(epoch)
         self.epoch, self.given = epoch, done
         new = Pass(state["number"], done, random=None if own is None else own.get("random"))
         self._passes.append(new)
         return self._enter(new, epoch, state, own)
+
+    def _spare_global_generator(self, epoch: int) -> None:
+        """Draw the seed of workers that persist from another generator, after the epoch in which they start.
+
+        A run in which they do so draws no such number then; one that is resumed, or starts them anew, would draw one.
+        """
+        if epoch > 0 and getattr(self.loader, "persistent_workers", False):
+            if self.loader.generator is None:
+                self.loader.generator = self._generator
+            self._generator.manual_seed(mix(torch.initial_seed() % 2**63, epoch))
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count what the Trainer is given of these batches."""
@@ -173,6 +192,11 @@ class LoaderPosition:
                 f"when the checkpoint was saved, and has {_words(self._description())}; resume with the same data, or "
                 f"{FROM_THE_EPOCHS_START}"
             )
+
+    @property
+    def draws(self) -> bool:
+        """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
+        return False
 
     def left_after(self, state: Mapping[str, Any], done: int) -> float:
         """Return how many batches this rank reads from a state to the end of the pass."""
@@ -267,6 +291,12 @@ class OrderPosition(LoaderPosition):
             ) from error
 
     @override
+    @property
+    def draws(self) -> bool:
+        """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
+        return False
+
+    @override
     def left_after(self, state: Mapping[str, Any], done: int) -> float:
         self._load(state)
         left = self._sampler.left
@@ -305,6 +335,11 @@ class IndexPosition(LoaderPosition):
         super().__init__(loader, remembered=remembered)
         self._skipping = SkippingSampler(index_sampler_of(loader))
         set_index_sampler(loader, self._skipping)
+
+    @property
+    @override
+    def draws(self) -> bool:
+        return any(isinstance(each, _DRAWING) for each in with_wrapped(self._skipping))
 
     @override
     def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
@@ -385,6 +420,13 @@ def _count_drawn(which: Pass, batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
+def rewind(loader: Any) -> None:
+    """Have samplers of ours begin at the start of their epoch: training may be in its middle, others read all of it."""
+    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
+        if isinstance(sampler, Resumable):
+            sampler.resume_at(sampler.epoch, 0)
+
+
 def position_of(loader: Any, *, remembered: int) -> LoaderPosition:
     """Choose the quickest way of entering a loader in the middle of an epoch.
 
@@ -416,15 +458,6 @@ def _resumable(index_sampler: Any) -> tuple[Resumable | None, int]:
     if type(index_sampler) is BatchSampler and isinstance(index_sampler.sampler, Resumable):
         return index_sampler.sampler, index_sampler.batch_size
     return None, 1
-
-
-def _spare_global_generator(loader: Any, epoch: int) -> None:
-    """Draw the seed of workers from a generator of its own where they persist, after the epoch in which they start.
-
-    A run in which they do so draws no such number then; one that is resumed, or starts them anew, would draw one.
-    """
-    if epoch > 0 and getattr(loader, "persistent_workers", False) and loader.generator is None:
-        loader.generator = torch.Generator().manual_seed(mix(torch.initial_seed() % 2**63, epoch))
 
 
 def _generators_of(loader: Any) -> list[torch.Generator]:

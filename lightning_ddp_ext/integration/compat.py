@@ -43,7 +43,7 @@ class ReplacedMethods:
 
 def combined_loader_of(loop: Any) -> Any:
     """The loaders that a loop reads, combined; ``None`` before it has them. No public name leads to their mode."""
-    return _read(loop, "_combined_loader")
+    return None if loop is None else _read(loop, "_combined_loader")
 
 
 def mode_of(combined: Any) -> str:
@@ -70,7 +70,7 @@ def fetcher_of(loop: Any) -> Any:
 
 
 def active_loop_of(trainer: Any) -> Any:
-    """The loop that runs: of training, or of an evaluation."""
+    """The loop that runs: of training, or of an evaluation; ``None`` if no loop does."""
     return _read(trainer, "_active_loop")
 
 

@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.position import rewind
 from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.compat import ReplacedMethods, iterators_of
+from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
 from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_info, update_dataloader
@@ -67,6 +68,7 @@ class DataPath:
         self._exact_evaluation = exact_evaluation
         self._agreed_seed: int | None = None
         self._replaced = ReplacedMethods()
+        self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
@@ -91,7 +93,6 @@ class DataPath:
     def detach(self) -> None:
         """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
         self._replaced.put_back()
-        self.training.resume.close()
         self.uneven.finish()
 
     # Checkpoints.
@@ -117,6 +118,7 @@ class DataPath:
 
     def prepare(self, connector: Any, dataloader: Any, *, shuffle: bool, stage: RunningStage) -> object:
         """Put a sampler of ours into a loader where Lightning would put its own."""
+        self._stage = stage
         if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
             dataloader = dataloader.source
         sampler: Any = None
@@ -163,11 +165,13 @@ class DataPath:
     # What is iterated over.
 
     def wrap(self, dataloader: Any) -> DistributedLoader:
-        """Return what the Trainer is to iterate over in place of a loader. Collective in an evaluation."""
-        loader = DistributedLoader(dataloader, self.begin)
+        """Return what the Trainer is to iterate over in place of a loader. Collective."""
+        loader = DistributedLoader.around(dataloader, self.begin)
         _check_weights(loader.loader)
-        if self._is_evaluating:
-            self.evaluation.balance(loader)
+        # Loaders of training may be asked for in the middle of an evaluation.
+        stage, self._stage = self._stage or self._trainer.state.stage, None
+        if stage in EVALUATED:
+            self.evaluation.balance(loader, stage)
             return loader
         self.evaluation.check_training(loader)
         self.uneven.agree_on_length(loader)
@@ -175,20 +179,19 @@ class DataPath:
         self.epochs.warn_of_same_orders(loader.loader)
         return loader
 
-    @property
-    def _is_evaluating(self) -> bool:
-        return self._trainer.state.stage in EVALUATED
-
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin a pass over a loader: its first batch has just been asked for."""
         trainer = self._trainer
         epoch = self.training.epoch
         self.epochs.begin(loader.loader, epoch, trainer.global_rank)
-        if loader.position is None:
-            return self.evaluation.begin(loader)
-        if any(iterator is each for each in iterators_of(trainer.fit_loop)):
+        loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)
+        if not any(iterator is each for each in iterators_of(loop)):
+            rewind(loader.loader)
+            return iter(own_copy(loader.loader))  # somebody looks at a batch: not to disturb the workers that are read
+        if loader.position is not None:
             return self.training.begin(loader, epoch)
-        return iter(own_copy(loader.loader))  # somebody looks at a batch: not to disturb the workers that are read
+        rewind(loader.loader)
+        return self.evaluation.begin(loader)
 
 
 def is_shared_out(loader: Any) -> bool:

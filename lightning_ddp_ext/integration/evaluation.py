@@ -32,6 +32,7 @@ IdleRanks = Literal["repeat", "skip"]
 
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 _LIMITS = {
+    RunningStage.TRAINING: "limit_train_batches",
     RunningStage.TESTING: "limit_test_batches",
     RunningStage.PREDICTING: "limit_predict_batches",
 }
@@ -58,6 +59,7 @@ class Evaluation:
         self._has_warned = False
         self._balance: Balance | None = None  # of the loader that is read
         self._step = 0
+        self._is_in_step = False
         self.idle: tuple[int, ...] = ()
         """The ranks that are idle in the step that all ranks are in."""
 
@@ -79,7 +81,7 @@ class Evaluation:
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **ranks)
         return SharedSampler(loader.sampler, uneven="exact", **ranks)
 
-    def balance(self, loader: DistributedLoader) -> None:
+    def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader.
 
         Collective for loaders that may have different numbers of batches on the ranks: every rank must call it.
@@ -88,13 +90,13 @@ class Evaluation:
             ExactEvaluationError: a batch sampler has no length, or a rank has no batch to repeat or to skip to.
         """
         self._warn_of_repeats(loader.loader)
-        if self._trainer.state.stage == RunningStage.PREDICTING:
+        if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
             return
         if not self._is_exact or not self._has_others:
             return
-        loader.balance = self._balance_by_samples(loader.loader) or self._balance_by_lengths(loader)
+        loader.balance = self._balance_by_samples(loader.loader, stage) or self._balance_by_lengths(loader)
         if self._idle_ranks == "skip" and loader.balance is not None and min(loader.balance.batches) == 0:
             raise ExactEvaluationError(
                 f"idle_ranks='skip' needs a batch for every rank (got {loader.balance.batches} batches, by rank); "
@@ -109,7 +111,7 @@ class Evaluation:
         """
         if not self._has_others or not deals_unevenly(getattr(loader.loader, "batch_sampler", None)):
             return
-        balance = self._balance_by_samples(loader.loader)
+        balance = self._balance_by_samples(loader.loader, RunningStage.TRAINING)
         if balance is not None and not balance.is_even:
             raise UnevenInputsError(
                 f"training needs equally many batches on every rank (got {balance.batches}, by rank); "
@@ -117,7 +119,7 @@ class Evaluation:
                 "for every rank"
             )
 
-    def _balance_by_samples(self, loader: Any) -> Balance | None:
+    def _balance_by_samples(self, loader: Any, stage: RunningStage) -> Balance | None:
         """Put a balanced sampler over a sampler of ours that deals out unevenly."""
         if not isinstance(loader, DataLoader):
             return None
@@ -131,7 +133,7 @@ class Evaluation:
         elif type(loader.batch_sampler) is BatchSampler:
             own = loader.batch_sampler
             sampler = BalancedBatchSampler(own.sampler, own.batch_size, own.drop_last)  # type: ignore[arg-type]
-            sampler.may_split = self._is_read_to_the_end(len(sampler))
+            sampler.may_split = self._is_read_to_the_end(len(sampler), stage)
         else:
             lengths = self._lengths(loader.batch_sampler)
             sampler = PaddedBatchSampler(loader.batch_sampler, lengths, self._strategy.global_rank)
@@ -154,9 +156,8 @@ class Evaluation:
         loader.length = balance.steps
         return balance
 
-    def _is_read_to_the_end(self, batches: int) -> bool:
+    def _is_read_to_the_end(self, batches: int, stage: RunningStage) -> bool:
         """Whether the Trainer's limit leaves the last of these batches; splitting is of no use where it does not."""
-        stage = self._trainer.state.stage
         limit: float = getattr(self._trainer, _LIMITS.get(stage, "limit_val_batches"))
         return limit >= (batches if isinstance(limit, int) else 1.0)
 
@@ -225,7 +226,14 @@ class Evaluation:
 
     # Steps.
 
-    _is_in_step = False
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank's present batch does not count."""
+        return self._balance is not None and self._strategy.global_rank in self._balance.idle(self._step)
+
+    def end(self) -> None:
+        """The evaluation is over."""
+        self._balance = None
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 from lightning_ddp_ext.data.loader import batches_of
@@ -52,7 +51,6 @@ class Resume:
         self._states: Sequence[Mapping[str, Any]] | None = None
         self._to_enter: dict[int, Mapping[str, Any]] = {}
         self._ends_first: set[int] = set()
-        self._warnings = ExitStack()
         if checkpoint is not None:
             self._load(checkpoint, data)
 
@@ -117,7 +115,6 @@ class Resume:
         if self.restart.is_within:
             self.find_data(positions)
             # Lightning says next that the loaders cannot be resumed.
-            self._warnings.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end":
             self._set_counters(positions)
@@ -125,14 +122,9 @@ class Resume:
             self.restore_random()
 
     def on_train_batch_start(self) -> None:
-        """The first batch of a resumed epoch is there: from now on Lightning's loops are like any others'."""
+        """Have Lightning's loops go on like any others', once the first batch of a resumed epoch is there."""
         if self.restart.is_within:
-            self.close()
             end_restart(self._trainer.fit_loop)  # else the epoch's end leaves out schedulers that watch a metric
-
-    def close(self) -> None:
-        """Let warnings be what they were."""
-        self._warnings.close()
 
     def _set_counters(self, positions: list[LoaderPosition]) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
@@ -187,6 +179,12 @@ class Resume:
             position.check(state, self._world_size)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
+            if position.draws and state["at"] and self.own("random") is None:
+                rank_zero_warn(
+                    f"the checkpoint does not say from which random numbers {position.name} drew the order of epoch "
+                    f"{self.restart.epoch}, as it was saved by one rank alone or by another strategy; batches may be "
+                    f"read twice or left out in this epoch; {FROM_THE_EPOCHS_START}"
+                )
         self._states = states
         self._to_enter = dict(enumerate(states))
         self._ends_first = {index for index, state in enumerate(states) if state["number"]}

@@ -496,6 +496,7 @@ class DDPExtStrategy(DDPStrategy):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
+        self.data.evaluation.end()
         self._pass()
         self.stops.at_end_of_evaluation()
 
@@ -560,8 +561,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank makes the present step of an evaluation with a sample that does not count."""
-        return self.global_rank in self.data.evaluation.idle
+        """Whether this rank's present batch in an evaluation repeats a sample that does not count, in hooks, too."""
+        return self.data.evaluation.is_idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class SamplerEpochSeeding(Callback):
             source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
             if not is_shared_out(source):
                 source = type(connector)._prepare_dataloader(connector, source, shuffle=shuffle, mode=mode)
-            loader = DistributedLoader(source, begin)
+            loader = DistributedLoader.around(source, begin)
             self._epochs.warn_of_same_orders(loader.loader)
             return loader
 
