@@ -37,14 +37,16 @@ class Pass:
         after: batches of the epoch that the loader gave before this iterator was made.
         start: where it began: a position in the global order, or a number of batches of this pass.
         drawn: batches that have been drawn from it.
+        has_ended: whether it was asked for another batch, and had none.
     """
 
     number: int
     after: int
     start: int = 0
     drawn: int = 0
+    has_ended: bool = False
     random: dict[str, Any] | None = None
-    states: list[tuple[int, Any]] = field(default_factory=list)
+    states: list[tuple[int, Any, bool]] = field(default_factory=list)
 
 
 class LoaderPosition:
@@ -110,6 +112,7 @@ class LoaderPosition:
         for batch in batches:
             which.drawn += 1
             yield batch
+        which.has_ended = True
 
     # Saving.
 
@@ -359,10 +362,10 @@ class StatePosition(BatchPosition):
         which, batches = self._pass_at(done)
         latest = self._passes[-1] if self._passes else which
         if now is not None:
-            latest.states = [*latest.states[-3:], (latest.drawn, now)]
+            latest.states = [*latest.states[-3:], (latest.drawn, now, latest.has_ended)]
         known = [each for each in which.states if each[0] <= batches]
-        drawn, state = known[-1] if known else (-which.start, None)
-        return {"random": which.random, "state": state, "dropped": batches - drawn}
+        drawn, state, has_ended = known[-1] if known else (-which.start, None, False)
+        return {"random": which.random, "state": state, "dropped": batches - drawn, "has_ended": has_ended}
 
     @override
     def _enter(self, new: Pass, epoch: int, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -372,7 +375,13 @@ class StatePosition(BatchPosition):
             new.start = own["dropped"]
         else:
             self.loader.load_state_dict(own["state"])
-            new.states = [(-own["dropped"], own["state"])]
+            new.has_ended = own.get("has_ended", False)
+            new.states = [(-own["dropped"], own["state"], new.has_ended)]
+        if new.has_ended:
+            # From the state of its end, some loaders begin anew, and others have to be told that nothing is left.
+            if any(True for _ in islice(self.loader, 1)):
+                self.loader.load_state_dict(own["state"])
+            return iter(())
         with _as_then(self.loader, new.random if own["state"] is None else None):
             batches: Iterator[Any] = iter(self.loader)
             self._drop(batches, own["dropped"])
