@@ -45,6 +45,7 @@ class Pass:
         after: batches of the epoch that the loader gave before this iterator was made.
         start: where it began: a position in the global order, or a number of batches of this pass.
         drawn: batches that have been drawn from it, of a loader that keeps a state.
+        has_ended: whether it was asked for another batch, and had none; of a loader that keeps a state.
         random: the random numbers from which its order was drawn.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
@@ -53,8 +54,9 @@ class Pass:
     after: int
     start: int = 0
     drawn: int = 0
+    has_ended: bool = False
     random: dict[str, Any] | None = None
-    states: list[tuple[int, Any]] = field(default_factory=list)
+    states: list[tuple[int, Any, bool]] = field(default_factory=list)
 
 
 class LoaderPosition:
@@ -291,12 +293,6 @@ class OrderPosition(LoaderPosition):
             ) from error
 
     @override
-    @property
-    def draws(self) -> bool:
-        """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
-        return False
-
-    @override
     def left_after(self, state: Mapping[str, Any], done: int) -> float:
         self._load(state)
         left = self._sampler.left
@@ -393,11 +389,11 @@ class StatePosition(BatchPosition):
         which, batches = self._pass_at(done)
         latest = self._passes[-1] if self._passes else which
         if now is not None:
-            latest.states.append((latest.drawn, now))
+            latest.states.append((latest.drawn, now, latest.has_ended))
         known = [each for each in which.states if each[0] <= batches]
-        drawn, state = known[-1] if known else (-which.start, None)
+        drawn, state, has_ended = known[-1] if known else (-which.start, None, False)
         which.states = [each for each in which.states if each[0] >= drawn]  # no later checkpoint is of a batch before
-        return {"random": which.random, "state": state, "dropped": batches - drawn}
+        return {"random": which.random, "state": state, "dropped": batches - drawn, "has_ended": has_ended}
 
     @override
     def _enter(self, new: Pass, epoch: int, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
@@ -407,7 +403,13 @@ class StatePosition(BatchPosition):
             new.start = own["dropped"]
         else:
             self.loader.load_state_dict(own["state"])
-            new.states = [(-own["dropped"], own["state"])]
+            new.has_ended = own.get("has_ended", False)
+            new.states = [(-own["dropped"], own["state"], new.has_ended)]
+        if new.has_ended:
+            # From the state of its end, some loaders begin anew, and others have to be told that nothing is left.
+            if any(True for _ in islice(self.loader, 1)):
+                self.loader.load_state_dict(own["state"])
+            return iter(())
         with _as_then(self.loader, new.random if own["state"] is None else None):
             batches: Iterator[Any] = iter(self.loader)
             self._drop(batches, own["dropped"])
@@ -418,6 +420,7 @@ def _count_drawn(which: Pass, batches: Iterator[Any]) -> Iterator[Any]:
     for batch in batches:
         which.drawn += 1
         yield batch
+    which.has_ended = True
 
 
 def rewind(loader: Any) -> None:

@@ -390,7 +390,6 @@ def test_batches_are_counted_as_on_the_ranks_that_there_are_now(name: str, after
     loader = WAYS["order"][name](60, 4, after, 0)
     there = Rank(loader, after)
     left = there.position.left_after(saved.state, 4)
-    assert there.position.done_before(saved.state, 4) == len(loader) - left
     there.resume(saved)
     there.train()
     assert len(there.read) == left
@@ -482,6 +481,23 @@ def test_a_checkpoint_that_says_nothing_of_its_data_is_of_as_many_batches(way: t
         assumed = here.position.assume(done, world_size, cycles=cycles and length != float("inf"))
         assert assumed == {**{name: state[name] for name in assumed}, "data": None}, done
         Rank(KIND_OF[way](20, 2, world_size, 0), world_size).position.check(assumed, world_size)
+
+
+@pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] == "state"], ids=" ".join)
+def test_a_loader_with_a_state_that_had_ended_stays_ended(way: tuple[str, str]) -> None:
+    """Saved after its end, beside a longer loader, it has nothing left, and the next epoch is a whole one."""
+    here = Rank(KIND_OF[way](20, 2, 1, 0))
+    here.begin(0)
+    here.train()
+    for _ in range(2):
+        saved = here.save()
+        here = Rank(KIND_OF[way](20, 2, 1, 0))
+        here.resume(saved)
+        here.train()
+        assert here.read == []
+    here.begin(1)
+    here.train()
+    assert sorted(samples_of(here)) == [*range(20)]
 
 
 def test_without_this_ranks_own_state_the_loader_goes_on_where_lightning_has_put_it() -> None:

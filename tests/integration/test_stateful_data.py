@@ -93,6 +93,21 @@ CASES: dict[str, Loaders] = {  # five batches an epoch, whichever ends it
 }
 
 
+# The stream with a state has three of five batches; it was asked for a fourth one when the first of these are saved.
+ENDED: tuple[Points, ...] = (("train_batch_end-3", "train_batch_end-4"), ("train_batch_end-5", "train_batch_end-9"))
+
+
+def resume_after_the_end(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    loaders = beside("max_size", lambda rank: stateful_stream(5, rank), lambda rank: stream(9, rank))
+    training = Training(lambda: loaders(rank), directory, world_size, {"dropout": False, "max_epochs": 3})
+    return generations(training, ("train_batch_end",), *ENDED)
+
+
+def test_a_loader_with_a_state_that_ends_before_the_others_stays_ended(tmp_path: Path) -> None:
+    """Beside a longer one it has nothing left in the rest of the epoch, and begins again in the next one."""
+    assert run_ranks(resume_after_the_end, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [{}, {}]
+
+
 def resume_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> dict[str, dict[str, str]]:
     found = {}
     for name in names:
