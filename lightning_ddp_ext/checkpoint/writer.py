@@ -9,48 +9,16 @@ import pickle
 import pwd
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
 
+from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 from lightning_ddp_ext.checkpoint.partial import Sink, replacing
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 Progress = Callable[[int], None]
-PathLike = str | Path
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is: a file system, the path in it, and how the user wrote it."""
-
-    fs: AbstractFileSystem
-    path: str
-    url: str
-
-    @property
-    def local(self) -> Path | None:
-        """The path on this machine's own file systems, network ones among them; ``None`` for a store elsewhere."""
-        return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
-
-
-def locate(path: PathLike) -> Place:
-    """The place that a path or URL (``s3://bucket/key``) stands for.
-
-    Raises:
-        CheckpointError: no library for that kind of URL is installed.
-    """
-    url = os.fspath(path)
-    try:
-        fs, inner = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not there: {error}") from error
-    return Place(fs, inner, url)
 
 
 def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) -> None:
@@ -100,7 +68,7 @@ def _fill(checkpoint: Any, sink: Sink) -> None:
         raise
 
 
-def _write_remote(checkpoint: Any, place: Place, on_progress: Progress | None) -> None:
+def _write_remote(checkpoint: Any, place: Location, on_progress: Progress | None) -> None:
     place.fs.makedirs(place.fs._parent(place.path), exist_ok=True)
     with place.fs.transaction, place.fs.open(place.path, "wb") as file:
         torch.save(checkpoint, file)
@@ -164,7 +132,7 @@ def _remove_local(path: Path) -> None:
         pass
 
 
-def save_error(error: OSError, place: Place) -> CheckpointSaveError:
+def save_error(error: OSError, place: Location) -> CheckpointSaveError:
     """The named error for what the system said."""
     return CheckpointSaveError(
         f"cannot save checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}; "
@@ -183,7 +151,7 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
     )
 
 
-def _remedy(error: OSError, place: Place) -> str:
+def _remedy(error: OSError, place: Location) -> str:
     directory = Path(place.path).parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free some space{_space_left(directory)}, or save elsewhere"

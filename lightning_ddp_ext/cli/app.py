@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_ddp_ext.checkpoint.ranks import show_nothing
+from lightning_ddp_ext.checkpoint.collectives import show_nothing
 from lightning_ddp_ext.cli import cleaning, inspection, verification
 from lightning_ddp_ext.cli.output import finish, progress_on_stderr
 

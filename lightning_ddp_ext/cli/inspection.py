@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.tensors import payload_bytes
+from lightning_ddp_ext.checkpoint.zip_crc import Archive
 from lightning_ddp_ext.cli.files import TensorEntry, open_file, plain, read_file, tensors_in
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, header, size_text, table
 from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
@@ -41,7 +41,7 @@ def inspect(path: str, *, trust: bool = False) -> Report:
 def _listed(archive: Archive, trust: bool) -> Report:
     reading = read_file(archive, trust=trust)
     tensors = tensors_in(reading)
-    value = reading.content.value
+    value = reading.value
     facts = {
         **_file_facts(archive),
         **_lightning_facts(value),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from lightning_ddp_ext.checkpoint.archive import Archive, Record, find_damage
-from lightning_ddp_ext.checkpoint.ranks import Show
-from lightning_ddp_ext.checkpoint.reader import damage_error
-from lightning_ddp_ext.cli.files import open_file, read_file, tensors_in
+from lightning_ddp_ext.checkpoint.collectives import Show
+from lightning_ddp_ext.checkpoint.load import damage_error, names_by_record
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage, usable_cores
+from lightning_ddp_ext.cli.files import open_file, read_file
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, size_text, table
 from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
 
@@ -39,7 +38,7 @@ def verify(path: str, *, progress: Show) -> Report:
 def _damaged(archive: Archive, progress: Show) -> list[Record]:
     records = archive.records or ()
     with progress("checking", sum(record.size for record in records if record.has_crc)) as on_progress:
-        return find_damage(archive, records, threads=len(os.sched_getaffinity(0)), on_progress=on_progress)
+        return find_damage(archive, records, threads=usable_cores(), on_progress=on_progress)
 
 
 def _whole_report(archive: Archive) -> Report:
@@ -65,26 +64,12 @@ def _without_checksums(archive: Archive, unchecked: Sequence[Record]) -> Report:
 
 
 def _damage_report(archive: Archive, damaged: Sequence[Record], unchecked: Sequence[Record]) -> Report:
-    names = _tensors_by_record(archive) if all(record.is_tensor_data for record in damaged) else {}
+    names = names_by_record(archive, list(damaged))
     rows: list[dict[str, Any]] = [
-        {"record": record.name, "offset": record.offset, "size": record.size, "tensors": names.get(record.name, [])}
+        {"record": record.name, "offset": record.offset, "size": record.size, "tensors": names[record.name]}
         for record in damaged
     ]
-    culprits = [name for row in rows for name in list(filter(None, row["tensors"])) or [row["record"]]]
-    return Report(_facts(archive, False, rows, unchecked), str(damage_error(archive, culprits)), [_damage_table(rows)])
-
-
-def _tensors_by_record(archive: Archive) -> dict[str, list[str]]:
-    """The names of the tensors in each record; none at all where the file cannot be unpickled."""
-    try:
-        tensors = tensors_in(read_file(archive))
-    except CheckpointError:
-        return {}
-    names: dict[str, list[str]] = {}
-    for tensor in tensors:
-        if tensor.record is not None:
-            names.setdefault(tensor.record, []).append(tensor.key)
-    return names
+    return Report(_facts(archive, False, rows, unchecked), str(damage_error(archive, damaged)), [_damage_table(rows)])
 
 
 def _damage_table(rows: Sequence[dict[str, Any]]) -> Table:

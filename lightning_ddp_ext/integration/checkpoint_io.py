@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint import device_map
+from lightning_ddp_ext.checkpoint import map_location as locations
 from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
+from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.partial import remove_leftovers
-from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
-from lightning_ddp_ext.checkpoint.reader import detach
-from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
 from lightning_ddp_ext.checkpoint.tensors import payload_bytes
-from lightning_ddp_ext.checkpoint.writer import PathLike, link, locate, remove, unwritable, write
+from lightning_ddp_ext.checkpoint.writer import link, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
@@ -54,7 +54,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     def __init__(
         self,
-        map_location: device_map.MapLocation = None,
+        map_location: locations.MapLocation = None,
         *,
         background: bool = False,
         verify: bool = True,
@@ -62,11 +62,11 @@ class RankZeroCheckpointIO(CheckpointIO):
         restore: Mode = "auto",
         on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        device_map.check(map_location)
+        locations.check(map_location)
         _check_choice("restore", restore, ("auto", "map", "broadcast"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn"))
         self.background = background
-        self.wishes = Wishes(restore, map_location, weights_only, verify)
+        self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
         self.show: Show = show_nothing
         self.is_default = False
@@ -113,7 +113,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: device_map.MapLocation = None, weights_only: bool | None = None
+        self, path: PathLike, map_location: locations.MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what was saved, on this rank alone and into memory of its own.
 
@@ -121,10 +121,18 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        wishes = self.wishes_for(weights_only, map_location)
-        restored = restore(locate(path), Ranks(), wishes, show=self.show)
-        detach(restored.content)
-        return restored.content.value  # type: ignore[no-any-return]
+        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location), show=self.show)
+        self.warn_if_unchecked(path, restored)
+        return restored.value  # type: ignore[no-any-return]
+
+    @staticmethod
+    def warn_if_unchecked(path: PathLike, restored: Restored) -> None:
+        """Say that a file has no checksums."""
+        if not restored.is_checked:
+            rank_zero_warn(
+                f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
+                "save it again with RankZeroCheckpointIO, or pass verify=False"
+            )
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -168,15 +176,6 @@ class RankZeroCheckpointIO(CheckpointIO):
         """Called by the strategy at the end: see :meth:`wait`."""
         self.wait()
 
-    def prepare_to_read(self, path: PathLike) -> None:
-        """What is being saved is on the disk, and what killed saves have left is gone. Only rank 0 need call it.
-
-        Raises:
-            CheckpointSaveError: as for :meth:`wait`.
-        """
-        self.wait()
-        self.tidy(path)
-
     def tidy(self, path: PathLike) -> None:
         """Remove what killed saves have left beside ``path``, once a directory."""
         local = locate(path).local
@@ -192,10 +191,10 @@ class RankZeroCheckpointIO(CheckpointIO):
             size = sum(leftover.size for leftover in removed) / 2**20
             rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
 
-    def wishes_for(self, weights_only: bool | None, map_location: device_map.MapLocation = None) -> Wishes:
+    def options_for(self, weights_only: bool | None, map_location: locations.MapLocation = None) -> LoadOptions:
         """How to read where a call says something of its own."""
-        mine = self.wishes
-        return Wishes(
+        mine = self.load_options
+        return LoadOptions(
             mine.mode,
             mine.map_location if map_location is None else map_location,
             mine.weights_only if weights_only is None else weights_only,

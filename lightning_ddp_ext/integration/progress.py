@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.ranks import Show, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Show, show_nothing
 from lightning_ddp_ext.integration.lightning_tree import RichProgressBar
 
 # Seconds: what is done sooner needs no bar.

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint import partial
-from lightning_ddp_ext.checkpoint.writer import link, locate, remove, write
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.writer import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, numbers, same
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext.checkpoint.archive import find_damage, open_archive
 from lightning_ddp_ext.checkpoint.partial import find_leftovers
+from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from tests.ranks import run_ranks
 
 KILLS = 50  # in each of the four tests below

@@ -81,29 +81,6 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io)
         super().setup(trainer, pl_module, stage)
 
-    # What is read is let go of when training or an evaluation begins.
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._release()
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.release()
-
     # What the ranks decide from is the same on all.
 
     @override

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint.foreign import (
+from lightning_ddp_ext.checkpoint.key_prefixes import (
     as_lightning_checkpoint,
     canonical,
     is_plain_state_dict,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ddp_ext.checkpoint.ranks import Ranks, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Ranks, show_nothing
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +31,15 @@ def weights_of(content: Any) -> dict[str, Tensor]:
     if not isinstance(weights, Mapping):
         return {}
     return {name: value for name, value in weights.items() if isinstance(name, str) and isinstance(value, Tensor)}
+
+
+def without_weights(content: Any, names: Collection[str]) -> list[Any]:
+    """All that is in a checkpoint but the weights of these names."""
+    if not isinstance(content, Mapping):
+        return [content]
+    entries = content if is_plain_state_dict(content) else content.get("state_dict", {})
+    others = [] if entries is content else [value for key, value in content.items() if key != "state_dict"]
+    return [*others, *(value for name, value in entries.items() if name not in names)]
 
 
 def as_lightning_checkpoint(content: Any, version: str) -> dict[str, Any]:

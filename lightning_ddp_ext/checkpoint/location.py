@@ -1,0 +1,49 @@
+"""Where a checkpoint is: a file system, and a path in it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_ddp_ext.errors import CheckpointError
+
+PathLike = str | Path
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a checkpoint is.
+
+    Attributes:
+        fs: the file system.
+        path: the path in it.
+        url: how the user wrote it.
+    """
+
+    fs: AbstractFileSystem
+    path: str
+    url: str
+
+    @property
+    def local(self) -> Path | None:
+        """The path on this machine's own file systems, network ones among them; ``None`` for a store elsewhere."""
+        return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
+
+
+def locate(path: PathLike) -> Location:
+    """The location that a path or URL (``s3://bucket/key``) stands for.
+
+    Raises:
+        CheckpointError: no library for that kind of URL is installed.
+    """
+    url = os.fspath(path)
+    try:
+        fs, inner = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not there: {error}") from error
+    return Location(fs, inner, url)
