@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Shows how far a long piece of work is: given its name and size in bytes, it yields what to call with the bytes done.
-Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+# Shows how far a long piece of work is: given its name and size in bytes, if that is known, it yields what to call with
+# the bytes done.
+Show = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
 # Over a backend that knows no CPU memory, so much goes through the device at a time.
 _STAGED = 32 << 20
 
 
 @contextmanager
-def show_nothing(what: str, size: int) -> Iterator[Callable[[int], None]]:
+def show_nothing(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """No progress bar."""
     yield lambda done: None
 

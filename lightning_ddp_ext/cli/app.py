@@ -49,6 +49,6 @@ def verify(path: _Path, json: _Json = False) -> None:
 def clean(directory: _Directory, yes: _Yes = False, json: _Json = False) -> None:
     """List what killed saves have left in a directory; with --yes, remove it.
 
-    What is being written right now, by whichever process, is left alone.
+    What is being written right now is left alone, and so is what is younger than an hour.
     """
     finish(cleaning.clean(directory, remove=yes), as_json=json)

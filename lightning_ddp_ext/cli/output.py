@@ -121,10 +121,10 @@ def count_text(number: int, what: str) -> str:
 
 
 @contextmanager
-def progress_on_stderr(what: str, size: int) -> Iterator[Callable[[int], None]]:
+def progress_on_stderr(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """A progress bar for large files, while somebody looks at a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    disabled = size < _LARGE or not sys.stderr.isatty()
+    disabled = (size or 0) < _LARGE or not sys.stderr.isatty()
     with Progress(*columns, console=_console(sys.stderr), transient=True, disable=disabled) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done: bar.update(task, completed=done)

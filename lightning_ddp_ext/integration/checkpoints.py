@@ -48,7 +48,7 @@ class Checkpoints:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._path = ""
-        self.last_save_failed = False
+        self.failed_saves: frozenset[str] = frozenset()
 
     # Writing.
 
@@ -62,12 +62,11 @@ class Checkpoints:
         if isinstance(io, RankZeroCheckpointIO):
             io.show = progress_of(self._trainer)
 
-        def work() -> bool:
+        def work() -> frozenset[str]:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return isinstance(io, RankZeroCheckpointIO) and io.last_save_failed
+            return _failed_saves(io)
 
-        self.last_save_failed = True
-        self.last_save_failed = bool(self.on_rank_zero(work, f"saving {os.fspath(path)}"))
+        self.failed_saves = self.on_rank_zero(work, f"saving {os.fspath(path)}") or frozenset()
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it.
@@ -86,6 +85,7 @@ class Checkpoints:
         io = self._strategy.checkpoint_io
         if not isinstance(io, RankZeroCheckpointIO) or not io.background:
             return
+        self.settle()
         if not self.is_interrupted:
             self.on_rank_zero(io.wait, "saving in the background")
             return
@@ -93,6 +93,12 @@ class Checkpoints:
             io.wait()
         except Exception as error:
             rank_zero_warn(f"and {error}")  # another error is on its way to the user already
+
+    def settle(self) -> None:
+        """Wait until ``failed_saves`` is complete. Collective, unless the Trainer is interrupted."""
+        io = self._strategy.checkpoint_io
+        if isinstance(io, RankZeroCheckpointIO) and io.background:
+            self.failed_saves = self.on_rank_zero(io.settled_failures, "saving in the background") or frozenset()
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
@@ -190,6 +196,12 @@ class Checkpoints:
         return {name: own[target] for name in names if (target := in_model.get(name, name)) in own}
 
     @property
+    def saves_in_background(self) -> bool:
+        """Whether a save may not have ended when :meth:`save` returns."""
+        io = self._strategy.checkpoint_io
+        return isinstance(io, RankZeroCheckpointIO) and io.background
+
+    @property
     def _ranks(self) -> Ranks:
         if self._world_size == 1:
             return Ranks(device=self._strategy.root_device)
@@ -216,6 +228,10 @@ class Checkpoints:
     def is_handling_exception(self) -> bool:
         """Whether that is so, and the exception has not been caught yet."""
         return self.is_interrupted and sys.exc_info()[1] is not None
+
+
+def _failed_saves(io: Any) -> frozenset[str]:
+    return io.failed_saves if isinstance(io, RankZeroCheckpointIO) else frozenset()
 
 
 def wants_content(module: LightningModule, trainer: Any) -> bool:

@@ -22,7 +22,7 @@ from lightning_ddp_ext.checkpoint import restore as module
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore, shares, threads_for
-from lightning_ddp_ext.checkpoint.writer import write
+from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
 from lightning_ddp_ext.errors import CheckpointNotFoundError
 from tests.checkpoint.content import as_bytes, flip, from_bytes, kinds, mapped, numbers, same, saved

@@ -16,7 +16,7 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.writer import write
+from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection

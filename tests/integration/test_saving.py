@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -62,9 +64,9 @@ class SaveEachEpoch(L.Callback):
             os.seteuid(os.getuid())
 
 
-def fitted(side: Side, directory: Path, callback: SaveEachEpoch, io: Any, epochs: int = 2) -> dict[str, Any]:
+def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int = 2) -> dict[str, Any]:
     raised = ""
-    trainer = trainer_for(side, directory, io, [callback], max_epochs=epochs)
+    trainer = trainer_for(side, directory, checkpoint_io, [callback], max_epochs=epochs)
     try:
         trainer.fit(Net())
     except DDPExtError as error:
@@ -206,8 +208,74 @@ def test_a_warning_instead_of_an_error_keeps_the_last_good_checkpoint(
     results = on_ranks(kept_best, side, tmp_path, disk, background)
     assert results[0] == results[1]
     assert [path.name for path in disk.iterdir()] == ["epoch=0.ckpt"]
-    if not background:
-        assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
+    assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
+
+
+def remembered(side: Side, directory: Path, place: Path, background: bool) -> dict[str, Any]:
+    """What the callback remembers when the second of three checkpoints did not fit the disk."""
+
+    class Fails(Ballast):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            if trainer.current_epoch == 1:
+                super().on_save_checkpoint(trainer, module, checkpoint)
+
+    io = RankZeroCheckpointIO(on_save_error="warn", background=background)
+    options = {"monitor": "epoch", "mode": "max", "save_last": True}
+    callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", **options)
+    trainer_for(side, directory, io, [callback, Fails()], max_epochs=3).fit(Net())
+    kept = [Path(path).name for path in callback.best_k_models]
+    return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
+
+
+@SIDES
+@IN_BACKGROUND
+def test_the_save_that_failed_is_the_one_that_is_forgotten(
+    side: Side, background: bool, disk: Path, tmp_path: Path
+) -> None:
+    """And the one after it is kept: every file that the callback remembers is there, and no other."""
+    results = on_ranks(remembered, side, tmp_path, disk, background)
+    assert results[0] == results[1] == {"best": "epoch=2.ckpt", "k": ["epoch=2.ckpt"], "last": "last.ckpt"}
+    assert sorted(path.name for path in disk.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
+    assert all(torch.load(path)["epoch"] == 2 for path in disk.iterdir())
+
+
+class MissingValue(dict[str, Any]):
+    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
+
+    def items(self) -> Any:
+        raise KeyError("???")
+
+    def __reduce__(self) -> Any:
+        return MissingValue, ()
+
+
+class BrokenTerminal(io.StringIO):
+    """Fails whoever writes about a checkpoint."""
+
+    def write(self, text: str) -> int:
+        if "checkpoint" in text:
+            raise OSError("the terminal is gone")
+        return len(text)
+
+
+def saved_beside_a_bar(side: Side, directory: Path) -> bool:
+    from lightning_ddp_ext.integration import progress
+
+    class Config(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            checkpoint["config"] = MissingValue(lr=1)
+
+    progress._LONG = 0.0
+    trainer = trainer_for(side, directory, None, [Config()], max_epochs=1, enable_progress_bar=True)
+    trainer.fit(Net())
+    with contextlib.redirect_stderr(BrokenTerminal()):
+        trainer.save_checkpoint(directory / "it.ckpt")
+    return (directory / "it.ckpt").exists()
+
+
+def test_a_progress_bar_fails_no_save(tmp_path: Path) -> None:
+    """Nor does a value in the checkpoint that cannot be looked at, as long as it can be pickled."""
+    assert on_ranks(saved_beside_a_bar, "strategy", tmp_path) == [True, True]
 
 
 def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:

@@ -8,14 +8,16 @@ import os
 import pickle
 import pwd
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
+from lightning_ddp_ext.checkpoint.atomic_file import Sink, atomic_symlink, atomic_write
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
-from lightning_ddp_ext.checkpoint.partial import Sink, replacing
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 Progress = Callable[[int], None]
@@ -55,22 +57,34 @@ def _write_local(checkpoint: Any, path: Path, on_progress: Progress | None) -> N
     # Before a gigabyte has been written, not after; a name that is too long is found here, too.
     if path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with replacing(path, on_progress) as sink:
+    with atomic_write(path, on_progress) as sink:
         _fill(checkpoint, sink)
 
 
 def _fill(checkpoint: Any, sink: Sink) -> None:
     try:
-        torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
+        with _checksums():
+            torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
     except Exception:
         if sink.error is not None:
             raise sink.error from None  # torch says it in other words, and Ctrl-C, too
         raise
 
 
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch record checksums, whatever the user's setting."""
+    chosen = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(chosen)
+
+
 def _write_remote(checkpoint: Any, place: Location, on_progress: Progress | None) -> None:
     place.fs.makedirs(place.fs._parent(place.path), exist_ok=True)
-    with place.fs.transaction, place.fs.open(place.path, "wb") as file:
+    with place.fs.transaction, place.fs.open(place.path, "wb") as file, _checksums():
         torch.save(checkpoint, file)
         if on_progress is not None:
             on_progress(file.tell())
@@ -107,19 +121,12 @@ def link(target: PathLike, path: PathLike) -> None:
         if place.local.is_dir() and not place.local.is_symlink():
             shutil.rmtree(place.local)
         try:
-            _link_local(source.local, place.local)
+            atomic_symlink(source.local, place.local)
         except OSError:
-            with replacing(place.local) as sink, source.local.open("rb") as file:
+            with atomic_write(place.local) as sink, source.local.open("rb") as file:
                 shutil.copyfileobj(file, sink)
     except OSError as error:
         raise save_error(error, place) from error
-
-
-def _link_local(target: Path, path: Path) -> None:
-    temporary = path.with_name(f".ddpx-{os.getpid()}.link")
-    temporary.unlink(missing_ok=True)
-    os.symlink(os.path.relpath(target, path.parent), temporary)
-    os.replace(temporary, path)
 
 
 def _remove_local(path: Path) -> None:
