@@ -16,6 +16,8 @@ from lightning_ddp_ext.checkpoint.structure import Structure
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 
+# Bytes: a file up to this size is read rather than mapped, which is faster and takes no more memory than this.
+_SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -75,8 +77,8 @@ def read(archive: Archive, place: Placement, *, weights_only: bool | None = None
         UnsafeCheckpointError: ``weights_only`` forbids what is in it.
         CheckpointError: a class that it needs cannot be imported.
     """
-    if archive.records is None:
-        return load(archive, place, weights_only)
+    if archive.records is None or archive.size <= _SMALL_FILE:
+        return load(archive, place, weights_only, mmap=False)
     order, weights = _order_and_weights(archive) if map_weights else ([], set())
     keys = iter(order)
 
@@ -98,8 +100,14 @@ def _order_and_weights(archive: Archive) -> tuple[list[str], set[str]]:
         return [], set()
 
 
-def load(archive: Archive, place: Placement, weights_only: bool | None) -> Any:
-    """``torch.load`` with errors that say what to do; the file is mapped, unless it is from before torch 1.6.
+def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool = True) -> Any:
+    """``torch.load`` with errors that say what to do.
+
+    Args:
+        archive: the file.
+        place: puts each tensor's memory on its device.
+        weights_only: as for ``torch.load``.
+        mmap: whether to map the file, which one from before torch 1.6 never is.
 
     Raises:
         CheckpointError: one of its kinds, as for :func:`read`.
@@ -108,7 +116,7 @@ def load(archive: Archive, place: Placement, weights_only: bool | None) -> Any:
     options["map_location"] = place  # torch's annotation knows no untyped storages, which is what it passes
     may_be_refused = weights_only is not False and archive.records is not None
     with errors_explained(archive.name, may_be_refused=may_be_refused):
-        return torch.load(archive.path, mmap=archive.records is not None, **options)
+        return torch.load(archive.path, mmap=mmap and archive.records is not None, **options)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_ddp_ext.checkpoint import load
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive, usable_cores
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from tests.checkpoint.content import ANYWHERE, flip, numbers, read_alone, same, saved
@@ -94,6 +95,13 @@ def test_one_changed_byte_is_found_in_its_record(path: Path, data: st.DataObject
     assert find_damage(changed, changed.records or ()) == [record]
 
 
+@pytest.fixture(params=["mapped", "read"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large files are mapped, small ones are read."""
+    if request.param == "mapped":
+        monkeypatch.setattr(load, "_SMALL_FILE", 0)
+
+
 def outcome(path: Path, *, weights_only: bool = True) -> Any:
     """What reading gives: a value, or an error of ours; any other error is the test's."""
     try:
@@ -102,6 +110,7 @@ def outcome(path: Path, *, weights_only: bool = True) -> Any:
         return error
 
 
+@pytest.mark.usefixtures("way")
 def test_no_changed_byte_gives_other_content(path: Path) -> None:
     """Whatever byte of the file changes, the content is what was written, or else the error is ours."""
     copy, content, chance = path.with_name("any.ckpt"), path.read_bytes(), random.Random(1)
