@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ddp_ext.at_exit import at_exit
+from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, Snapshot, take
 from lightning_ddp_ext.rank_logger import own_logger
 
@@ -26,16 +26,19 @@ class RemovalGuard:
 
     Attributes:
         failed: the paths whose last save has failed; that in the background may be on its way.
+        deadline: seconds for which a save under way delays a forced end of this process.
     """
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
+        self.deadline = 600.0
         self._last_save_failed = False
 
     def save(self, path: str, job: Callable[[], None]) -> None:
         """Run a save, and remember whether it failed."""
         try:
-            job()
+            with delaying_forced_end(self.deadline):
+                job()
         except BaseException:
             self.note_failure(path)
             raise

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +77,12 @@ class RankZeroCheckpointIO(CheckpointIO):
         self._guard = RemovalGuard()
         self._saver: BackgroundSaver | None = None
         self._tidied: set[Path] = set()
+
+    def prepare(self, show: Show, deadline: timedelta | None) -> None:
+        """Before a save: set how to show progress, and for how long it may delay a forced end of this process."""
+        self.show = show
+        if deadline is not None:
+            self._guard.deadline = deadline.total_seconds()
 
     @property
     def failed_saves(self) -> frozenset[str]:

@@ -60,7 +60,8 @@ class Checkpoints:
         """
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
-            io.show = progress_of(self._trainer)
+            stops = getattr(self._strategy, "stops", None)  # of our strategy
+            io.prepare(progress_of(self._trainer), None if stops is None else stops.deadline)
 
         def work() -> frozenset[str]:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)

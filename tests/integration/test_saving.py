@@ -19,7 +19,7 @@ from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoi
 from tests.disks import make_read_only, small_disk, why_no_disks
 from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
 from tests.integration.training import make_trainer
-from tests.ranks import by_hand_env, run_ranks
+from tests.ranks import RankProcesses, by_hand_env, hold, run_ranks
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -410,3 +410,37 @@ def test_what_is_saved_last_is_there_when_the_process_has_ended(tmp_path: Path) 
     """Nobody has to wait for a save in the background after `fit`."""
     run_ranks(saves_by_hand, 2, tmp_path, env=by_hand_env(2))
     assert torch.load(tmp_path / "by-hand.ckpt")["global_step"] == 4
+
+
+class Waits:
+    """Is pickled when the test lets it."""
+
+    def __reduce__(self) -> Any:
+        hold("saving")
+        return Waits, ()
+
+
+def saves_slowly(rank: int, world_size: int, directory: Path) -> None:
+    class Slow(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            if trainer.is_global_zero:
+                checkpoint["slow"] = Waits()
+
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(directory / "it.ckpt")
+
+    trainer_for("strategy", directory, None, [Slow()], max_epochs=1).fit(Net())
+
+
+def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
+    """It needs nothing of the others, so rank 0 finishes it before it ends because of them."""
+    with RankProcesses(saves_slowly, 2, tmp_path, env=by_hand_env(2), time_limit=60) as ranks:
+        ranks.wait_for("saving", rank=0)
+        ranks.kill(1)
+        ranks.wait_for_output("this rank finishes the checkpoint that it is writing", rank=0)
+        ranks.release(0)
+        outcome, _ = ranks.wait()
+    assert outcome.error is not None
+    assert "rank 1" in outcome.error.message
+    assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
+    assert not list(tmp_path.glob(".ddpx-*.partial"))
