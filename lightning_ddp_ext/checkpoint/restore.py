@@ -8,26 +8,22 @@ in the end, or every rank raises the error of the first rank that failed.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.broadcast import ReceiveInto, broadcast
 from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
 from lightning_ddp_ext.checkpoint.load import read, refuse_damage
-from lightning_ddp_ext.checkpoint.location import Location
+from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.map_location import placement
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, usable_cores
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
+from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 Mode = Literal["auto", "map", "broadcast"]
-
-_PIECE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -121,41 +117,23 @@ class _View:
 @contextmanager
 def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[tuple[Archive | None, _View]]:
     """The checkpoint as this rank sees it; nothing on a rank that is to receive it. Errors are in the view."""
-    if location.local is not None:
-        yield _looked(str(location.local), location)
-    elif ranks.rank != 0 and options.mode != "map":
-        yield None, _View(socket.gethostname())
-    else:
-        with tempfile.NamedTemporaryFile(prefix="ddpx-") as file:
-            try:
-                _fetch(location, file)  # type: ignore[arg-type]
-            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
-                yield None, _View(socket.gethostname(), error=_fetch_error(error, location))
-            else:
-                yield _looked(file.name, location)
-
-
-def _fetch(location: Location, file: BinaryIO) -> None:
-    with location.fs.open(location.path, "rb") as remote:
-        shutil.copyfileobj(remote, file, _PIECE)
-    file.flush()
-
-
-def _fetch_error(error: Exception, location: Location) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointNotFoundError(f"checkpoint {location.url} does not exist; give the path of a file")
-    return CheckpointError(f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}")
-
-
-def _looked(path: str, location: Location) -> tuple[Archive | None, _View]:
     host = socket.gethostname()
-    try:
-        archive = open_archive(path, location.url)
-        status = os.stat(path)
-    except (CheckpointError, OSError) as error:
-        return None, _View(host, error=error)
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    return archive, _View(host, identity, archive.fingerprint, archive.has_checksums)
+    if location.local is None and ranks.rank != 0 and options.mode != "map":
+        yield None, _View(host)
+        return
+    with ExitStack() as stack:
+        try:
+            archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
+            view = _View(host, _identity_of(archive), archive.fingerprint, archive.has_checksums)
+        except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
+            yield None, _View(host, error=error)
+        else:
+            yield archive, view
+
+
+def _identity_of(archive: Archive) -> tuple[int, ...]:
+    status = os.stat(archive.path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:

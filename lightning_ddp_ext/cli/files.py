@@ -12,8 +12,8 @@ from torch import Tensor, UntypedStorage
 
 from lightning_ddp_ext.checkpoint.load import load, refuse_damage
 from lightning_ddp_ext.checkpoint.structure import Structure
-from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.cli.tensors import has_storage, named_tensors
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -66,27 +66,33 @@ def refuse_url(path: str) -> None:
         raise CheckpointError(f"{path} is a URL, and only local paths are read here; copy it to a local disk first")
 
 
-def open_file(path: str) -> Archive:
+def open_file(path: str, name: str = "") -> Archive:
     """The records of a local file.
+
+    Args:
+        path: where it is.
+        name: what the user calls it, where that is something else.
 
     Raises:
         CheckpointError: there is none, it is cut off, or it is no checkpoint.
     """
-    refuse_url(path)
-    archive = open_archive(path)
+    if not name:
+        refuse_url(path)
+    archive = open_archive(path, name)
     if archive.records is not None and all(record.name != "data.pkl" for record in archive.records):
         raise DamagedCheckpointError(
-            f"checkpoint {path} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+            f"checkpoint {archive.name} is not a checkpoint: it is a zip archive without data.pkl, not one of "
+            "torch.save"
         )
     return archive
 
 
-def read_file(archive: Archive, *, trust: bool = False, verify: bool = True) -> Reading:
+def read_file(archive: Archive, *, weights_only: bool = True, verify: bool = True) -> Reading:
     """What is in the file; tensors are mapped, except for those of an old file, which are read.
 
     Args:
         archive: the file.
-        trust: whether code that it holds may be run.
+        weights_only: whether code that it holds is refused.
         verify: whether to check the skeleton's checksums.
 
     Raises:
@@ -102,7 +108,7 @@ def read_file(archive: Archive, *, trust: bool = False, verify: bool = True) -> 
         refuse_damage(archive, ())
     with warnings.catch_warnings():  # torch's, of kinds of tensors that are in beta or deprecated
         warnings.simplefilter("ignore")
-        value = load(archive, noted, weights_only=not trust)
+        value = load(archive, noted, weights_only=weights_only)
     order = Structure(archive).order if archive.records is not None else []
     records = {address: f"data/{key}" for (address, _), key in zip(seen, order, strict=False)}
     return Reading(archive, value, {address: device for address, device in seen if address}, records)

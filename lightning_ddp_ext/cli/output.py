@@ -32,16 +32,21 @@ class Report:
     """One sentence, if something is not as it should be."""
     parts: Sequence[Table | str] = field(default=())
     """All of it but the error, for people."""
+    is_undecided: bool = False
+    """Whether nothing could be said about what was asked."""
 
 
-def finish(report: Report, *, as_json: bool) -> None:
-    """Show the report; end the command with status 1 if there is an error."""
+def finish(*reports: Report, as_json: bool) -> None:
+    """Show the reports; end the command with status 1 if one has an error, and with 3 if one is undecided."""
+    documents = [{**report.facts, "error": report.error} for report in reports]
     if as_json:
-        typer.echo(json.dumps({**report.facts, "error": report.error}))
-    else:
+        typer.echo(json.dumps(documents[0] if len(documents) == 1 else {"files": documents}))
+    for report in () if as_json else reports:
         _show(report)
-    if report.error is not None:
+    if any(report.error is not None for report in reports):
         raise typer.Exit(1)
+    if any(report.is_undecided for report in reports):
+        raise typer.Exit(3)
 
 
 def _show(report: Report) -> None:

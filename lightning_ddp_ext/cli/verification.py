@@ -9,6 +9,7 @@ from rich.table import Table
 
 from lightning_ddp_ext.checkpoint.collectives import Show
 from lightning_ddp_ext.checkpoint.load import damage_error, names_by_record
+from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage, usable_cores
 from lightning_ddp_ext.cli.files import open_file, read_file
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, size_text, table
@@ -19,20 +20,24 @@ def verify(path: str, *, progress: Show) -> Report:
     """Check each record that has a checksum, on all cores; what has none is unpickled, as far as that is safe.
 
     Args:
-        path: of a local file.
+        path: of a local file, or a URL.
         progress: shows how far it is.
     """
     try:
-        archive = open_file(path)
-        damaged = _damaged(archive, progress)
-        unchecked = [record for record in archive.records or () if not record.has_crc]
-        if archive.records is None or (unchecked and not damaged):
-            return _without_checksums(archive, unchecked)
+        with on_local_disk(locate(path)) as local:
+            return _checked(open_file(local, path), progress)
     except CheckpointError as error:
         return Report({"path": path, "whole": False}, str(error))
     except OSError as error:
         return Report({"path": path, "whole": None}, f"checkpoint {path} cannot be read: {error.strerror or error}")
-    return _damage_report(archive, damaged, unchecked) if damaged else _whole_report(archive)
+
+
+def _checked(archive: Archive, progress: Show) -> Report:
+    damaged = _damaged(archive, progress)
+    unchecked = [record for record in archive.records or () if not record.has_crc]
+    if damaged:
+        return _damage_report(archive, damaged, unchecked)
+    return _whole_report(archive) if archive.has_checksums else _without_checksums(archive, unchecked)
 
 
 def _damaged(archive: Archive, progress: Show) -> list[Record]:
@@ -60,7 +65,7 @@ def _without_checksums(archive: Archive, unchecked: Sequence[Record]) -> Report:
     elif len(unchecked) < len(archive.records):
         what = f"has no checksums for {len(unchecked)} of {count_text(len(archive.records), 'record')}"
     sentence = f"{archive.name} {what}, so altered numbers cannot be told from right ones; {done}"
-    return Report(_facts(archive, None, [], unchecked), parts=[sentence])
+    return Report(_facts(archive, None, [], unchecked), parts=[sentence], is_undecided=True)
 
 
 def _damage_report(archive: Archive, damaged: Sequence[Record], unchecked: Sequence[Record]) -> Report:
