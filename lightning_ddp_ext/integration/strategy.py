@@ -231,6 +231,7 @@ class DDPExtStrategy(DDPStrategy):
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self.checkpoints = Checkpoints(self)
+        self.stop_checkpoint = stop_checkpoint
         self.sampling = Sampling(
             self, self.checkpoints, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs
         )

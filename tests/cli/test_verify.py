@@ -185,6 +185,12 @@ def test_an_object_of_a_store_is_verified(path: Path) -> None:
     assert "'nosuch://bucket/it.ckpt' needs a file system that is not there" in ended.stderr
 
 
+def test_files_are_verified_where_affinity_is_unknown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MacOS has no `os.sched_getaffinity`."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert checkpoint("verify", save(path)).status == 0
+
+
 def test_several_files_are_verified(path: Path, tmp_path: Path) -> None:
     """Each has its sentence, and the status is that of the worst."""
     good, bad, unknown = save(path), flip(save(tmp_path / "bad.ckpt"), "data/0"), tmp_path / "unknown.ckpt"
