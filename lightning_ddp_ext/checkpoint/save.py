@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import pickle
 import pwd
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_ddp_ext.checkpoint.atomic_file import Sink, atomic_symlink, atomic_write
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
+from lightning_ddp_ext.checkpoint.skeleton import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 Progress = Callable[[int], None]
@@ -38,14 +37,14 @@ def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) 
     Raises:
         CheckpointSaveError: it is not written; what was there before is untouched.
     """
-    place = locate(path)
+    location = locate(path)
     try:
-        if place.local is not None:
-            _write_local(checkpoint, place.local, on_progress)
+        if location.local is not None:
+            _write_local(checkpoint, location.local, on_progress)
         else:
-            _write_remote(checkpoint, place, on_progress)
+            _write_remote(checkpoint, location, on_progress)
     except OSError as error:
-        raise save_error(error, place) from error
+        raise save_error(error, location) from error
     except CheckpointError:
         raise
     except Exception as error:
@@ -82,9 +81,9 @@ def _checksums() -> Iterator[None]:
         set_crc32_options(chosen)
 
 
-def _write_remote(checkpoint: Any, place: Location, on_progress: Progress | None) -> None:
-    place.fs.makedirs(place.fs._parent(place.path), exist_ok=True)
-    with place.fs.transaction, place.fs.open(place.path, "wb") as file, _checksums():
+def _write_remote(checkpoint: Any, location: Location, on_progress: Progress | None) -> None:
+    location.fs.makedirs(location.fs._parent(location.path), exist_ok=True)
+    with location.fs.transaction, location.fs.open(location.path, "wb") as file, _checksums():
         torch.save(checkpoint, file)
         if on_progress is not None:
             on_progress(file.tell())
@@ -96,15 +95,15 @@ def remove(path: PathLike) -> None:
     Raises:
         CheckpointError: it is still there.
     """
-    place = locate(path)
+    location = locate(path)
     try:
-        if place.local is not None:
-            _remove_local(place.local)
-        elif place.fs.exists(place.path):
-            place.fs.rm(place.path, recursive=True)
+        if location.local is not None:
+            _remove_local(location.local)
+        elif location.fs.exists(location.path):
+            location.fs.rm(location.path, recursive=True)
     except OSError as error:
         raise CheckpointError(
-            f"cannot remove checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}"
+            f"cannot remove checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}"
         ) from error
 
 
@@ -114,19 +113,19 @@ def link(target: PathLike, path: PathLike) -> None:
     Raises:
         CheckpointSaveError: neither could be made.
     """
-    place, source = locate(path), locate(target)
-    assert place.local is not None, "Lightning refuses links elsewhere"
+    location, source = locate(path), locate(target)
+    assert location.local is not None, "Lightning refuses links elsewhere"
     assert source.local is not None, "Lightning refuses links elsewhere"
     try:
-        if place.local.is_dir() and not place.local.is_symlink():
-            shutil.rmtree(place.local)
+        if location.local.is_dir() and not location.local.is_symlink():
+            shutil.rmtree(location.local)
         try:
-            atomic_symlink(source.local, place.local)
+            atomic_symlink(source.local, location.local)
         except OSError:
-            with atomic_write(place.local) as sink, source.local.open("rb") as file:
+            with atomic_write(location.local) as sink, source.local.open("rb") as file:
                 shutil.copyfileobj(file, sink)
     except OSError as error:
-        raise save_error(error, place) from error
+        raise save_error(error, location) from error
 
 
 def _remove_local(path: Path) -> None:
@@ -139,12 +138,12 @@ def _remove_local(path: Path) -> None:
         pass
 
 
-def save_error(error: OSError, place: Location) -> CheckpointSaveError:
+def save_error(error: OSError, location: Location) -> CheckpointSaveError:
     """The named error for what the system said."""
     return CheckpointSaveError(
-        f"cannot save checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}; "
+        f"cannot save checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}; "
         "what was there before is untouched",
-        path=place.url,
+        path=location.url,
         errno=error.errno,
     )
 
@@ -158,8 +157,8 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
     )
 
 
-def _remedy(error: OSError, place: Location) -> str:
-    directory = Path(place.path).parent
+def _remedy(error: OSError, location: Location) -> str:
+    directory = Path(location.path).parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free some space{_space_left(directory)}, or save elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -169,7 +168,7 @@ def _remedy(error: OSError, place: Location) -> str:
     if error.errno in (errno.EISDIR, errno.ENOTEMPTY):
         return "there is a directory at that path: remove it, or choose another name"
     if error.errno == errno.ENAMETOOLONG:
-        return f"shorten the file name ({len(os.fsencode(Path(place.path).name))} bytes)"
+        return f"shorten the file name ({len(os.fsencode(Path(location.path).name))} bytes)"
     if error.errno == errno.ENOENT:
         return f"directory {directory} has been removed: make it again, or save elsewhere"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
@@ -198,12 +197,7 @@ def _culprit(checkpoint: Any) -> str:
         return ""
     for key, value in checkpoint.items():
         try:
-            _TensorlessPickler(io.BytesIO()).dump(value)
+            split(value)
         except Exception:
             return f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
     return ""
-
-
-class _TensorlessPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> str | None:
-        return "tensor" if isinstance(obj, torch.Tensor) else None
