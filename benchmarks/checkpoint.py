@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.checkpoint.archive import find_damage, open_archive
+from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 
 MIB = 1 << 20
 WIDTH = 1024  # a layer's weight has 4 MiB

@@ -4,7 +4,12 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 ``ddp_ext_notebook`` and ``ddp_ext_forkserver``.
 """
 
+import sys as _sys
+
 __version__ = "0.1.0"
+
+if _sys.platform == "win32":
+    raise ImportError("lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2")
 
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.converters import register_converter

@@ -6,15 +6,44 @@ import atexit
 import multiprocessing
 import multiprocessing.util
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
+
+# Seconds that each piece of work that is under way may delay a forced end.
+_delays: list[float] = []
+_changed = threading.Condition()
 
 
 def at_exit(action: Callable[[], None]) -> None:
     """Run ``action`` when the process ends; children of multiprocessing skip ``atexit`` and run finalisers instead."""
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
+
+
+@contextmanager
+def delaying_forced_end(seconds: float) -> Iterator[None]:
+    """Have a forced end of this process, such as after another rank's death, wait ``seconds`` for the block to end."""
+    with _changed:
+        _delays.append(seconds)
+    try:
+        yield
+    finally:
+        with _changed:
+            _delays.remove(seconds)
+            _changed.notify_all()
+
+
+def is_end_delayed() -> bool:
+    """Whether such a block is under way."""
+    return bool(_delays)
+
+
+def wait_for_delays() -> None:
+    """Wait until all such blocks have ended, or have had their time."""
+    with _changed:
+        _changed.wait_for(lambda: not _delays, timeout=max(_delays, default=0.0))
 
 
 def end_at_once(status: int) -> NoReturn:

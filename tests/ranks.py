@@ -211,6 +211,17 @@ class RankProcesses:
             self._pump(deadline)
         return found.value
 
+    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> None:
+        """Wait until the rank has written ``text``; errors as for ``wait_for``."""
+        run = self._runs[rank]
+        deadline = time.monotonic() + timeout
+        while text not in run.output():
+            if run.exit_code is not None:
+                raise AssertionError(f"no {text!r} before the end:\n{run.outcome(self._began).story()}")
+            if time.monotonic() >= deadline:
+                raise AssertionError(f"rank {rank} did not write {text!r} in {timeout} s:\n{run.output()}")
+            self._pump(time.monotonic() + 0.05)
+
     def wait(self, *ranks: int) -> list[Outcome]:
         """Wait for the end of these ranks (none named: of all started ones); return how they ended, in that order."""
         runs = [self._runs[rank] for rank in ranks or sorted(self._runs)]

@@ -1,6 +1,8 @@
 """Imports run one way: adapters import rooms, and rooms never import Lightning."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +87,13 @@ def test_errors_and_world_import_no_torch(module: str) -> None:
 def test_every_form_of_import_is_seen(source: str, name: str) -> None:
     """The two checks above would notice an import in any of its forms."""
     assert name in imported(source, f"{PACKAGE}.rendezvous")
+
+
+def test_windows_is_refused_in_a_sentence() -> None:
+    """Before anything is imported that is not there."""
+    code = "import sys; sys.platform = 'win32'; import lightning_ddp_ext"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "ImportError: lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2"
+    )

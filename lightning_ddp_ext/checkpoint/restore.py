@@ -1,10 +1,8 @@
 """Read a checkpoint on all ranks, from its disk once: each maps the same file, or receives what rank 0 has read.
 
-Where every rank sees the same file as rank 0, or one of the same content, each maps it: no memory is taken, and the
-pages are shared. If any rank does not see it, all receive it from rank 0, see
-:mod:`~lightning_ddp_ext.checkpoint.transfer`.
-
-Each step ends alike on every rank: with what it is for, or with the error of the first rank that failed.
+Where every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share
+the checking among them. If any rank does not see it, all receive it from rank 0. Either every rank has the checkpoint
+in the end, or every rank raises the error of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -12,27 +10,24 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.archive import Archive, Record, open_archive
-from lightning_ddp_ext.checkpoint.device_map import placement
-from lightning_ddp_ext.checkpoint.memory_file import memory_file
-from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
-from lightning_ddp_ext.checkpoint.reader import Content, read, refuse_damage
-from lightning_ddp_ext.checkpoint.transfer import ReceiveInto, nowhere, transfer
-from lightning_ddp_ext.checkpoint.writer import Place
-from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
+from lightning_ddp_ext.checkpoint.broadcast import ReceiveInto, broadcast
+from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.load import read, refuse_damage
+from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
+from lightning_ddp_ext.checkpoint.map_location import placement
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, usable_cores
+from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 Mode = Literal["auto", "map", "broadcast"]
 
-_PIECE = 16 << 20
-
 
 @dataclass(frozen=True)
-class Wishes:
+class LoadOptions:
     """How a checkpoint is to be read; the same on every rank."""
 
     mode: Mode = "auto"
@@ -43,42 +38,60 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore gives each rank, and how: a sentence for the log."""
+    """What a restore gives each rank.
 
-    content: Content
+    Attributes:
+        value: the checkpoint.
+        how: how it has come here: a sentence for the log.
+        is_checked: whether all of it had checksums, which were right, or nobody wanted to know.
+    """
+
+    value: Any
     how: str
+    is_checked: bool
 
 
 def restore(
-    place: Place,
+    location: Location,
     ranks: Ranks,
-    wishes: Wishes,
+    options: LoadOptions,
     *,
-    receive_into: ReceiveInto = nowhere,
+    receive_into: ReceiveInto | None = None,
     show: Show = show_nothing,
 ) -> Restored:
-    """Read the checkpoint at ``place`` on every rank. Collective: every rank must call it with the same wishes.
+    """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
-        place: where it is; the path may be one that only rank 0 sees.
+        location: where it is; the path may be one that only rank 0 sees.
         ranks: who reads.
-        wishes: how.
-        receive_into: gives this rank's own tensors for names of the file's ``state_dict``; where they fit, what rank 0
-            sends is written straight into them. Called on ranks that receive, at most once.
+        options: how.
+        receive_into: gives this rank's own tensors for names of the file's ``state_dict``: where they fit, what rank 0
+            sends is written straight into them. Only for callers that copy the weights into a model and drop them,
+            because they may be mapped from the file. ``None``: all is in this process's own memory.
         show: shows rank 0's progress.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    with _opened(place, ranks, wishes) as (archive, view):
+    receive_into = receive_into if options.map_location is None else None
+    with _opened(location, ranks, options) as (archive, view):
         views = ranks.gather(view)
-        how = _choose(views, wishes, place)
-        if how.by_map:
+        by_map, how = _choose(views, options, location)
+        if by_map:
             assert archive is not None, "a rank without the file cannot map it"
-            content = _map(archive, views, ranks, wishes, show)
+            value = _map(archive, views, ranks, options, receive_into is not None, show)
         else:
-            content = _send(archive if ranks.rank == 0 else None, place, ranks, wishes, receive_into, show)
-    return Restored(content, how.sentence)
+            value = broadcast(
+                archive if ranks.rank == 0 else None,
+                ranks,
+                placement(options.map_location),
+                name=location.url,
+                weights_only=options.weights_only,
+                verify=options.verify,
+                receive_into=receive_into,
+                show=show,
+            )
+    return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
 
 
 # Who sees what.
@@ -86,106 +99,82 @@ def restore(
 
 @dataclass(frozen=True)
 class _View:
-    """What one rank sees at the path."""
+    """What one rank sees at the path; ``file`` is equal only for one and the same file, as seen from one host."""
 
     host: str
     file: tuple[int, ...] | None = None
-    """Device, inode, size and time of change: equal only for one and the same file, as seen from one host."""
     fingerprint: str | None = None
+    has_checksums: bool = False
     error: Exception | None = None
 
     def is_same_as(self, other: _View) -> bool:
         if self.file is None or other.file is None:
             return False
-        same_file = self.host == other.host and self.file == other.file
+        same_file = (self.host, self.file) == (other.host, other.file)
         return same_file or (self.fingerprint is not None and self.fingerprint == other.fingerprint)
 
 
 @contextmanager
-def _opened(place: Place, ranks: Ranks, wishes: Wishes) -> Iterator[tuple[Archive | None, _View]]:
+def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[tuple[Archive | None, _View]]:
     """The checkpoint as this rank sees it; nothing on a rank that is to receive it. Errors are in the view."""
-    if place.local is not None:
-        yield _looked(str(place.local), place)
-    elif ranks.rank != 0 and wishes.mode != "map":
-        yield None, _View(socket.gethostname())
-    else:
-        with memory_file() as (file, path):
-            try:
-                _fetch(place, file)
-            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
-                yield None, _View(socket.gethostname(), error=_fetch_error(error, place))
-            else:
-                yield _looked(path, place)
-
-
-def _fetch(place: Place, file: BinaryIO) -> None:
-    """Copy an object of a store elsewhere."""
-    with place.fs.open(place.path, "rb") as remote:
-        while piece := remote.read(_PIECE):
-            file.write(piece)
-
-
-def _fetch_error(error: Exception, place: Place) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointNotFoundError(f"checkpoint {place.url} does not exist; give the path of a file")
-    return CheckpointError(f"checkpoint {place.url} cannot be fetched: {type(error).__name__}: {error}")
-
-
-def _looked(source: str, place: Place) -> tuple[Archive | None, _View]:
     host = socket.gethostname()
-    try:
-        archive = open_archive(source, place.url)
-        status = os.stat(source)
-    except (CheckpointError, OSError) as error:
-        return None, _View(host, error=error)
-    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-    return archive, _View(host, identity, archive.fingerprint)
+    if location.local is None and ranks.rank != 0 and options.mode != "map":
+        yield None, _View(host)
+        return
+    with ExitStack() as stack:
+        try:
+            archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
+            view = _View(host, _identity_of(archive), archive.fingerprint, archive.has_checksums)
+        except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
+            yield None, _View(host, error=error)
+        else:
+            yield archive, view
 
 
-@dataclass(frozen=True)
-class _How:
-    by_map: bool
-    sentence: str
+def _identity_of(archive: Archive) -> tuple[int, ...]:
+    status = os.stat(archive.path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _choose(views: list[_View], wishes: Wishes, place: Place) -> _How:
+def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
+    """Whether every rank maps the file, and a sentence on that."""
     first = views[0]
     if first.error is not None:
         raise first.error
     blind = [rank for rank, view in enumerate(views) if not view.is_same_as(first)]
-    if wishes.mode == "map" and blind:
+    if options.mode == "map" and blind:
         rank, view = blind[0], views[blind[0]]
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
-            f"checkpoint {place.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
+            f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    if wishes.mode == "broadcast" or blind:
+    if options.mode == "broadcast" or blind:
         why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
-        return _How(False, f"sent from rank 0 to all ({why})")
-    return _How(True, "mapped by every rank")
+        return False, f"sent from rank 0 to all ({why})"
+    return True, "mapped by every rank"
 
 
 # Each rank maps the file.
 
 
-def _map(archive: Archive, views: list[_View], ranks: Ranks, wishes: Wishes, show: Show) -> Content:
-    """Every rank unpickles; those of a host share the checking of the tensors among them."""
-
-    def read_and_check() -> Content:
-        content = read(archive, placement(wishes.map_location), weights_only=wishes.weights_only, verify=wishes.verify)
-        if wishes.verify:
-            share, of = _place_on_host(views, ranks.rank)
+def _map(
+    archive: Archive, views: list[_View], ranks: Ranks, options: LoadOptions, map_weights: bool, show: Show
+) -> Any:
+    def check_and_read() -> Any:
+        if options.verify:
+            share, of = _share_on_host(views, ranks.rank)
             records = shares(archive.tensor_data, of)[share]
             with show("verifying", sum(record.size for record in records)) as on_progress:
-                refuse_damage(content, records, threads=threads_for(of), on_progress=on_progress)
-        return content
+                refuse_damage(archive, records, threads=threads_for(of), on_progress=on_progress)
+        place = placement(options.map_location)
+        return read(archive, place, weights_only=options.weights_only, map_weights=map_weights)
 
-    return side_by_side(read_and_check, rank=ranks.rank, gather=ranks.gather, what=f"reading {archive.name}")
+    return side_by_side(check_and_read, rank=ranks.rank, gather=ranks.gather, what=f"reading {archive.name}")
 
 
-def _place_on_host(views: list[_View], rank: int) -> tuple[int, int]:
+def _share_on_host(views: list[_View], rank: int) -> tuple[int, int]:
     """This rank's number among those of its host that see the same file, and how many these are."""
     mine = views[rank]
     peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == (mine.host, mine.file)]
@@ -205,23 +194,4 @@ def shares(records: tuple[Record, ...], count: int) -> list[list[Record]]:
 
 def threads_for(processes: int) -> int:
     """How many threads each of so many processes of this host may keep busy."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // processes))
-
-
-# Rank 0 sends it.
-
-
-def _send(
-    archive: Archive | None, place: Place, ranks: Ranks, wishes: Wishes, receive_into: ReceiveInto, show: Show
-) -> Content:
-    return transfer(
-        archive,
-        ranks,
-        name=place.url,
-        place=placement(wishes.map_location),
-        weights_only=wishes.weights_only,
-        verify=wishes.verify,
-        threads=threads_for(2),
-        receive_into=nowhere if wishes.map_location is not None else receive_into,
-        show=show,
-    )
+    return max(1, min(8, usable_cores() // processes))

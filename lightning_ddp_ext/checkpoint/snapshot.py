@@ -1,56 +1,21 @@
-"""A checkpoint as it is at one moment, in memory that is used again for the next one.
+"""Copy a checkpoint as it is at one moment into memory that is used again for the next one.
 
-Everything but the memory of tensors is pickled, as saving would do; that memory is copied, once where several tensors
-share it, into one buffer, whose first use costs several times the copy.
+Its skeleton is pickled, as saving would do, and the memory of tensors is copied, once where several tensors share it.
+From a GPU it goes into pinned memory, on a stream of its own: training goes on while the copy is under way, and only
+what would overwrite the tensors waits for it, on the GPU.
 """
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 
-from lightning_ddp_ext.checkpoint.tensors import has_storage
+from lightning_ddp_ext.checkpoint.skeleton import join, split
 
 _ALIGNMENT = 64
-
-
-class Buffer:
-    """Memory for one snapshot after another; it grows when one is larger than all before."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes."""
-        return self._bytes.numel()
-
-    def begin(self, size: int) -> None:
-        """Make room for ``size`` bytes; what was in the buffer is void."""
-        self._used = 0
-        if size > self._bytes.numel():
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # let go of the old one before there is a new one
-            self._bytes = torch.empty(size, dtype=torch.uint8)
-
-    def take(self, source: UntypedStorage) -> UntypedStorage:
-        """A copy of ``source`` in the buffer; from another device it may still be on its way."""
-        size = source.nbytes()
-        piece = self._bytes[self._used : self._used + size]
-        piece.copy_(torch.empty(0, dtype=torch.uint8, device=source.device).set_(source))
-        self._used += aligned(size)
-        return piece.untyped_storage()[piece.storage_offset() : piece.storage_offset() + size]  # type: ignore[no-any-return]
-
-
-def aligned(size: int) -> int:
-    """So many bytes, rounded up."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -58,11 +23,64 @@ class Snapshot:
     """What :func:`take` has taken; valid until the buffer is used for the next one."""
 
     pickled: bytes
-    tensors: list[Tensor] = field(repr=False)
+    storages: list[UntypedStorage] = field(repr=False)
+    copied: list[torch.cuda.Event]
 
     def content(self) -> Any:
         """The checkpoint, as it was; made of new objects on the buffer's memory."""
-        return _Unpickler(io.BytesIO(self.pickled), self.tensors).load()
+        for event in self.copied:
+            event.synchronize()
+        return join(self.pickled, self.storages)
+
+
+class Buffer:
+    """Memory for one snapshot after another; it grows when one is larger than all before."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes."""
+        return self._bytes.numel()
+
+    def copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
+        """Copies of ``storages`` in the buffer; those from GPUs are there when the events have happened."""
+        gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
+        self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
+        sides = {gpu: self._side_stream(gpu) for gpu in gpus}
+        copies, used = [], 0
+        for storage in storages:
+            size = storage.nbytes()
+            piece = self._bytes[used : used + size]
+            with torch.cuda.stream(sides.get(storage.device)):  # none for the CPU: then it does nothing
+                piece.copy_(_bytes_of(storage), non_blocking=True)
+            # An empty part of the buffer would have the address of the next one, and torch.save takes them for one.
+            copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
+            used += aligned(size)
+        for gpu, side in sides.items():
+            torch.cuda.current_stream(gpu).wait_stream(side)
+        return copies, [side.record_event() for side in sides.values()]
+
+    def _make_room(self, size: int, *, pinned: bool) -> None:
+        if size > self.size or pinned > self._bytes.is_pinned():
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # drop the old one before there is a new one
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+    def _side_stream(self, gpu: torch.device) -> torch.cuda.Stream:
+        side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
+        side.wait_stream(torch.cuda.current_stream(gpu))
+        return side
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def aligned(size: int) -> int:
+    """So many bytes, rounded up."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
@@ -75,73 +93,5 @@ def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
     Raises:
         Exception: whatever pickling raises for what cannot be pickled.
     """
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(checkpoint)
-    storages: dict[tuple[int, int], UntypedStorage] = {}
-    for tensor in pickler.tensors:
-        if _is_plain(tensor):
-            storage = tensor.untyped_storage()
-            storages[_key_of(storage)] = storage
-    buffer.begin(sum(aligned(storage.nbytes()) for storage in storages.values()))
-    copies = {key: buffer.take(storage) for key, storage in storages.items()}
-    return Snapshot(pickled.getvalue(), [_copied(tensor, copies) for tensor in pickler.tensors])
-
-
-def _key_of(storage: UntypedStorage) -> tuple[int, int]:
-    return storage.data_ptr(), storage.nbytes()  # two of different size may begin at the same place of a NumPy array
-
-
-def _copied(tensor: Tensor, copies: dict[tuple[int, int], UntypedStorage]) -> Tensor:
-    if type(tensor) not in (Tensor, nn.Parameter):
-        return copy.deepcopy(tensor)
-    if _is_plain(tensor):
-        twin = torch.empty(0, dtype=tensor.dtype)
-        twin.set_(copies[_key_of(tensor.untyped_storage())], tensor.storage_offset(), tensor.size(), tensor.stride())
-    else:
-        twin = tensor.detach().clone()  # deepcopy knows no compressed sparse ones
-    if isinstance(tensor, nn.Parameter):
-        twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-    twin.requires_grad_(tensor.requires_grad)
-    vars(twin).update(copy.deepcopy(vars(tensor)))
-    return twin
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its memory and a view of it, and nothing more; others are rare, and copied as they are."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_quantized
-        and has_storage(tensor)
-        and tensor.untyped_storage().nbytes() > 0
-    )
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves tensors out, and collects them."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Tensor] = []
-        self._numbers: dict[int, int] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor):
-            return None
-        number = self._numbers.setdefault(id(obj), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(obj)  # keeps it alive, and so its id its own
-        return number
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
+    skeleton = split(checkpoint)
+    return Snapshot(skeleton.pickled, *buffer.copy(skeleton.storages))

@@ -6,49 +6,70 @@ from typing import Annotated
 
 import typer
 
-from lightning_ddp_ext.checkpoint.ranks import show_nothing
+from lightning_ddp_ext.checkpoint.collectives import show_nothing
 from lightning_ddp_ext.cli import cleaning, inspection, verification
 from lightning_ddp_ext.cli.output import finish, progress_on_stderr
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint", help="Look at checkpoint files, and clear up after killed saves.")
 
 _Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint file on this machine.", show_default=False)]
 _Directory = Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are saved.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else; sizes are bytes.")]
-_Trust = Annotated[bool, typer.Option("--trust", help="Unpickle everything: this runs code that the file may hold.")]
+_Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, or URLs.", show_default=False)]
+_WeightsOnly = Annotated[
+    bool,
+    typer.Option(
+        "--weights-only/--no-weights-only",
+        help="Unpickle data alone, or everything, which runs code that the file may hold.",
+    ),
+]
 _Yes = Annotated[bool, typer.Option("--yes", help="Remove them.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from lightning_ddp_ext import __version__
+
+        typer.echo(f"lightning-ddp-ext {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
     """Tools of lightning-ddp-ext, for use without a training script."""
 
 
 @checkpoint.command()
-def inspect(path: _Path, trust: _Trust = False, json: _Json = False) -> None:
+def inspect(path: _Path, weights_only: _WeightsOnly = True, json: _Json = False) -> None:
     """List every tensor of a checkpoint without loading it: key, shape, dtype, size.
 
-    Nothing that the file holds is run. Ends with status 1 if tensors cannot be listed.
+    Nothing that the file holds is run, unless --no-weights-only says so. Ends with status 1 if its tensors cannot be
+    listed.
     """
-    finish(inspection.inspect(path, trust=trust), as_json=json)
+    finish(inspection.inspect(path, weights_only=weights_only), as_json=json)
 
 
 @checkpoint.command()
-def verify(path: _Path, json: _Json = False) -> None:
-    """Check every byte of a checkpoint that has a checksum, and name the tensors that are damaged.
+def verify(paths: _Paths, json: _Json = False) -> None:
+    """Check every byte of checkpoints that has a checksum, and name the tensors that are damaged.
 
-    Ends with status 0 if the file is whole, 1 if it is damaged, cut off, missing or no checkpoint.
+    Ends with status 0 if all files are whole, 1 if one is damaged, cut off, missing or no checkpoint, and else 3 if one
+    has no checksums.
     """
     progress = show_nothing if json else progress_on_stderr
-    finish(verification.verify(path, progress=progress), as_json=json)
+    finish(*(verification.verify(path, progress=progress) for path in paths), as_json=json)
 
 
 @checkpoint.command()
 def clean(directory: _Directory, yes: _Yes = False, json: _Json = False) -> None:
     """List what killed saves have left in a directory; with --yes, remove it.
 
-    What is being written right now, by whichever process, is left alone.
+    What is being written right now is left alone, and so is what is younger than an hour.
     """
     finish(cleaning.clean(directory, remove=yes), as_json=json)

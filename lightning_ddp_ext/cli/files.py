@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, UntypedStorage
 
-from lightning_ddp_ext.checkpoint.archive import Archive, open_archive
-from lightning_ddp_ext.checkpoint.reader import Content, read
-from lightning_ddp_ext.checkpoint.tensors import has_storage, named_tensors
+from lightning_ddp_ext.checkpoint.load import load, refuse_damage
+from lightning_ddp_ext.checkpoint.structure import Structure
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.cli.tensors import has_storage, named_tensors
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -40,11 +41,19 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Reading:
-    """A file that has been unpickled, its tensors being left where they are."""
+    """A file that has been unpickled, its tensors being left where they are.
 
-    content: Content
-    locations: dict[int, str] = field(default_factory=dict)
-    """The device that each piece of memory was saved from, by its address."""
+    Attributes:
+        archive: the file.
+        value: its content.
+        devices: the device that each piece of memory was saved from, by its address.
+        records: the record that each piece of memory is in, by its address.
+    """
+
+    archive: Archive
+    value: Any
+    devices: dict[int, str] = field(default_factory=dict)
+    records: dict[int, str] = field(default_factory=dict)
 
 
 def refuse_url(path: str) -> None:
@@ -57,53 +66,52 @@ def refuse_url(path: str) -> None:
         raise CheckpointError(f"{path} is a URL, and only local paths are read here; copy it to a local disk first")
 
 
-def open_file(path: str) -> Archive:
+def open_file(path: str, name: str = "") -> Archive:
     """The records of a local file.
+
+    Args:
+        path: where it is.
+        name: what the user calls it, where that is something else.
 
     Raises:
         CheckpointError: there is none, it is cut off, or it is no checkpoint.
     """
-    refuse_url(path)
-    archive = open_archive(path)
+    if not name:
+        refuse_url(path)
+    archive = open_archive(path, name)
     if archive.records is not None and all(record.name != "data.pkl" for record in archive.records):
         raise DamagedCheckpointError(
-            f"checkpoint {path} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+            f"checkpoint {archive.name} is not a checkpoint: it is a zip archive without data.pkl, not one of "
+            "torch.save"
         )
     return archive
 
 
-def read_file(archive: Archive, *, trust: bool = False, verify: bool = True) -> Reading:
+def read_file(archive: Archive, *, weights_only: bool = True, verify: bool = True) -> Reading:
     """What is in the file; tensors are mapped, except for those of an old file, which are read.
 
     Args:
         archive: the file.
-        trust: whether code that it holds may be run.
+        weights_only: whether code that it holds is refused.
         verify: whether to check the skeleton's checksums.
 
     Raises:
         CheckpointError: it cannot be read, or holds something that is refused.
     """
-    locations: dict[int, str] = {}
+    seen: list[tuple[int, str]] = []
 
     def noted(storage: UntypedStorage, location: str) -> UntypedStorage:
-        if storage.nbytes():
-            locations[storage.data_ptr()] = location
+        seen.append((storage.data_ptr() if storage.nbytes() else 0, location))
         return storage
 
-    try:
-        with warnings.catch_warnings():  # torch's, of kinds of tensors that are in beta or deprecated
-            warnings.simplefilter("ignore")
-            content = read(archive, noted, weights_only=not trust, verify=verify)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a pickle of unknown origin brings about
-        raise CheckpointError(
-            f"checkpoint {archive.name} cannot be unpickled: {type(error).__name__}: {error}"
-        ) from error
-    for memory in content.memory:
-        if memory is not None and (storage := memory.alive()) is not None:  # small ones have been copied
-            locations[storage.data_ptr()] = memory.location
-    return Reading(content, locations)
+    if verify:
+        refuse_damage(archive, ())
+    with warnings.catch_warnings():  # torch's, of kinds of tensors that are in beta or deprecated
+        warnings.simplefilter("ignore")
+        value = load(archive, noted, weights_only=weights_only)
+    order = Structure(archive).order if archive.records is not None else []
+    records = {address: f"data/{key}" for (address, _), key in zip(seen, order, strict=False)}
+    return Reading(archive, value, {address: device for address, device in seen if address}, records)
 
 
 def tensors_in(reading: Reading) -> list[TensorEntry]:
@@ -113,12 +121,11 @@ def tensors_in(reading: Reading) -> list[TensorEntry]:
         CheckpointError: the content is too deep to look at.
     """
     try:
-        found = list(named_tensors(reading.content.value))
+        found = list(named_tensors(reading.value))
     except RecursionError:
         raise CheckpointError(
-            f"checkpoint {reading.content.archive.name} is nested too deeply to be listed; load it with torch.load"
+            f"checkpoint {reading.archive.name} is nested too deeply to be listed; load it with torch.load"
         ) from None
-    records = dict(_records_at(reading.content))
     sharing: dict[int, list[str]] = {}
     for key, tensor in found:
         sharing.setdefault(_address(tensor), []).append(key)
@@ -129,7 +136,7 @@ def tensors_in(reading: Reading) -> list[TensorEntry]:
         names = sharing[address] if address else []
         other = names[:1] if address in firsts else names[1:2]
         firsts.add(address)
-        entries.append(_entry(key, tensor, reading.locations, records.get(address), "".join(other) or None))
+        entries.append(_entry(key, tensor, reading.devices, reading.records.get(address), "".join(other) or None))
     return entries
 
 
@@ -147,12 +154,6 @@ def _entry(
         record=record,
         shared_with=shared_with,
     )
-
-
-def _records_at(content: Content) -> Iterator[tuple[int, str]]:
-    for memory in content.memory:
-        if memory is not None and (storage := memory.alive()) is not None:
-            yield storage.data_ptr(), memory.record.name
 
 
 def _address(tensor: Tensor) -> int:

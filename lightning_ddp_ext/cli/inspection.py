@@ -9,39 +9,39 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_ddp_ext.checkpoint.archive import Archive
-from lightning_ddp_ext.checkpoint.tensors import payload_bytes
+from lightning_ddp_ext.checkpoint.zip_crc import Archive
 from lightning_ddp_ext.cli.files import TensorEntry, open_file, plain, read_file, tensors_in
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, header, size_text, table
+from lightning_ddp_ext.cli.tensors import payload_bytes
 from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
 
 # Of a plain state dict all names are top-level keys, and the table has them all.
 _MOST_KEYS = 20
 
 
-def inspect(path: str, *, trust: bool = False) -> Report:
+def inspect(path: str, *, weights_only: bool = True) -> Report:
     """Every tensor of a file; its records only, where it cannot be unpickled.
 
     Args:
         path: of a local file.
-        trust: whether code that it holds may be run.
+        weights_only: whether code that it holds is refused.
     """
     try:
         archive = open_file(path)
     except CheckpointError as error:
         return Report({"path": path}, str(error))
     try:
-        return _listed(archive, trust)
+        return _listed(archive, weights_only)
     except UnsafeCheckpointError as error:
-        return _records_only(archive, f"{error}; here: --trust, which runs what the file holds")
+        return _records_only(archive, f"{error}; here: --no-weights-only, which runs what the file holds")
     except CheckpointError as error:
         return _records_only(archive, str(error))
 
 
-def _listed(archive: Archive, trust: bool) -> Report:
-    reading = read_file(archive, trust=trust)
+def _listed(archive: Archive, weights_only: bool) -> Report:
+    reading = read_file(archive, weights_only=weights_only)
     tensors = tensors_in(reading)
-    value = reading.content.value
+    value = reading.value
     facts = {
         **_file_facts(archive),
         **_lightning_facts(value),

@@ -32,16 +32,21 @@ class Report:
     """One sentence, if something is not as it should be."""
     parts: Sequence[Table | str] = field(default=())
     """All of it but the error, for people."""
+    is_undecided: bool = False
+    """Whether nothing could be said about what was asked."""
 
 
-def finish(report: Report, *, as_json: bool) -> None:
-    """Show the report; end the command with status 1 if there is an error."""
+def finish(*reports: Report, as_json: bool) -> None:
+    """Show the reports; end the command with status 1 if one has an error, and with 3 if one is undecided."""
+    documents = [{**report.facts, "error": report.error} for report in reports]
     if as_json:
-        typer.echo(json.dumps({**report.facts, "error": report.error}))
-    else:
+        typer.echo(json.dumps(documents[0] if len(documents) == 1 else {"files": documents}))
+    for report in () if as_json else reports:
         _show(report)
-    if report.error is not None:
+    if any(report.error is not None for report in reports):
         raise typer.Exit(1)
+    if any(report.is_undecided for report in reports):
+        raise typer.Exit(3)
 
 
 def _show(report: Report) -> None:
@@ -121,10 +126,10 @@ def count_text(number: int, what: str) -> str:
 
 
 @contextmanager
-def progress_on_stderr(what: str, size: int) -> Iterator[Callable[[int], None]]:
+def progress_on_stderr(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     """A progress bar for large files, while somebody looks at a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    disabled = size < _LARGE or not sys.stderr.isatty()
+    disabled = (size or 0) < _LARGE or not sys.stderr.isatty()
     with Progress(*columns, console=_console(sys.stderr), transient=True, disable=disabled) as bar:
         task = bar.add_task(what, total=size)
         yield lambda done: bar.update(task, completed=done)

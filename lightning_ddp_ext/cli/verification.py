@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
-from lightning_ddp_ext.checkpoint.archive import Archive, Record, find_damage
-from lightning_ddp_ext.checkpoint.ranks import Show
-from lightning_ddp_ext.checkpoint.reader import damage_error
-from lightning_ddp_ext.cli.files import open_file, read_file, tensors_in
+from lightning_ddp_ext.checkpoint.collectives import Show
+from lightning_ddp_ext.checkpoint.load import damage_error, names_by_record
+from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage, usable_cores
+from lightning_ddp_ext.cli.files import open_file, read_file
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, size_text, table
 from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
 
@@ -20,26 +20,30 @@ def verify(path: str, *, progress: Show) -> Report:
     """Check each record that has a checksum, on all cores; what has none is unpickled, as far as that is safe.
 
     Args:
-        path: of a local file.
+        path: of a local file, or a URL.
         progress: shows how far it is.
     """
     try:
-        archive = open_file(path)
-        damaged = _damaged(archive, progress)
-        unchecked = [record for record in archive.records or () if not record.has_crc]
-        if archive.records is None or (unchecked and not damaged):
-            return _without_checksums(archive, unchecked)
+        with on_local_disk(locate(path)) as local:
+            return _checked(open_file(local, path), progress)
     except CheckpointError as error:
         return Report({"path": path, "whole": False}, str(error))
     except OSError as error:
         return Report({"path": path, "whole": None}, f"checkpoint {path} cannot be read: {error.strerror or error}")
-    return _damage_report(archive, damaged, unchecked) if damaged else _whole_report(archive)
+
+
+def _checked(archive: Archive, progress: Show) -> Report:
+    damaged = _damaged(archive, progress)
+    unchecked = [record for record in archive.records or () if not record.has_crc]
+    if damaged:
+        return _damage_report(archive, damaged, unchecked)
+    return _whole_report(archive) if archive.has_checksums else _without_checksums(archive, unchecked)
 
 
 def _damaged(archive: Archive, progress: Show) -> list[Record]:
     records = archive.records or ()
     with progress("checking", sum(record.size for record in records if record.has_crc)) as on_progress:
-        return find_damage(archive, records, threads=len(os.sched_getaffinity(0)), on_progress=on_progress)
+        return find_damage(archive, records, threads=usable_cores(), on_progress=on_progress)
 
 
 def _whole_report(archive: Archive) -> Report:
@@ -61,30 +65,16 @@ def _without_checksums(archive: Archive, unchecked: Sequence[Record]) -> Report:
     elif len(unchecked) < len(archive.records):
         what = f"has no checksums for {len(unchecked)} of {count_text(len(archive.records), 'record')}"
     sentence = f"{archive.name} {what}, so altered numbers cannot be told from right ones; {done}"
-    return Report(_facts(archive, None, [], unchecked), parts=[sentence])
+    return Report(_facts(archive, None, [], unchecked), parts=[sentence], is_undecided=True)
 
 
 def _damage_report(archive: Archive, damaged: Sequence[Record], unchecked: Sequence[Record]) -> Report:
-    names = _tensors_by_record(archive) if all(record.is_tensor_data for record in damaged) else {}
+    names = names_by_record(archive, list(damaged))
     rows: list[dict[str, Any]] = [
-        {"record": record.name, "offset": record.offset, "size": record.size, "tensors": names.get(record.name, [])}
+        {"record": record.name, "offset": record.offset, "size": record.size, "tensors": names[record.name]}
         for record in damaged
     ]
-    culprits = [name for row in rows for name in list(filter(None, row["tensors"])) or [row["record"]]]
-    return Report(_facts(archive, False, rows, unchecked), str(damage_error(archive, culprits)), [_damage_table(rows)])
-
-
-def _tensors_by_record(archive: Archive) -> dict[str, list[str]]:
-    """The names of the tensors in each record; none at all where the file cannot be unpickled."""
-    try:
-        tensors = tensors_in(read_file(archive))
-    except CheckpointError:
-        return {}
-    names: dict[str, list[str]] = {}
-    for tensor in tensors:
-        if tensor.record is not None:
-            names.setdefault(tensor.record, []).append(tensor.key)
-    return names
+    return Report(_facts(archive, False, rows, unchecked), str(damage_error(archive, damaged)), [_damage_table(rows)])
 
 
 def _damage_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -1,22 +1,25 @@
-"""Lightning's ``CheckpointIO`` on our writer and reader: what one rank can do for itself."""
+"""Lightning's ``CheckpointIO`` on the checkpoint room: what one rank can do by itself."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint import device_map
-from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
-from lightning_ddp_ext.checkpoint.partial import remove_leftovers
-from lightning_ddp_ext.checkpoint.ranks import Ranks, Show, show_nothing
-from lightning_ddp_ext.checkpoint.reader import detach
-from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore
-from lightning_ddp_ext.checkpoint.tensors import payload_bytes
-from lightning_ddp_ext.checkpoint.writer import PathLike, link, locate, remove, unwritable, write
+from lightning_ddp_ext.checkpoint import map_location as locations
+from lightning_ddp_ext.checkpoint.async_save import BackgroundSaver, RemovalGuard
+from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
+from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
+from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
@@ -38,10 +41,11 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     Args:
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
-            mapped from the file, from where model and optimisers take them to each rank's own device.
+            from where model and optimisers take them to each rank's own device.
         background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
             there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
-        verify: whether checksums are checked on loading. Every file of torch 1.6 and later has them.
+        verify: whether checksums are checked on loading. Files of torch 1.6 and later have them, unless they were
+            switched off; a file without is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
         restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
@@ -54,7 +58,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     def __init__(
         self,
-        map_location: device_map.MapLocation = None,
+        map_location: locations.MapLocation = None,
         *,
         background: bool = False,
         verify: bool = True,
@@ -62,22 +66,34 @@ class RankZeroCheckpointIO(CheckpointIO):
         restore: Mode = "auto",
         on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        device_map.check(map_location)
+        locations.check(map_location)
         _check_choice("restore", restore, ("auto", "map", "broadcast"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn"))
         self.background = background
-        self.wishes = Wishes(restore, map_location, weights_only, verify)
+        self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
         self.show: Show = show_nothing
         self.is_default = False
-        self._order = Order()
-        self._writer: BackgroundWriter | None = None
+        self._guard = RemovalGuard()
+        self._saver: BackgroundSaver | None = None
         self._tidied: set[Path] = set()
 
+    def prepare(self, show: Show, deadline: timedelta | None) -> None:
+        """Before a save: set how to show progress, and for how long it may delay a forced end of this process."""
+        self.show = show
+        if deadline is not None:
+            self._guard.deadline = deadline.total_seconds()
+
     @property
-    def last_save_failed(self) -> bool:
-        """Whether the last save that has ended has left no checkpoint."""
-        return self._order.last_save_failed
+    def failed_saves(self) -> frozenset[str]:
+        """The paths whose last save, as far as it has ended, has failed."""
+        return frozenset(self._guard.failed)
+
+    def settled_failures(self) -> frozenset[str]:
+        """The same when all saves have ended; errors are left to :meth:`wait` and the next save."""
+        if self._own_saver is not None:
+            self._own_saver.join()
+        return self.failed_saves
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -92,28 +108,30 @@ class RankZeroCheckpointIO(CheckpointIO):
                 f"storage_options is not supported by RankZeroCheckpointIO (got {storage_options!r}); configure the "
                 "file system with fsspec's own settings"
             )
-        with _warning_instead(self.on_save_error):
+        _warn_if_wrapped()
+        with self._errors_as_chosen():
             self._raise_earlier_error()
-        with _warning_instead(self.on_save_error):
+        with self._errors_as_chosen():
             self.tidy(path)
             if self.background and Path(path).name != _HANDED_OVER:
-                self._copy_and_write_later(checkpoint, path)
+                self._copy_and_write_later(checkpoint, os.fspath(path))
             else:
-                self._order.save(lambda: self._write(checkpoint, path))
+                self._guard.save(os.fspath(path), lambda: self._write(checkpoint, path))
 
-    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: str) -> None:
         try:
-            self._background.save(checkpoint, os.fspath(path))
+            self._background.save(checkpoint, path)
         except Exception as error:
+            self._guard.note_failure(path)
             raise unwritable(checkpoint, path, error) from error
 
     def _write(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        with self.show("saving", payload_bytes(checkpoint)) as on_progress:
+        with self.show("saving", None) as on_progress:
             write(checkpoint, path, on_progress)
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: device_map.MapLocation = None, weights_only: bool | None = None
+        self, path: PathLike, map_location: locations.MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what was saved, on this rank alone and into memory of its own.
 
@@ -121,10 +139,18 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        wishes = self.wishes_for(weights_only, map_location)
-        restored = restore(locate(path), Ranks(), wishes, show=self.show)
-        detach(restored.content)
-        return restored.content.value  # type: ignore[no-any-return]
+        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location), show=self.show)
+        self.warn_if_unchecked(path, restored)
+        return restored.value  # type: ignore[no-any-return]
+
+    @staticmethod
+    def warn_if_unchecked(path: PathLike, restored: Restored) -> None:
+        """Say that a file has no checksums."""
+        if not restored.is_checked:
+            rank_zero_warn(
+                f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
+                "save it again with RankZeroCheckpointIO, or pass verify=False"
+            )
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -133,8 +159,8 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        with _warning_instead(self.on_save_error):
-            self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: remove(path)))
+        with self._errors_as_chosen():
+            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: remove(path)))
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -144,13 +170,8 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: neither could be made.
         """
-        with _warning_instead(self.on_save_error):
-            self._in_turn(lambda: self._order.remove(os.fspath(path), lambda: link(target, path)))
-
-    def is_on_its_way(self, path: PathLike) -> bool:
-        """Whether a checkpoint for ``path`` has been copied, and may not be on the disk yet."""
-        writer = self._own_writer
-        return writer is not None and writer.path_being_written == os.fspath(path)
+        with self._errors_as_chosen():
+            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: link(target, path)))
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
@@ -158,24 +179,15 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: something could not be saved, and nobody has been told so far.
         """
-        writer = self._own_writer
-        if writer is not None:
-            with _warning_instead(self.on_save_error):
-                writer.wait()
+        saver = self._own_saver
+        if saver is not None:
+            with self._errors_as_chosen():
+                saver.wait()
 
     @override
     def teardown(self) -> None:
         """Called by the strategy at the end: see :meth:`wait`."""
         self.wait()
-
-    def prepare_to_read(self, path: PathLike) -> None:
-        """What is being saved is on the disk, and what killed saves have left is gone. Only rank 0 need call it.
-
-        Raises:
-            CheckpointSaveError: as for :meth:`wait`.
-        """
-        self.wait()
-        self.tidy(path)
 
     def tidy(self, path: PathLike) -> None:
         """Remove what killed saves have left beside ``path``, once a directory."""
@@ -192,33 +204,32 @@ class RankZeroCheckpointIO(CheckpointIO):
             size = sum(leftover.size for leftover in removed) / 2**20
             rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
 
-    def wishes_for(self, weights_only: bool | None, map_location: device_map.MapLocation = None) -> Wishes:
+    def options_for(self, weights_only: bool | None, map_location: locations.MapLocation = None) -> LoadOptions:
         """How to read where a call says something of its own."""
-        mine = self.wishes
-        return Wishes(
-            mine.mode,
-            mine.map_location if map_location is None else map_location,
-            mine.weights_only if weights_only is None else weights_only,
-            mine.verify,
+        mine = self.load_options
+        return replace(
+            mine,
+            map_location=mine.map_location if map_location is None else map_location,
+            weights_only=mine.weights_only if weights_only is None else weights_only,
         )
 
     @property
-    def _background(self) -> BackgroundWriter:
-        if self._own_writer is None:
-            self._writer = BackgroundWriter(write, self._order)
-        assert self._writer is not None
-        return self._writer
+    def _background(self) -> BackgroundSaver:
+        if self._own_saver is None:
+            self._saver = BackgroundSaver(write, self._guard)
+        assert self._saver is not None
+        return self._saver
 
     @property
-    def _own_writer(self) -> BackgroundWriter | None:
+    def _own_saver(self) -> BackgroundSaver | None:
         """That of this process; a forked one makes its own."""
-        writer = self._writer
-        return writer if writer is not None and writer.is_of_this_process else None
+        saver = self._saver
+        return saver if saver is not None and saver.is_of_this_process else None
 
     def _raise_earlier_error(self) -> None:
-        writer = self._own_writer
-        if writer is not None:
-            writer.raise_error()
+        saver = self._own_saver
+        if saver is not None:
+            saver.raise_error()
 
     def _in_turn(self, job: Callable[[], None]) -> None:
         if self.background:
@@ -226,24 +237,30 @@ class RankZeroCheckpointIO(CheckpointIO):
         else:
             job()
 
+    @contextmanager
+    def _errors_as_chosen(self) -> Iterator[None]:
+        """Turn our errors of a save into warnings, if that is what the user wants."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.on_save_error != "warn":
+                raise
+            rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
+
     def __getstate__(self) -> dict[str, Any]:
         # Started ranks get a copy; threads, and what has been seen of the disk, are this process's own.
-        return {**self.__dict__, "_writer": None, "_tidied": set(), "show": show_nothing}
+        return {**self.__dict__, "_saver": None, "_tidied": set(), "show": show_nothing}
 
 
-class _warning_instead:  # used as a function
-    """Turn our errors of a save into warnings, if that is what the user wants."""
-
-    def __init__(self, on_save_error: str) -> None:
-        self._only_warns = on_save_error == "warn"
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if not self._only_warns or not isinstance(error, CheckpointError):
-            return False
-        rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
-        return True
+def _warn_if_wrapped() -> None:
+    """Warn of Lightning's ``AsyncCheckpointIO`` around ours: it calls ``save_checkpoint`` from its own thread."""
+    frame = inspect.currentframe()
+    callers = (each for each in (frame and frame.f_back and frame.f_back.f_back,) if each is not None)
+    if any(caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin") for caller in callers):
+        rank_zero_warn(
+            "AsyncCheckpointIO around RankZeroCheckpointIO copies a checkpoint twice, removes the last good one before "
+            "its successor is there, and tells of errors late; use RankZeroCheckpointIO(background=True) alone"
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

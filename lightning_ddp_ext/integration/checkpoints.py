@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.foreign import names_in_model
-from lightning_ddp_ext.checkpoint.ranks import Ranks
-from lightning_ddp_ext.checkpoint.reader import Content, detach
+from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.key_prefixes import names_in_model
+from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
-from lightning_ddp_ext.checkpoint.writer import PathLike, locate
 from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.compat import ReplacedMethods
@@ -48,9 +47,8 @@ class Checkpoints:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._mapped: list[Content] = []
         self._path = ""
-        self.last_save_failed = False
+        self.failed_saves: frozenset[str] = frozenset()
 
     # Writing.
 
@@ -62,14 +60,14 @@ class Checkpoints:
         """
         io = self._strategy.checkpoint_io
         if isinstance(io, RankZeroCheckpointIO):
-            io.show = progress_of(self._trainer)
+            stops = getattr(self._strategy, "stops", None)  # of our strategy
+            io.prepare(progress_of(self._trainer), None if stops is None else stops.deadline)
 
-        def work() -> bool:
+        def work() -> frozenset[str]:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return isinstance(io, RankZeroCheckpointIO) and io.last_save_failed
+            return _failed_saves(io)
 
-        self.last_save_failed = True
-        self.last_save_failed = bool(self.on_rank_zero(work, f"saving {os.fspath(path)}"))
+        self.failed_saves = self.on_rank_zero(work, f"saving {os.fspath(path)}") or frozenset()
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it.
@@ -88,6 +86,7 @@ class Checkpoints:
         io = self._strategy.checkpoint_io
         if not isinstance(io, RankZeroCheckpointIO) or not io.background:
             return
+        self.settle()
         if not self.is_interrupted:
             self.on_rank_zero(io.wait, "saving in the background")
             return
@@ -95,6 +94,12 @@ class Checkpoints:
             io.wait()
         except Exception as error:
             rank_zero_warn(f"and {error}")  # another error is on its way to the user already
+
+    def settle(self) -> None:
+        """Wait until ``failed_saves`` is complete. Collective, unless the Trainer is interrupted."""
+        io = self._strategy.checkpoint_io
+        if isinstance(io, RankZeroCheckpointIO) and io.background:
+            self.failed_saves = self.on_rank_zero(io.settled_failures, "saving in the background") or frozenset()
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
@@ -118,7 +123,7 @@ class Checkpoints:
         """A call that every rank must make: one that will not come is named, and one that fails."""
         membership = current()
         try:
-            if membership is not None:
+            if membership is not None and self._world_size > 1:
                 membership.meetings.meet(what, calling_place(), name=what.partition(" ")[0])
             yield
         except (DDPExtError, OSError):
@@ -135,7 +140,7 @@ class Checkpoints:
     def load(self, path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint on every rank. Collective, if the IO is ours.
 
-        Its tensors may be backed by the file until :meth:`release` is called.
+        Its ``state_dict`` may be mapped from the file where it is only copied into the model.
 
         Raises:
             CheckpointError: one of its kinds, on every rank.
@@ -145,20 +150,21 @@ class Checkpoints:
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
-        self.on_rank_zero(lambda: io.prepare_to_read(path), f"reading {self._path}")
-        restored = restore(
-            locate(path),
-            self._ranks,
-            io.wishes_for(weights_only),
-            receive_into=self._own_weights,
-            show=progress_of(self._trainer),
-        )
+        if io.background:
+            self.on_rank_zero(io.wait, f"reading {self._path}")
+        with self._every_rank(f"reading {self._path}"):
+            if self._strategy.is_global_zero:
+                io.tidy(path)
+            restored = restore(
+                locate(path),
+                self._ranks,
+                io.options_for(weights_only),
+                receive_into=self._own_weights if self._only_copies_weights else None,
+                show=progress_of(self._trainer),
+            )
         rank_zero_info(f"checkpoint {self._path}: {restored.how}")
-        content, value = restored.content, restored.content.value
-        content.value = None  # whoever still has parts of it when it is released is to keep them
-        self._mapped.append(content)
-        self._move_to_own_device(content, value)
-        return adapted(value, self._path, self._strategy.lightning_module)
+        io.warn_if_unchecked(path, restored)
+        return adapted(restored.value, self._path, self._strategy.lightning_module)
 
     def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint's weights into the model by ``load``.
@@ -175,28 +181,26 @@ class Checkpoints:
             ) from error
 
     def release(self) -> None:
-        """Cut the last ties to files that were mapped, such as an optimiser's state's, when restoring is over."""
-        while self._mapped:
-            detach(self._mapped.pop())
+        """Forget which file was read last; training or an evaluation begins."""
+        self._path = ""
+
+    @property
+    def _only_copies_weights(self) -> bool:
+        module = self._strategy.lightning_module
+        return module is not None and not wants_content(module, self._trainer)
 
     def _own_weights(self, names: list[str]) -> Mapping[str, Tensor]:
-        """This rank's weights by the file's names, if nobody wants to see the file's first."""
-        module = self._strategy.lightning_module
-        if module is None or wants_content(module, self._trainer):
-            return {}
-        own = module.state_dict()
+        """This rank's weights by the file's names."""
+        assert self._strategy.lightning_module is not None
+        own = self._strategy.lightning_module.state_dict()
         in_model = names_in_model(names, own)
         return {name: own[target] for name in names if (target := in_model.get(name, name)) in own}
 
-    def _move_to_own_device(self, content: Content, value: Any) -> None:
-        """Put what was on some rank's accelerator on this rank's own, but for what others take there themselves."""
-        device = self._strategy.root_device
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether a save may not have ended when :meth:`save` returns."""
         io = self._strategy.checkpoint_io
-        if device.type == "cpu" or not isinstance(value, dict) or io.wishes.map_location is not None:  # type: ignore[attr-defined]
-            return
-        content.move_accelerator_tensors(
-            [entry for key, entry in value.items() if key not in ("state_dict", "optimizer_states")], device
-        )
+        return isinstance(io, RankZeroCheckpointIO) and io.background
 
     @property
     def _ranks(self) -> Ranks:
@@ -227,6 +231,10 @@ class Checkpoints:
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
+def _failed_saves(io: Any) -> frozenset[str]:
+    return io.failed_saves if isinstance(io, RankZeroCheckpointIO) else frozenset()
+
+
 def wants_content(module: LightningModule, trainer: Any) -> bool:
     """Whether some hook is given the file's weights before they are loaded, and may read or change them."""
     hooks = [
@@ -234,7 +242,14 @@ def wants_content(module: LightningModule, trainer: Any) -> bool:
         *((callback, Callback, ("on_load_checkpoint",)) for callback in (trainer.callbacks if trainer else ())),
         *(((trainer.precision_plugin, Precision, ("on_load_checkpoint",)),) if trainer else ()),
     ]
-    if any(getattr(type(thing), name) is not getattr(base, name) for thing, base, names in hooks for name in names):
+    overridden = (
+        getattr(type(thing), name)
+        for thing, base, names in hooks
+        for name in names
+        if getattr(type(thing), name) is not getattr(base, name)
+    )
+    # Hooks of this package, such as the watchdog's, do not look.
+    if any(not hook.__module__.startswith("lightning_ddp_ext.") for hook in overridden):
         return True
     return any(_changes_what_it_loads(part) for part in module.modules())
 

@@ -7,7 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from lightning_ddp_ext.checkpoint.foreign import as_lightning_checkpoint, is_plain_state_dict, names_in_model, renamed
+from lightning_ddp_ext.checkpoint.key_prefixes import (
+    as_lightning_checkpoint,
+    is_plain_state_dict,
+    names_in_model,
+    renamed,
+)
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.integration.lightning_tree import lightning_version, rank_zero_info
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import GroupInUseError, RankFailedError, WorldError
 from lightning_ddp_ext.integration.environment import source_of
+from lightning_ddp_ext.integration.last_checkpoint import with_last_checkpoint
 from lightning_ddp_ext.integration.lightning_tree import (
     GlobalStateSnapshot,
     MultiProcessingLauncher,
@@ -84,6 +85,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start()
         set_num_threads_if_needed(num_processes=self.num_processes)
+        args = with_last_checkpoint(function, args, trainer)
         return supervised(function, *args, harmless=(TunerExitException, StoppedException), **kwargs)
 
     def _start(self) -> None:
@@ -233,6 +235,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
             # each overwriting the others'. Lightning thinks of it for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
+        args = with_last_checkpoint(function, args, trainer)
         supervised_function = partial(supervised, function, harmless=(TunerExitException, StoppedException))
         through_file: Any = ResultsQueue(return_queue, self._ticket.results_file)
         try:

@@ -1,13 +1,13 @@
-"""A progress bar for what takes long, of the kind that the Trainer shows, or none where it shows none."""
+"""Show a progress bar of the Trainer's kind for what takes long; a bar that fails does no harm."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.ranks import Show, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Show, show_nothing
 from lightning_ddp_ext.integration.lightning_tree import RichProgressBar
 
 # Seconds: what is done sooner needs no bar.
@@ -19,11 +19,36 @@ def progress_of(trainer: Any) -> Show:
     bar = None if trainer is None else trainer.progress_bar_callback
     if bar is None or not trainer.is_global_zero or bar.is_disabled:
         return show_nothing
-    return _rich if isinstance(bar, RichProgressBar) else _tqdm
+    return _harmless(_rich if isinstance(bar, RichProgressBar) else _tqdm)
+
+
+def _harmless(show: Show) -> Show:
+    """The same, but its errors end the bar and not the work."""
+
+    @contextmanager
+    def safe_show(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
+        bar = ExitStack()
+        advance: list[Callable[[int], None]] = []
+        with suppress(Exception):
+            advance.append(bar.enter_context(show(what, size)))
+
+        def on_progress(done: int) -> None:
+            try:
+                advance[0](done)
+            except Exception:
+                advance[:] = [lambda done: None]
+
+        try:
+            yield on_progress
+        finally:
+            with suppress(Exception):
+                bar.close()
+
+    return safe_show
 
 
 @contextmanager
-def _tqdm(what: str, size: int) -> Iterator[Callable[[int], None]]:
+def _tqdm(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     from tqdm.auto import tqdm
 
     options: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
@@ -36,7 +61,7 @@ def _advance(bar: Any, done: int) -> None:
 
 
 @contextmanager
-def _rich(what: str, size: int) -> Iterator[Callable[[int], None]]:
+def _rich(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
     from rich.errors import LiveError
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -8,7 +8,7 @@ import signal
 from datetime import timedelta
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.writer import PathLike
+from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.lightning_tree import (
     SIGTERMException,

@@ -16,7 +16,7 @@ import torchmetrics
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.writer import PathLike
+from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
@@ -246,6 +246,7 @@ class DDPExtStrategy(DDPStrategy):
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         self._replaced = ReplacedMethods()
         self.checkpoints = Checkpoints(self)
+        self.stop_checkpoint = stop_checkpoint
         self.data = DataPath(
             self,
             order=sampler,

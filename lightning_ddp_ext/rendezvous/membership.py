@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, wait_for_delays
 from lightning_ddp_ext.errors import GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.claims import Table
@@ -340,6 +340,7 @@ class Membership:
         """The main thread has taken note of the news and raises; the process need not be ended from outside."""
         with self.arrived:
             self._has_observed = True
+            self.arrived.notify_all()
             if self._exit_timer is not None:
                 self._exit_timer.cancel()
 
@@ -380,10 +381,19 @@ class Membership:
     def _end_process(self, news: News) -> None:
         if _jobs == 0 and not self._is_forming:
             return
+        if is_end_delayed():
+            self._say(f"{news.to_error()}; this rank finishes the checkpoint that it is writing")
+            wait_for_delays()
+            with self.arrived:
+                if self.arrived.wait_for(lambda: self._has_observed, _EXIT_GRACE[news.kind]):
+                    return
         # The main thread is somewhere that nothing can wake it from. No cleaning up: it could block, too.
-        sys.stderr.write(f"[rank {self.world.rank}] {type(news.to_error()).__name__}: {news.to_error()}\n")
-        sys.stderr.flush()
+        self._say(f"{type(news.to_error()).__name__}: {news.to_error()}")
         end_at_once(1)
+
+    def _say(self, sentence: str) -> None:
+        sys.stderr.write(f"[rank {self.world.rank}] {sentence}\n")
+        sys.stderr.flush()
 
     # The end.
 

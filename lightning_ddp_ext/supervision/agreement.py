@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.checkpoint.ranks import Ranks
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 
 DIGEST = " #"  # what comes after it in a text is for comparing, and tells a reader nothing
 _NAMED = 8  # differences, ranks or values that a message names

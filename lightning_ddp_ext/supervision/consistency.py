@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_ext.checkpoint.ranks import Ranks
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.errors import DivergenceError, OptionError
 from lightning_ddp_ext.supervision.agreement import DIGEST, Difference, described, differences
 from lightning_ddp_ext.supervision.digest import bytes_of

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.archive import Archive, open_archive
-from lightning_ddp_ext.checkpoint.device_map import placement
+from lightning_ddp_ext.checkpoint.load import read, refuse_damage
+from lightning_ddp_ext.checkpoint.map_location import Placement, placement
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
 
 ANYWHERE = placement(None)
 
@@ -118,6 +119,13 @@ def saved(path: Path, content: Any, **options: Any) -> Archive:
     """The checkpoint as ``torch.save`` writes it."""
     torch.save(content, path, **options)
     return open_archive(path)
+
+
+def read_alone(archive: Archive, place: Placement, *, weights_only: bool | None = None, verify: bool = True) -> Any:
+    """The checkpoint as one rank reads it that has nobody to share the checking with."""
+    if verify:
+        refuse_damage(archive, archive.tensor_data)
+    return read(archive, place, weights_only=weights_only)
 
 
 def as_bytes(content: Any) -> bytes:

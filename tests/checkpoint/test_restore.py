@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_ddp_ext.checkpoint import broadcast as sending
 from lightning_ddp_ext.checkpoint import restore as module
-from lightning_ddp_ext.checkpoint import transfer
-from lightning_ddp_ext.checkpoint.archive import Record, open_archive
-from lightning_ddp_ext.checkpoint.ranks import Ranks
-from lightning_ddp_ext.checkpoint.reader import detach
-from lightning_ddp_ext.checkpoint.restore import Mode, Wishes, restore, shares, threads_for
-from lightning_ddp_ext.checkpoint.writer import locate, write
+from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore, shares, threads_for
+from lightning_ddp_ext.checkpoint.save import write
+from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
 from lightning_ddp_ext.errors import CheckpointNotFoundError
 from tests.checkpoint.content import as_bytes, flip, from_bytes, kinds, mapped, numbers, same, saved
 from tests.integration.training import stock_group
@@ -54,12 +54,11 @@ def outcome(ranks: Ranks, case: Case) -> tuple[str, str | bytes]:
         path = "it.ckpt"
     place = locate(path)
     try:
-        result = restore(place, ranks, Wishes(case.mode, **case.wishes))
+        result = restore(place, ranks, LoadOptions(case.mode, **case.wishes))
     except Exception as error:
         assert ranks.gather(ranks.rank) == list(range(ranks.world_size)), "all are still in step"
         return type(error).__name__, str(error)
-    value = result.content.value
-    detach(result.content)
+    value = result.value
     gc.collect()  # of earlier cases, an error and its frames may still have it
     assert place.local is None or not mapped(place.local)
     return result.how, as_bytes(value)
@@ -237,8 +236,8 @@ class LooksAtItsTensor:
 
 def sums(rank: int, world_size: int, directory: Path, path: Path) -> list[Any]:
     with stock_group(rank, world_size, directory), torch.sparse.check_sparse_tensor_invariants():
-        wishes = Wishes("broadcast", weights_only=False)
-        value = restore(locate(path), Ranks(rank, world_size), wishes).content.value
+        wishes = LoadOptions("broadcast", weights_only=False)
+        value = restore(locate(path), Ranks(rank, world_size), wishes).value
         return [value["looks"].sum, torch.rand(2, generator=value["generator"]).tolist(), value["csr"].sum().item()]
 
 
@@ -270,7 +269,7 @@ def received(rank: int, world_size: int, directory: Path, path: Path) -> list[An
 
     with stock_group(rank, world_size, directory):
         options: dict[str, Any] = {"receive_into": receive_into}
-        value = restore(locate(path), Ranks(rank, world_size), Wishes("broadcast"), **options).content.value
+        value = restore(locate(path), Ranks(rank, world_size), LoadOptions("broadcast"), **options).value
         weights = value["state_dict"]
         in_place = sorted(name for name in own if own[name].data_ptr() == weights[name].data_ptr())
         right = all(torch.equal(own[name], weights[name]) for name in in_place)
@@ -293,7 +292,7 @@ def test_weights_are_received_in_place_where_they_fit(tmp_path: Path) -> None:
 
 
 def in_small_pieces(rank: int, world_size: int, directory: Path, case: Case) -> Any:
-    transfer._TOGETHER, transfer._PIECE = 1000, 7777
+    sending._TOGETHER, sending._PIECE = 1000, 7777
     return restored(rank, world_size, directory, [case])
 
 
@@ -358,13 +357,13 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     choose = module._choose
     monkeypatch.setattr(module, "_choose", lambda *args: (path.unlink(), choose(*args))[1])
     with pytest.raises(CheckpointNotFoundError, match="was removed while it was read"):
-        restore(locate(path), Ranks(), Wishes())
+        restore(locate(path), Ranks(), LoadOptions())
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
 def test_shares_are_even(sizes: list[int], count: int) -> None:
     """Each record is in one share, and no share is larger than the mean by more than the largest record."""
-    records = tuple(Record(f"data/{index}", 0, size, 1) for index, size in enumerate(sizes))
+    records = tuple(Record(f"data/{index}", 0, 0, size, 1) for index, size in enumerate(sizes))
     parts = shares(records, count)
     assert len(parts) == count
     assert sorted(record.name for part in parts for record in part) == sorted(record.name for record in records)

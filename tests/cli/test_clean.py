@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.checkpoint.partial import replacing
+from lightning_ddp_ext.checkpoint.atomic_file import atomic_write
 from tests.cli.command import checkpoint
 from tests.ranks import RankProcesses, hold
 
 
 def saves(rank: int, world_size: int, directory: Path) -> None:
     """Writes a checkpoint, and stays in the middle of it."""
-    with replacing(directory / "it.ckpt") as sink:
+    with atomic_write(directory / "it.ckpt") as sink:
         sink.write(b"half" * 512)
         hold("saving")
 
@@ -29,6 +30,8 @@ def leftover(tmp_path: Path) -> Path:
         ranks.kill(0)
         ranks.wait()
     [path] = tmp_path.iterdir()
+    two_hours_ago = time.time() - 7200
+    os.utime(path, (two_hours_ago, two_hours_ago))
     return path
 
 
@@ -57,7 +60,7 @@ def test_leftovers_are_listed_and_stay(leftover: Path) -> None:
     assert not document["removed"]
     [found] = document["leftovers"]
     assert (found["path"], found["size"]) == (str(leftover), 2048)
-    assert 0 <= found["age"] < 100
+    assert 7200 <= found["age"] < 7300
 
 
 def test_leftovers_are_removed_on_request(leftover: Path) -> None:
@@ -71,6 +74,17 @@ def test_leftovers_are_removed_on_request(leftover: Path) -> None:
     assert "removed 1 file, 2.0 KiB" in ended.stdout
     assert sorted(leftover.parent.iterdir()) == sorted(others)
     assert checkpoint("clean", "--yes", "--json", leftover.parent).document["leftovers"] == []
+
+
+def test_what_is_younger_than_an_hour_stays(leftover: Path) -> None:
+    """Another host may be writing it, and that is said."""
+    os.utime(leftover)
+    ended = checkpoint("clean", leftover.parent, "--yes")
+    assert ended.status == 0
+    assert "left alone: 1 file younger than an hour, which another host may be writing" in ended.stdout
+    assert leftover.exists()
+    [found] = checkpoint("clean", "--json", "--yes", leftover.parent).document["leftovers"]
+    assert not found["removed"]
 
 
 def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from lightning_ddp_ext.cli import main, output
+from lightning_ddp_ext.cli.app import app
 from tests.cli.command import checkpoint, save
 from tests.damage import flip
 from tests.scripts import run_script
@@ -59,6 +61,13 @@ def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert all(command in shown for command in ("inspect", "verify", "clean"))
+
+
+def test_the_version_is_printed() -> None:
+    """By `--version`, and completion can be installed for a shell."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n")
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
 
 
 def test_examples_in_docstrings_hold() -> None:

@@ -143,16 +143,16 @@ def test_code_in_a_file_is_not_run(path: Path) -> None:
     assert ended.status == 1
     assert ended.row("data/0") == ["data/0", "23.4 KiB"]
     assert "holds posix.mkdir, which weights_only=True refuses; nothing of it has been run" in ended.stderr
-    assert "--trust" in ended.stderr
+    assert "--no-weights-only" in ended.stderr
     document = checkpoint("inspect", "--json", path).document
     assert {"name": "data/0", "size": 24000} in document["records"]
     assert "posix.mkdir" in document["error"]
     assert not (path.parent / "ran").exists()
 
 
-def test_trust_runs_what_is_in_a_file(path: Path) -> None:
-    """With --trust it is unpickled as Python does it, and its tensors are listed."""
-    ended = checkpoint("inspect", "--trust", save(path, it=WouldRun(path.parent / "ran")))
+def test_no_weights_only_runs_what_is_in_a_file(path: Path) -> None:
+    """With --no-weights-only it is unpickled as Python does it, and its tensors are listed."""
+    ended = checkpoint("inspect", "--no-weights-only", save(path, it=WouldRun(path.parent / "ran")))
     assert ended.status == 0
     assert ended.row("state_dict.out.bias")[1] == "60"
     assert (path.parent / "ran").is_dir()
@@ -161,7 +161,7 @@ def test_trust_runs_what_is_in_a_file(path: Path) -> None:
 def test_what_fails_in_unpickling_is_told_in_a_sentence(path: Path) -> None:
     """An exception of the file's own code is no traceback."""
     (path.parent / "there").mkdir()
-    ended = checkpoint("inspect", "--trust", save(path, it=WouldRun(path.parent / "there")))
+    ended = checkpoint("inspect", "--no-weights-only", save(path, it=WouldRun(path.parent / "there")))
     assert ended.status == 1
     assert "File exists" in ended.stderr
 

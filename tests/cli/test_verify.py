@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext.cli import output
@@ -34,12 +36,20 @@ def without_checksums() -> Iterator[None]:
 
 
 @contextmanager
-def terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    """``sys.stdout`` or ``sys.stderr`` is a terminal; what it has shown can be read afterwards."""
+def terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """``sys.stdout`` or ``sys.stderr`` is a terminal; what it has shown can be read, until a text has come."""
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as end, monkeypatch.context() as patch:
         patch.setattr(sys, name, end)
-        yield lambda: (end.flush(), os.read(ours, 1 << 16).decode())[1]
+
+        def shown(until: str) -> str:
+            end.flush()
+            text = ""
+            while until not in text and select.select([ours], [], [], 10)[0]:
+                text += os.read(ours, 1 << 16).decode()
+            return text
+
+        yield shown
     os.close(ours)
 
 
@@ -82,11 +92,11 @@ def test_damage_beside_tensors_goes_by_the_name_of_its_record(record: str, path:
 
 
 def test_code_in_a_damaged_file_is_not_run(path: Path) -> None:
-    """Where names cannot be had without running code, records are named."""
+    """The names of its tensors are learnt without that."""
     save(path, it=WouldRun(path.parent / "ran"))
     ended = checkpoint("verify", flip(path, "data/0"))
     assert ended.status == 1
-    assert "is damaged: data/0 differs" in ended.stderr
+    assert "is damaged: state_dict.out.weight differs" in ended.stderr
     assert not (path.parent / "ran").exists()
 
 
@@ -161,21 +171,47 @@ def test_what_is_no_whole_checkpoint_is_told_in_one_sentence(
     assert says in document["error"]
 
 
-def test_a_url_is_refused(path: Path) -> None:
-    """With the remedy."""
-    ended = checkpoint("verify", "gs://bucket/it.ckpt")
+def test_an_object_of_a_store_is_verified(path: Path) -> None:
+    """A URL that fsspec knows is fetched; one that it does not is refused in a sentence."""
+    store = MemoryFileSystem()
+    store.pipe_file("/cli/good.ckpt", save(path).read_bytes())
+    store.pipe_file("/cli/bad.ckpt", flip(path, "data/0").read_bytes())
+    assert "memory://cli/good.ckpt is whole" in checkpoint("verify", "memory://cli/good.ckpt").stdout
+    assert "checkpoint memory://cli/bad.ckpt is damaged" in checkpoint("verify", "memory://cli/bad.ckpt").stderr
+    assert "memory://cli/no.ckpt does not exist" in checkpoint("verify", "memory://cli/no.ckpt").stderr
+    store.rm("/cli", recursive=True)
+    ended = checkpoint("verify", "nosuch://bucket/it.ckpt")
+    assert (ended.status, ended.stderr.count("\n")) == (1, 1)
+    assert "'nosuch://bucket/it.ckpt' needs a file system that is not there" in ended.stderr
+
+
+def test_files_are_verified_where_affinity_is_unknown(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MacOS has no `os.sched_getaffinity`."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert checkpoint("verify", save(path)).status == 0
+
+
+def test_several_files_are_verified(path: Path, tmp_path: Path) -> None:
+    """Each has its sentence, and the status is that of the worst."""
+    good, bad, unknown = save(path), flip(save(tmp_path / "bad.ckpt"), "data/0"), tmp_path / "unknown.ckpt"
+    with without_checksums():
+        save(unknown)
+    ended = checkpoint("verify", good, bad, unknown)
     assert ended.status == 1
-    assert ended.stderr == (
-        "gs://bucket/it.ckpt is a URL, and only local paths are read here; copy it to a local disk first\n"
-    )
+    assert f"{good} is whole" in ended.stdout
+    assert f"checkpoint {bad} is damaged" in ended.stderr
+    assert f"{unknown} has no checksums" in ended.stdout
+    assert checkpoint("verify", good, unknown).status == 3
+    document = checkpoint("verify", "--json", good, bad, unknown).document
+    assert [each["whole"] for each in document["files"]] == [True, False, None]
 
 
 def test_a_file_without_checksums_is_not_called_whole(path: Path) -> None:
-    """Nothing wrong was found, so status 0; but nothing could be checked, and that is said."""
+    """Nothing wrong was found, but nothing could be checked: that has a status of its own."""
     with without_checksums():
         save(path)
     ended = checkpoint("verify", path)
-    assert ended.status == 0
+    assert ended.status == 3
     assert "has no checksums" in ended.stdout
     document = checkpoint("verify", "--json", path).document
     assert document["whole"] is None
@@ -186,7 +222,7 @@ def test_a_file_from_before_torch_1_6_is_not_called_whole(path: Path) -> None:
     """The same holds for the format that never had checksums."""
     torch.save({"a": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
     ended = checkpoint("verify", path)
-    assert ended.status == 0
+    assert ended.status == 3
     assert "has no checksums (torch wrote it before version 1.6" in ended.stdout
     assert checkpoint("verify", "--json", path).document["whole"] is None
 
@@ -206,7 +242,7 @@ def test_a_progress_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) 
     with terminal("stderr", monkeypatch) as shown:
         with output.progress_on_stderr("checking", 1000) as on_progress:
             on_progress(1000)
-        assert "checking" in shown()
+        assert "checking" in shown("checking")
 
 
 def test_no_progress_bar_is_shown_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

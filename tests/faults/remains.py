@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from lightning_ddp_ext.checkpoint.archive import find_damage, open_archive
-from lightning_ddp_ext.checkpoint.partial import find_leftovers
+from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
+from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from lightning_ddp_ext.errors import DamagedCheckpointError
 from tests.faults.plan import Injection
 from tests.faults.training import JOURNAL

@@ -16,7 +16,8 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.writer import write
+from lightning_ddp_ext.checkpoint.restore import LoadOptions
+from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.rendezvous.process_group import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection
@@ -152,9 +153,9 @@ class StruckIO(RankZeroCheckpointIO):
         self.fault.at("removing")
         super().remove_checkpoint(path)
 
-    def prepare_to_read(self, path: str | Path) -> None:
-        super().prepare_to_read(path)
+    def options_for(self, *args: Any) -> LoadOptions:
         self.fault.at("reading")
+        return super().options_for(*args)
 
 
 class StruckStrategy(DDPExtStrategy):

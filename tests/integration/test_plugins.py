@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO
 from tests.integration.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
 from tests.ranks import free_port, run_ranks
 
@@ -222,6 +223,23 @@ def test_checkpoints_go_through_a_users_own_io(in_background: bool, tmp_path: Pa
     ours, stock = on_both(with_checkpoint_io, tmp_path, in_background)
     assert [result["calls"] for result in ours] == [["save", "load"], ["load"]]
     assert_same([result["weights"] for result in ours], [result["weights"] for result in stock])
+
+
+def wrapped(kind: Kind, directory: Path) -> list[str]:
+    plugin = AsyncCheckpointIO(RankZeroCheckpointIO())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        path = directory / "it.ckpt"
+        make_trainer(make_strategy(kind, directory), plugins=[plugin], callbacks=[SaveAtTheEnd(path)]).fit(Net())
+        plugin.teardown()
+    return [str(each.message) for each in caught if "AsyncCheckpointIO" in str(each.message)]
+
+
+def test_a_wrapper_that_is_not_needed_is_named(tmp_path: Path) -> None:
+    """Lightning's AsyncCheckpointIO around our IO works, and rank 0 is told what to use instead."""
+    for told in on_both(wrapped, tmp_path):
+        assert [len(each) for each in told] == [1, 0]
+        assert told[0][0].endswith("use RankZeroCheckpointIO(background=True) alone")
 
 
 def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:

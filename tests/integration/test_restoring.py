@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -26,6 +29,7 @@ from tests.integration.checkpointing import (
     strategy_for,
     trainer_for,
 )
+from tests.integration.stopping import Signalled
 from tests.integration.training import assert_same, make_trainer
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
@@ -287,3 +291,40 @@ def test_the_scaler_of_mixed_precision_is_restored(tmp_path: Path) -> None:
     for state in on_ranks(resumed_with_scaler, "strategy", tmp_path, tmp_path / "it.ckpt"):
         assert state == plugin.state_dict()
         assert state["scale"] == 12.0
+
+
+def run_again(side: Side, directory: Path, signal_after: int | None) -> dict[str, Any]:
+    """One and the same command line, and a SIGTERM to rank 1 after so many batches."""
+    at_start = AtStart()
+    callbacks: list[Any] = [at_start, ModelCheckpoint(directory / "kept", save_last=True)]
+    if signal_after is not None and os.environ["RANK"] == "1":
+        callbacks.append(Signalled(("on_train_batch_end", signal_after)))
+    trainer = trainer_for(side, directory, None, callbacks, max_epochs=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(SystemExit):
+            trainer.fit(Net(), ckpt_path="last")
+    passed_over = [str(each.message) for each in caught if "passes over" in str(each.message)]
+    return {"from": at_start.state["step"], "to": trainer.global_step, "passed over": passed_over}
+
+
+def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
+    """The same command line, run again, resumes from the stop checkpoint, which is newer than `last.ckpt`."""
+    stopped, _ = on_ranks(run_again, "strategy", tmp_path, 5)
+    assert (stopped["from"], stopped["to"] > 5) == (0, True)
+    resumed_, _ = on_ranks(run_again, "strategy", tmp_path, None)
+    assert (resumed_["from"], resumed_["to"]) == (stopped["to"], 12)
+
+
+def test_last_passes_over_a_file_that_is_not_whole(tmp_path: Path) -> None:
+    """The newest whole one is taken, and the other one is named on rank 0."""
+    on_ranks(run_again, "strategy", tmp_path, 5)
+    stop_checkpoint = tmp_path / "kept" / "preempted.ckpt"
+    os.truncate(stop_checkpoint, stop_checkpoint.stat().st_size // 2)
+    again, other = on_ranks(run_again, "strategy", tmp_path, None)
+    assert (again["from"], again["to"]) == (4, 12)
+    [told] = again["passed over"]
+    assert told.startswith(
+        f"ckpt_path='last' passes over a file that is not whole: checkpoint {stop_checkpoint} is dam"
+    )
+    assert other["passed over"] == []

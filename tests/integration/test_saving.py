@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoi
 from tests.disks import make_read_only, small_disk, why_no_disks
 from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
 from tests.integration.training import make_trainer
-from tests.ranks import by_hand_env, run_ranks
+from tests.ranks import RankProcesses, by_hand_env, hold, run_ranks
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
@@ -62,9 +64,9 @@ class SaveEachEpoch(L.Callback):
             os.seteuid(os.getuid())
 
 
-def fitted(side: Side, directory: Path, callback: SaveEachEpoch, io: Any, epochs: int = 2) -> dict[str, Any]:
+def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int = 2) -> dict[str, Any]:
     raised = ""
-    trainer = trainer_for(side, directory, io, [callback], max_epochs=epochs)
+    trainer = trainer_for(side, directory, checkpoint_io, [callback], max_epochs=epochs)
     try:
         trainer.fit(Net())
     except DDPExtError as error:
@@ -206,8 +208,74 @@ def test_a_warning_instead_of_an_error_keeps_the_last_good_checkpoint(
     results = on_ranks(kept_best, side, tmp_path, disk, background)
     assert results[0] == results[1]
     assert [path.name for path in disk.iterdir()] == ["epoch=0.ckpt"]
-    if not background:
-        assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
+    assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
+
+
+def remembered(side: Side, directory: Path, place: Path, background: bool) -> dict[str, Any]:
+    """What the callback remembers when the second of three checkpoints did not fit the disk."""
+
+    class Fails(Ballast):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            if trainer.current_epoch == 1:
+                super().on_save_checkpoint(trainer, module, checkpoint)
+
+    io = RankZeroCheckpointIO(on_save_error="warn", background=background)
+    options = {"monitor": "epoch", "mode": "max", "save_last": True}
+    callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", **options)
+    trainer_for(side, directory, io, [callback, Fails()], max_epochs=3).fit(Net())
+    kept = [Path(path).name for path in callback.best_k_models]
+    return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
+
+
+@SIDES
+@IN_BACKGROUND
+def test_the_save_that_failed_is_the_one_that_is_forgotten(
+    side: Side, background: bool, disk: Path, tmp_path: Path
+) -> None:
+    """And the one after it is kept: every file that the callback remembers is there, and no other."""
+    results = on_ranks(remembered, side, tmp_path, disk, background)
+    assert results[0] == results[1] == {"best": "epoch=2.ckpt", "k": ["epoch=2.ckpt"], "last": "last.ckpt"}
+    assert sorted(path.name for path in disk.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
+    assert all(torch.load(path)["epoch"] == 2 for path in disk.iterdir())
+
+
+class MissingValue(dict[str, Any]):
+    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
+
+    def items(self) -> Any:
+        raise KeyError("???")
+
+    def __reduce__(self) -> Any:
+        return MissingValue, ()
+
+
+class BrokenTerminal(io.StringIO):
+    """Fails whoever writes about a checkpoint."""
+
+    def write(self, text: str) -> int:
+        if "checkpoint" in text:
+            raise OSError("the terminal is gone")
+        return len(text)
+
+
+def saved_beside_a_bar(side: Side, directory: Path) -> bool:
+    from lightning_ddp_ext.integration import progress
+
+    class Config(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            checkpoint["config"] = MissingValue(lr=1)
+
+    progress._LONG = 0.0
+    trainer = trainer_for(side, directory, None, [Config()], max_epochs=1, enable_progress_bar=True)
+    trainer.fit(Net())
+    with contextlib.redirect_stderr(BrokenTerminal()):
+        trainer.save_checkpoint(directory / "it.ckpt")
+    return (directory / "it.ckpt").exists()
+
+
+def test_a_progress_bar_fails_no_save(tmp_path: Path) -> None:
+    """Nor does a value in the checkpoint that cannot be looked at, as long as it can be pickled."""
+    assert on_ranks(saved_beside_a_bar, "strategy", tmp_path) == [True, True]
 
 
 def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:
@@ -342,3 +410,37 @@ def test_what_is_saved_last_is_there_when_the_process_has_ended(tmp_path: Path) 
     """Nobody has to wait for a save in the background after `fit`."""
     run_ranks(saves_by_hand, 2, tmp_path, env=by_hand_env(2))
     assert torch.load(tmp_path / "by-hand.ckpt")["global_step"] == 4
+
+
+class Waits:
+    """Is pickled when the test lets it."""
+
+    def __reduce__(self) -> Any:
+        hold("saving")
+        return Waits, ()
+
+
+def saves_slowly(rank: int, world_size: int, directory: Path) -> None:
+    class Slow(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            if trainer.is_global_zero:
+                checkpoint["slow"] = Waits()
+
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(directory / "it.ckpt")
+
+    trainer_for("strategy", directory, None, [Slow()], max_epochs=1).fit(Net())
+
+
+def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
+    """It needs nothing of the others, so rank 0 finishes it before it ends because of them."""
+    with RankProcesses(saves_slowly, 2, tmp_path, env=by_hand_env(2), time_limit=60) as ranks:
+        ranks.wait_for("saving", rank=0)
+        ranks.kill(1)
+        ranks.wait_for_output("this rank finishes the checkpoint that it is writing", rank=0)
+        ranks.release(0)
+        outcome, _ = ranks.wait()
+    assert outcome.error is not None
+    assert "rank 1" in outcome.error.message
+    assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
+    assert not list(tmp_path.glob(".ddpx-*.partial"))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.ranks import Ranks
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.errors import DivergenceError, OptionError
 from lightning_ddp_ext.supervision.agreement import described, differing
 from lightning_ddp_ext.supervision.consistency import Consistency

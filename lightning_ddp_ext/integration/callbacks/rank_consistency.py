@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.ranks import Ranks
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.errors import ConfigurationError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import (
     Callback,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +27,17 @@ from lightning_ddp_ext.integration.lightning_tree import (
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 
 # What ModelCheckpoint remembers of a save before it has succeeded.
-_RECORDED = (
+_OF_ANY_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved")
+_OF_THE_BEST = (
     "best_k_models",
     "best_model_path",
     "best_model_score",
     "current_score",
     "kth_best_model_path",
     "kth_value",
-    "last_model_path",
-    "_last_global_step_saved",
-    "_last_checkpoint_saved",
+    *_OF_ANY_SAVE,
 )
+_OF_THE_LAST = ("last_model_path", *_OF_ANY_SAVE)
 
 refuse_missing(
     ModelCheckpoint, "_monitor_candidates", "_save_topk_checkpoint", "_save_last_checkpoint", "_link_checkpoint"
@@ -73,6 +73,8 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
         self._replaced = ReplacedMethods()
+        # The path of a save that may not have ended yet, and what was remembered before it.
+        self._unconfirmed: tuple[str, dict[str, Any]] | None = None
 
     @property
     @override
@@ -84,34 +86,6 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._replaced.put_back()
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().teardown(trainer, pl_module, stage)
-        self._replaced.put_back()
-
-    # What is read is let go of when training or an evaluation begins.
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        self._release()
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self._checkpoints is not None:
-            self._checkpoints.release()
 
     # What the ranks decide from is the same on all.
 
@@ -125,35 +99,49 @@ class RankZeroCheckpoint(ModelCheckpoint):
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in agreed.items()}
 
     @override
-    def file_exists(self, filepath: str | Path, trainer: Trainer) -> bool:
-        # In the background a file may not be there yet, and its name is taken all the same.
-        io = trainer.strategy.checkpoint_io
-        is_coming = trainer.is_global_zero and isinstance(io, RankZeroCheckpointIO) and io.is_on_its_way(filepath)
-        exists = trainer.is_global_zero and bool(self._fs.exists(filepath))
-        return bool(trainer.strategy.reduce_boolean_decision(is_coming or exists, all=False))
-
-    @override
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures():
+        with self._forgetting_failures(_OF_THE_BEST):
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     @override
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures():
+        with self._forgetting_failures(_OF_THE_LAST):
             super()._save_last_checkpoint(trainer, monitor_candidates)
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._forget_failed_saves()  # the strategy has waited for the last one
+        super().teardown(trainer, pl_module, stage)
+        self._replaced.put_back()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._forget_failed_saves()
+        super().on_exception(trainer, pl_module, exception)
+
     @contextmanager
-    def _forgetting_failures(self) -> Iterator[None]:
+    def _forgetting_failures(self, names: tuple[str, ...]) -> Iterator[None]:
         """Put back what was remembered before, if there is no checkpoint in the end."""
-        before = {name: getattr(self, name) for name in _RECORDED if hasattr(self, name)}
-        before["best_k_models"] = dict(self.best_k_models)
-        has_failed = True
+        if self._checkpoints is not None and self._unconfirmed is not None:
+            self._checkpoints.settle()  # what to do next depends on what has come of the last save
+        self._forget_failed_saves()
+        before = {name: copy.copy(getattr(self, name)) for name in names if hasattr(self, name)}
         try:
             yield
-            has_failed = self._checkpoints is not None and self._checkpoints.last_save_failed
-        finally:
-            if has_failed:
+        except BaseException:
+            vars(self).update(before)
+            raise
+        if any(getattr(self, name) != before[name] for name in _OF_ANY_SAVE):
+            self._unconfirmed = (self._last_checkpoint_saved, before)
+        if self._checkpoints is not None and not self._checkpoints.saves_in_background:
+            self._forget_failed_saves()
+
+    def _forget_failed_saves(self) -> None:
+        if self._unconfirmed is not None and self._checkpoints is not None:
+            path, before = self._unconfirmed
+            if path in self._checkpoints.failed_saves:
                 vars(self).update(before)
+        self._unconfirmed = None
 
     @override
     def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]

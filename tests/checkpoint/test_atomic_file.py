@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint import partial as module
-from lightning_ddp_ext.checkpoint.partial import find_leftovers, remove_leftovers, replacing
+from lightning_ddp_ext.checkpoint import atomic_file as module
+from lightning_ddp_ext.checkpoint.atomic_file import atomic_write, find_leftovers, remove_leftovers
 from tests.ranks import RankProcesses, hold, run_ranks
 
 
@@ -28,7 +29,7 @@ def test_all_that_is_written_arrives(tmp_path_factory: pytest.TempPathFactory, p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LONGEST_WRITE", most)
         patch.setattr(module, "_WRITE_BACK_EVERY", 10)
-        with replacing(path, seen.append) as sink:
+        with atomic_write(path, seen.append) as sink:
             assert [sink.write(memoryview(piece)) for piece in pieces] == [len(piece) for piece in pieces]
             sink.flush()
             assert sink.position == sum(map(len, pieces))
@@ -43,7 +44,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Where the system takes less than it was given, the rest follows."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:3]))
-    with replacing(tmp_path / "it") as sink:
+    with atomic_write(tmp_path / "it") as sink:
         assert sink.write(b"0123456789") == 10
     assert (tmp_path / "it").read_bytes() == b"0123456789"
 
@@ -52,7 +53,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_exception_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
     """What the block raises comes out, the earlier file stays, and nothing else is left."""
     (tmp_path / "it").write_bytes(b"before")
-    with pytest.raises(type(error)), replacing(tmp_path / "it") as sink:  # noqa: PT012 # the block is what is tested
+    with pytest.raises(type(error)), atomic_write(tmp_path / "it") as sink:  # noqa: PT012 # the block is what is tested
         sink.write(b"after")
         raise error
     assert (tmp_path / "it").read_bytes() == b"before"
@@ -70,7 +71,7 @@ def test_an_error_of_the_system_leaves_what_was_there(
 
     (tmp_path / "it").write_bytes(b"before")
     monkeypatch.setattr(os, function, fail)
-    with pytest.raises(OSError, match="No space") as caught, replacing(tmp_path / "it") as sink:
+    with pytest.raises(OSError, match="No space") as caught, atomic_write(tmp_path / "it") as sink:
         sink.write(b"after")
     assert sink.error is (caught.value if function == "write" else None)
     assert (tmp_path / "it").read_bytes() == b"before"
@@ -81,7 +82,7 @@ def test_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
     """A link at the path gives way to the file; what it pointed to stays as it was."""
     (tmp_path / "other").write_bytes(b"other")
     (tmp_path / "it").symlink_to("other")
-    with replacing(tmp_path / "it") as sink:
+    with atomic_write(tmp_path / "it") as sink:
         sink.write(b"new")
     assert not (tmp_path / "it").is_symlink()
     assert (tmp_path / "it").read_bytes() == b"new"
@@ -93,23 +94,31 @@ def test_who_may_read_follows_the_umask(tmp_path: Path, umask: int, mode: int) -
     """The file has the mode that any new file of this process has."""
     before = os.umask(umask)
     try:
-        with replacing(tmp_path / "it") as sink:
+        with atomic_write(tmp_path / "it") as sink:
             sink.write(b"x")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "it").stat().st_mode) == mode
 
 
-def leftover(directory: Path, size: int = 5) -> Path:
+HOUR = 3600.0
+
+
+def leftover(directory: Path, age: float = 2 * HOUR) -> Path:
     path = directory / ".ddpx-0123456789abcdef.partial"
-    path.write_bytes(bytes(size))
+    path.write_bytes(bytes(5))
+    make_old(path, age)
     return path
+
+
+def make_old(path: Path, age: float = 2 * HOUR) -> None:
+    moment = time.time() - age
+    os.utime(path, (moment, moment), follow_symlinks=False)
 
 
 def test_what_nobody_writes_is_a_leftover(tmp_path: Path) -> None:
     """A rest with a name of ours, and nothing else, is found with its size and age, and removed."""
-    rest = leftover(tmp_path)
-    os.utime(rest, (0, 0))
+    rest = leftover(tmp_path, time.time())
     for name in (".ddpx-0123.partial", "ddpx-0123456789abcdef.partial", ".ddpx-0123456789abcdef.partial.ckpt"):
         (tmp_path / name).touch()
     (tmp_path / ".ddpx-aaaaaaaaaaaaaaaa.partial").mkdir()
@@ -122,12 +131,41 @@ def test_what_nobody_writes_is_a_leftover(tmp_path: Path) -> None:
     assert find_leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", [".ddpx-0123456789abcdef.link", ".ddpx-4711.link"])
+def test_a_link_that_was_left_behind_is_found(tmp_path: Path, name: str) -> None:
+    """Also one of an earlier version, and whatever it points to stays."""
+    (tmp_path / "it").write_bytes(b"before")
+    (tmp_path / name).symlink_to("it")
+    make_old(tmp_path / name)
+    assert [found.path.name for found in remove_leftovers(tmp_path)] == [name]
+    assert names(tmp_path) == ["it"]
+
+
+@pytest.mark.parametrize("age", [0.0, HOUR - 60])
+def test_what_is_younger_than_an_hour_is_not_removed(tmp_path: Path, age: float) -> None:
+    """Another host may be writing it: on some file systems nobody else sees its lock."""
+    rest = leftover(tmp_path, age)
+    assert [found.is_left_behind for found in find_leftovers(tmp_path)] == [False]
+    assert remove_leftovers(tmp_path) == []
+    assert rest.exists()
+
+
+def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    """Whatever somebody else may have put into a shared directory, only files of ours are looked at and removed."""
+    (tmp_path / "precious").write_bytes(b"precious")
+    trap = tmp_path / ".ddpx-0123456789abcdef.partial"
+    trap.symlink_to("precious")
+    make_old(trap)
+    assert remove_leftovers(tmp_path) == []
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
 def test_what_this_process_writes_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By no path of the directory is a file that is being written taken for a rest."""
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     monkeypatch.chdir(tmp_path)
-    with replacing(tmp_path / "here" / "it") as sink:
+    with atomic_write(tmp_path / "here" / "it") as sink:
         sink.write(b"x")
         for directory in (tmp_path / "here", Path("here"), tmp_path / "link", Path("here/../here")):
             assert remove_leftovers(directory) == []
@@ -135,7 +173,7 @@ def test_what_this_process_writes_is_no_leftover(tmp_path: Path, monkeypatch: py
 
 
 def writes(rank: int, world_size: int, path: Path) -> None:
-    with replacing(path) as sink:
+    with atomic_write(path) as sink:
         sink.write(b"half")
         hold("writing")
 
@@ -145,8 +183,9 @@ def test_a_rest_is_nobodys_when_its_writer_is_dead(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(b"before")
     with RankProcesses(writes, 1, tmp_path / "it") as ranks:
         ranks.wait_for("writing", 0)
+        [partial] = [path for path in tmp_path.iterdir() if path.name != "it"]
+        make_old(partial)
         assert remove_leftovers(tmp_path) == []
-        assert len(names(tmp_path)) == 2
         ranks.kill(0)
         ranks.wait()
     assert [found.size for found in remove_leftovers(tmp_path)] == [4]
@@ -167,7 +206,7 @@ def test_a_writer_that_was_looked_at_finishes(tmp_path: Path) -> None:
 def write_unseen(rank: int, world_size: int, directory: Path) -> str:
     if os.geteuid() == 0:
         os.seteuid(65534)
-    with replacing(directory / "it") as sink:
+    with atomic_write(directory / "it") as sink:
         sink.write(b"new")
     os.seteuid(os.getuid())
     return (directory / "it").read_text()

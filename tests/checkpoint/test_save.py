@@ -13,9 +13,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint import partial
-from lightning_ddp_ext.checkpoint.writer import link, locate, remove, write
+from lightning_ddp_ext.checkpoint import atomic_file
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.save import link, remove, write
+from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, numbers, same
 
@@ -50,6 +53,20 @@ def test_all_kinds_come_back(where: str, tmp_path: Path, memory: MemoryFileSyste
     write(kinds(), url, seen.append)
     assert same(loaded(url), kinds())
     assert seen[-1] == locate(url).fs.size(locate(url).path)
+
+
+@URLS
+def test_checksums_are_recorded_whatever_torch_is_told(where: str, tmp_path: Path, memory: MemoryFileSystem) -> None:
+    """A user's setting holds for the user's own files, and is what it was afterwards."""
+    url = url_in(where, tmp_path)
+    set_crc32_options(False)
+    try:
+        write(kinds(), url)
+        assert not get_crc32_options()
+    finally:
+        set_crc32_options(True)
+    (tmp_path / "copy").write_bytes(locate(url).fs.cat_file(locate(url).path))
+    assert open_archive(tmp_path / "copy").has_checksums
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5) | st.binary()
@@ -164,11 +181,11 @@ def test_whoever_is_interrupted_while_writing_is_told_so(end: BaseException, tmp
 def test_errors_of_the_disk_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
     """The error has the system's number, says what to do, and the earlier checkpoint is untouched."""
 
-    def fail(self: partial.Sink, view: memoryview) -> None:
+    def fail(self: atomic_file.Sink, view: memoryview) -> None:
         raise OSError(number, "because")
 
     write({"old": 1}, tmp_path / "it.ckpt")
-    monkeypatch.setattr(partial.Sink, "_write", fail)
+    monkeypatch.setattr(atomic_file.Sink, "_write", fail)
     with pytest.raises(CheckpointSaveError, match=f"it.ckpt: because; .*{says}") as caught:
         write({"new": 2}, tmp_path / "it.ckpt")
     assert caught.value.errno == number
@@ -257,7 +274,7 @@ def test_where_there_are_no_links_it_is_a_copy(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: Any) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("lightning_ddp_ext.checkpoint.writer.os.symlink", refuse)
+    monkeypatch.setattr("lightning_ddp_ext.checkpoint.atomic_file.os.symlink", refuse)
     write({"x": 1}, tmp_path / "it.ckpt")
     link(tmp_path / "it.ckpt", tmp_path / "last.ckpt")
     assert not (tmp_path / "last.ckpt").is_symlink()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.tensors import (
-    fills_its_storage,
+from lightning_ddp_ext.cli.tensors import (
     has_storage,
     named_tensors,
     payload_bytes,
@@ -81,16 +80,6 @@ def test_memory_that_is_shared_counts_once() -> None:
     assert payload_bytes({"a": base, "b": base[3:], "c": [base.reshape(2, 5)], "d": numbers(2)}) == 48
     assert payload_bytes({"s": torch.eye(4).to_sparse()}) == 2 * 4 * 8 + 4 * 4
     assert payload_bytes({"empty": torch.empty(0), "meta": torch.empty(9, device="meta")}) == 0
-
-
-def test_who_fills_its_memory() -> None:
-    """A contiguous tensor does; a part, a transposed and a conjugated one do not."""
-    whole = numbers(4, 5)
-    assert fills_its_storage(whole)
-    assert fills_its_storage(whole.reshape(20))
-    others = [whole[1:], whole[:3], whole.T, numbers(1).expand(4), torch.ones(3, dtype=torch.complex64).conj()]
-    assert [fills_its_storage(tensor) for tensor in others] == [False] * 5
-    assert not fills_its_storage(torch._neg_view(numbers(4)))
 
 
 def test_who_has_memory() -> None:

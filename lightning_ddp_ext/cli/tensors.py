@@ -73,17 +73,6 @@ def has_storage(tensor: Tensor) -> bool:
         return False
 
 
-def fills_its_storage(tensor: Tensor) -> bool:
-    """Whether a dense tensor is its memory from beginning to end, in order, and as it is."""
-    return (
-        tensor.is_contiguous()
-        and tensor.storage_offset() == 0
-        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
-
-
 def payload_bytes(content: Any) -> int:
     """Bytes of all tensors of a checkpoint; memory that several share counts once."""
     sizes: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import zipfile
@@ -14,16 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint import archive as module
-from lightning_ddp_ext.checkpoint.archive import (
-    combined_crc,
-    find_damage,
-    open_archive,
-    skeleton_bytes,
-)
-from lightning_ddp_ext.checkpoint.reader import read_alone
+from lightning_ddp_ext.checkpoint import load
+from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive, usable_cores
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from tests.checkpoint.content import ANYWHERE, flip, numbers, same, saved
+from tests.checkpoint.content import ANYWHERE, flip, numbers, read_alone, same, saved
+from tests.damage import with_overlapping_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -52,21 +48,6 @@ def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(deadline=None)
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_sums_of_two_pieces_combine(first: bytes, second: bytes) -> None:
-    """The checksum of two pieces joined follows from theirs."""
-    assert combined_crc(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 2**20), st.integers(0, 2**45), st.integers(0, 2**45))
-def test_appending_is_additive(crc: int, extra: int, first: int, second: int) -> None:
-    """Appending zeros twice is appending as many at once, also where no such piece fits into memory."""
-    assert combined_crc(combined_crc(crc, 0, first), 0, second) == combined_crc(crc, 0, first + second)
-    assert combined_crc(crc, extra, 0) == crc ^ extra
-
-
 def test_records_are_the_tensors_bytes(path: Path) -> None:
     """Offset, size and checksum of each record are those of the content, in the file's order."""
     archive = open_archive(path)
@@ -83,15 +64,13 @@ def test_records_are_the_tensors_bytes(path: Path) -> None:
     assert offsets == sorted(offsets)
 
 
-def test_skeleton_and_tensors_make_up_the_file(path: Path) -> None:
-    """Together, the skeleton's pieces and the records of tensors are each byte of the file once."""
-    archive = open_archive(path)
-    content = path.read_bytes()
-    pieces = [*skeleton_bytes(archive)]
-    pieces += [(record.offset, content[record.offset : record.offset + record.size]) for record in archive.tensor_data]
-    assert b"".join(piece for _, piece in sorted(pieces)) == content
-    assert {record.name for record in archive.skeleton}.isdisjoint(record.name for record in archive.tensor_data)
-    assert len(archive.skeleton) + len(archive.tensor_data) == len(archive.records or ())
+def test_every_record_is_of_one_kind(path: Path) -> None:
+    """A record is the memory of tensors or part of the skeleton, and the content of each can be read."""
+    archive, content = open_archive(path), path.read_bytes()
+    assert {*archive.skeleton, *archive.tensor_data} == set(archive.records or ())
+    assert not {*archive.skeleton} & {*archive.tensor_data}
+    for record in archive.records or ():
+        assert archive.content_of(record) == content[record.offset : record.offset + record.size]
 
 
 def test_an_intact_file_has_no_damage(path: Path) -> None:
@@ -116,6 +95,13 @@ def test_one_changed_byte_is_found_in_its_record(path: Path, data: st.DataObject
     assert find_damage(changed, changed.records or ()) == [record]
 
 
+@pytest.fixture(params=["mapped", "read"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large files are mapped, small ones are read."""
+    if request.param == "mapped":
+        monkeypatch.setattr(load, "_SMALL_FILE", 0)
+
+
 def outcome(path: Path, *, weights_only: bool = True) -> Any:
     """What reading gives: a value, or an error of ours; any other error is the test's."""
     try:
@@ -124,6 +110,7 @@ def outcome(path: Path, *, weights_only: bool = True) -> Any:
         return error
 
 
+@pytest.mark.usefixtures("way")
 def test_no_changed_byte_gives_other_content(path: Path) -> None:
     """Whatever byte of the file changes, the content is what was written, or else the error is ours."""
     copy, content, chance = path.with_name("any.ckpt"), path.read_bytes(), random.Random(1)
@@ -246,22 +233,36 @@ def test_the_fingerprint_tells_content_from_content(path: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_one_large_tensor_is_checked_in_pieces(tmp_path: Path, monkeypatch: Any, threads: int) -> None:
-    """Pieces give the checksum of the whole, whoever computes them, and damage in any of them is found."""
-    monkeypatch.setattr(module, "_PIECE", 1000)
+def test_threads_find_what_one_finds(tmp_path: Path, threads: int) -> None:
+    """However many records are checked at a time, damage in any of them is found, and the progress ends at the sum."""
     file = tmp_path / "large.ckpt"
-    archive, seen = saved(file, {"x": numbers(5001)}), list[int]()
-    (large,) = archive.tensor_data
-    assert find_damage(archive, [large], threads=threads, on_progress=seen.append) == []
-    assert seen == [*range(1000, 20_001, 1000), 20_004]
-    for position in (0, 999, 1000, 12_345, 20_003):
-        flip(file, large.offset + position, 1)
-        assert find_damage(archive, archive.records or (), threads=threads) == [large]
-        flip(file, large.offset + position, 1)
+    archive, seen = saved(file, [numbers(size) for size in (5001, 100_000, 70_000, 0, 3)]), list[int]()
+    records = archive.tensor_data
+    assert find_damage(archive, records, threads=threads, on_progress=seen.append) == []
+    assert (seen, seen[-1]) == (sorted(seen), sum(record.size for record in records))
+    for record in (records[0], records[1], records[-1]):
+        for position in (record.offset, record.offset + record.size - 1):
+            flip(file, position, 1)
+            assert find_damage(archive, archive.records or (), threads=threads) == [record]
+            flip(file, position, 1)
+
+
+def test_records_that_overlap_are_refused(path: Path, tmp_path: Path) -> None:
+    """Otherwise a file of some megabytes could claim terabytes of work."""
+    shutil.copy(path, tmp_path / "many.ckpt")
+    with pytest.raises(DamagedCheckpointError, match=r"records data/\S+ and data/\S+ overlap; use an earlier"):
+        open_archive(with_overlapping_records(tmp_path / "many.ckpt", 3))
+
+
+def test_cores_are_counted_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MacOS has no affinity of processes: there all cores count."""
+    assert usable_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert usable_cores() == os.cpu_count()
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
-    """A file that is cut off, emptied or removed after it was opened raises an error of ours."""
+    """A file that is cut off, emptied or removed after it was opened raises an error of ours, and is no SIGBUS."""
     file = tmp_path / "it.ckpt"
     archive = saved(file, small())
     for size in (100, 0):

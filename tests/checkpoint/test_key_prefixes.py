@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_ddp_ext.checkpoint.foreign import (
+from lightning_ddp_ext.checkpoint.key_prefixes import (
     as_lightning_checkpoint,
     canonical,
     is_plain_state_dict,
@@ -93,3 +96,25 @@ def test_a_plain_state_dict_becomes_a_checkpoint() -> None:
     assert weights_of(checkpoint) == {"a": weight}
     assert not is_plain_state_dict(checkpoint)
     assert (checkpoint["optimizer_states"], checkpoint["pytorch-lightning_version"]) == ([], "2.6")
+
+
+class Versioned(nn.Linear):
+    """A layer of version 2, which has to change what version 1 has saved."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+def test_the_versions_of_modules_survive_a_change_of_names() -> None:
+    """A layer that converts what an earlier version has saved is told that this is its own version."""
+    model = nn.Sequential(Versioned(2, 2))
+    saved = nn.Sequential(OrderedDict(module=model)).state_dict()
+    names = names_in_model(saved, model.state_dict())
+    other = nn.Sequential(Versioned(2, 2))
+    other.load_state_dict(renamed(saved, names))
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert renamed({"module.a": 1}, {"module.a": "a"}) == {"a": 1}

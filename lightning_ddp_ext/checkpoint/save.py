@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
-import pickle
 import pwd
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
-from fsspec.implementations.local import LocalFileSystem
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.partial import Sink, replacing
+from lightning_ddp_ext.checkpoint.atomic_file import Sink, atomic_symlink, atomic_write
+from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
+from lightning_ddp_ext.checkpoint.skeleton import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 Progress = Callable[[int], None]
-PathLike = str | Path
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is: a file system, the path in it, and how the user wrote it."""
-
-    fs: AbstractFileSystem
-    path: str
-    url: str
-
-    @property
-    def local(self) -> Path | None:
-        """The path on this machine's own file systems, network ones among them; ``None`` for a store elsewhere."""
-        return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
-
-
-def locate(path: PathLike) -> Place:
-    """The place that a path or URL (``s3://bucket/key``) stands for.
-
-    Raises:
-        CheckpointError: no library for that kind of URL is installed.
-    """
-    url = os.fspath(path)
-    try:
-        fs, inner = url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not there: {error}") from error
-    return Place(fs, inner, url)
 
 
 def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) -> None:
@@ -68,14 +37,14 @@ def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) 
     Raises:
         CheckpointSaveError: it is not written; what was there before is untouched.
     """
-    place = locate(path)
+    location = locate(path)
     try:
-        if place.local is not None:
-            _write_local(checkpoint, place.local, on_progress)
+        if location.local is not None:
+            _write_local(checkpoint, location.local, on_progress)
         else:
-            _write_remote(checkpoint, place, on_progress)
+            _write_remote(checkpoint, location, on_progress)
     except OSError as error:
-        raise save_error(error, place) from error
+        raise save_error(error, location) from error
     except CheckpointError:
         raise
     except Exception as error:
@@ -87,22 +56,34 @@ def _write_local(checkpoint: Any, path: Path, on_progress: Progress | None) -> N
     # Before a gigabyte has been written, not after; a name that is too long is found here, too.
     if path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with replacing(path, on_progress) as sink:
+    with atomic_write(path, on_progress) as sink:
         _fill(checkpoint, sink)
 
 
 def _fill(checkpoint: Any, sink: Sink) -> None:
     try:
-        torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
+        with _checksums():
+            torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
     except Exception:
         if sink.error is not None:
             raise sink.error from None  # torch says it in other words, and Ctrl-C, too
         raise
 
 
-def _write_remote(checkpoint: Any, place: Place, on_progress: Progress | None) -> None:
-    place.fs.makedirs(place.fs._parent(place.path), exist_ok=True)
-    with place.fs.transaction, place.fs.open(place.path, "wb") as file:
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch record checksums, whatever the user's setting."""
+    chosen = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(chosen)
+
+
+def _write_remote(checkpoint: Any, location: Location, on_progress: Progress | None) -> None:
+    location.fs.makedirs(location.fs._parent(location.path), exist_ok=True)
+    with location.fs.transaction, location.fs.open(location.path, "wb") as file, _checksums():
         torch.save(checkpoint, file)
         if on_progress is not None:
             on_progress(file.tell())
@@ -114,15 +95,15 @@ def remove(path: PathLike) -> None:
     Raises:
         CheckpointError: it is still there.
     """
-    place = locate(path)
+    location = locate(path)
     try:
-        if place.local is not None:
-            _remove_local(place.local)
-        elif place.fs.exists(place.path):
-            place.fs.rm(place.path, recursive=True)
+        if location.local is not None:
+            _remove_local(location.local)
+        elif location.fs.exists(location.path):
+            location.fs.rm(location.path, recursive=True)
     except OSError as error:
         raise CheckpointError(
-            f"cannot remove checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}"
+            f"cannot remove checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}"
         ) from error
 
 
@@ -132,26 +113,19 @@ def link(target: PathLike, path: PathLike) -> None:
     Raises:
         CheckpointSaveError: neither could be made.
     """
-    place, source = locate(path), locate(target)
-    assert place.local is not None, "Lightning refuses links elsewhere"
+    location, source = locate(path), locate(target)
+    assert location.local is not None, "Lightning refuses links elsewhere"
     assert source.local is not None, "Lightning refuses links elsewhere"
     try:
-        if place.local.is_dir() and not place.local.is_symlink():
-            shutil.rmtree(place.local)
+        if location.local.is_dir() and not location.local.is_symlink():
+            shutil.rmtree(location.local)
         try:
-            _link_local(source.local, place.local)
+            atomic_symlink(source.local, location.local)
         except OSError:
-            with replacing(place.local) as sink, source.local.open("rb") as file:
+            with atomic_write(location.local) as sink, source.local.open("rb") as file:
                 shutil.copyfileobj(file, sink)
     except OSError as error:
-        raise save_error(error, place) from error
-
-
-def _link_local(target: Path, path: Path) -> None:
-    temporary = path.with_name(f".ddpx-{os.getpid()}.link")
-    temporary.unlink(missing_ok=True)
-    os.symlink(os.path.relpath(target, path.parent), temporary)
-    os.replace(temporary, path)
+        raise save_error(error, location) from error
 
 
 def _remove_local(path: Path) -> None:
@@ -164,12 +138,12 @@ def _remove_local(path: Path) -> None:
         pass
 
 
-def save_error(error: OSError, place: Place) -> CheckpointSaveError:
+def save_error(error: OSError, location: Location) -> CheckpointSaveError:
     """The named error for what the system said."""
     return CheckpointSaveError(
-        f"cannot save checkpoint {place.url}: {error.strerror or error}; {_remedy(error, place)}; "
+        f"cannot save checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}; "
         "what was there before is untouched",
-        path=place.url,
+        path=location.url,
         errno=error.errno,
     )
 
@@ -183,8 +157,8 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
     )
 
 
-def _remedy(error: OSError, place: Place) -> str:
-    directory = Path(place.path).parent
+def _remedy(error: OSError, location: Location) -> str:
+    directory = Path(location.path).parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free some space{_space_left(directory)}, or save elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -194,7 +168,7 @@ def _remedy(error: OSError, place: Place) -> str:
     if error.errno in (errno.EISDIR, errno.ENOTEMPTY):
         return "there is a directory at that path: remove it, or choose another name"
     if error.errno == errno.ENAMETOOLONG:
-        return f"shorten the file name ({len(os.fsencode(Path(place.path).name))} bytes)"
+        return f"shorten the file name ({len(os.fsencode(Path(location.path).name))} bytes)"
     if error.errno == errno.ENOENT:
         return f"directory {directory} has been removed: make it again, or save elsewhere"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
@@ -223,12 +197,7 @@ def _culprit(checkpoint: Any) -> str:
         return ""
     for key, value in checkpoint.items():
         try:
-            _TensorlessPickler(io.BytesIO()).dump(value)
+            split(value)
         except Exception:
             return f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
     return ""
-
-
-class _TensorlessPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> str | None:
-        return "tensor" if isinstance(obj, torch.Tensor) else None

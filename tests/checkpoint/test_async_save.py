@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint.background import BackgroundWriter, Order
+from lightning_ddp_ext.checkpoint.async_save import BackgroundSaver, RemovalGuard
 from tests.checkpoint.content import numbers
 
 
 class Disk:
-    """Writes for a BackgroundWriter; holds one path until it is let go, and fails for others."""
+    """Writes for a BackgroundSaver; holds one path until it is let go, and fails for others."""
 
     def __init__(self, held: str = "", failing: tuple[str, ...] = ()) -> None:
         self.events: list[str] = []
@@ -47,24 +47,24 @@ def threads() -> list[str]:
 
 
 @contextmanager
-def writer_on(disk: Disk) -> Iterator[BackgroundWriter]:
+def writer_on(disk: Disk) -> Iterator[BackgroundSaver]:
     """Whatever the test does, the thread has ended afterwards."""
-    writer = BackgroundWriter(disk.write, Order())
+    writer = BackgroundSaver(disk.write, RemovalGuard())
     try:
         yield writer
     finally:
         disk.let_go.set()
         if writer._thread is not None:
-            writer._end()
+            writer._thread.join()
 
 
-def remove(writer: BackgroundWriter, disk: Disk, path: str) -> None:
-    writer.submit(lambda: writer._order.remove(path, disk.removal(path)))
+def remove(writer: BackgroundSaver, disk: Disk, path: str) -> None:
+    writer.submit(lambda: writer._guard.remove(path, disk.removal(path)))
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
-def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
+def test_saves_and_removals_keep_their_guard(calls: list[tuple[bool, bool]]) -> None:
     """All is done in the order of the calls, but for removals after a save that failed; its error is told once."""
     failing = tuple(str(number) for number, (_, fails) in enumerate(calls) if fails)
     disk, expected, has_failed = Disk(failing=failing), [], False
@@ -88,15 +88,16 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
 
 def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A removal that is left out, because its successor could not be written, is logged with its path."""
-    order, disk = Order(), Disk(failing=("new",))
+    guard, disk = RemovalGuard(), Disk(failing=("new",))
     with pytest.raises(OSError, match="no room"):
-        order.save(lambda: disk.write({}, "new"))
-    assert order.last_save_failed
+        guard.save("new", lambda: disk.write({}, "new"))
+    assert guard.failed == {"new"}
     with caplog.at_level(logging.WARNING):
-        order.remove("old", disk.removal("old"))
+        guard.remove("old", disk.removal("old"))
     assert caplog.messages == ["leaving checkpoint old as it is: the save before has failed"]
-    order.save(lambda: None)
-    order.remove("old", disk.removal("old"))
+    guard.save("new", lambda: None)
+    assert guard.failed == set()
+    guard.remove("old", disk.removal("old"))
     assert disk.events == ["failed new", "removed old"]
 
 
@@ -145,9 +146,8 @@ def test_an_error_is_told_once() -> None:
     with writer_on(disk) as writer:
         for path in ("a", "b", "c"):
             writer.save({"x": numbers(1)}, path)
-        writer._end()
         with pytest.raises(OSError, match=r"^no room for a$"):
-            writer.raise_error()
+            writer.wait()
         writer.raise_error()
         writer.wait()
     assert disk.events == ["failed a", "failed b", "wrote c"]
@@ -172,14 +172,14 @@ def test_waiting_ends_the_thread_and_it_can_begin_again() -> None:
         for path in ("first", "second"):
             assert threads() == []
             writer.save({"x": numbers(1)}, path)
-            assert threads() == ["ddpx-checkpoints"]
             writer.wait()
+        assert threads() == []
     assert disk.events == ["wrote first", "wrote second"]
 
 
 @pytest.mark.parametrize("waits_again", [False, True])
 def test_an_interrupted_wait_loses_nothing(waits_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in order."""
+    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in guard."""
     disk, join = Disk(held="first"), threading.Thread.join
 
     def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
@@ -222,22 +222,36 @@ def test_several_threads_may_save() -> None:
     assert all((content == numbers(9) + int(path)).all() for path, content in disk.contents.items())
 
 
-def test_a_path_is_on_its_way_until_it_is_written() -> None:
-    """Who looks for a free name can ask, before the file is there."""
-    disk = Disk(held="a")
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+@pytest.mark.parametrize("starts", [False, True])
+def test_a_thread_that_cannot_be_started_holds_nobody_up(
+    error: BaseException, starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system refuses a thread, or Ctrl-C comes just then, that save fails, and the next one is done."""
+    disk, start = Disk(), threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if starts:
+            start(self)
+        raise error
+
     with writer_on(disk) as writer:
-        writer.save({"x": numbers(3)}, "a")
-        assert disk.reached.wait(20)
-        assert writer.path_being_written == "a"
-        disk.let_go.set()
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(type(error)):
+            writer.save({"x": numbers(1)}, "first")
+        monkeypatch.setattr(threading.Thread, "start", start)
+        saves = threading.Thread(target=writer.save, args=({"x": numbers(1)}, "second"))
+        saves.start()
+        saves.join(20)
+        assert not saves.is_alive(), "it waits for ever"
         writer.wait()
-        assert writer.path_being_written is None
+    assert disk.events == ["wrote second"]
 
 
 def test_a_writer_that_nobody_needs_any_more_frees_its_memory() -> None:
     """Though it would be waited for at the process's end, if it were still there."""
     disk = Disk()
-    writer = BackgroundWriter(disk.write, Order())
+    writer = BackgroundSaver(disk.write, RemovalGuard())
     writer.save({"x": numbers(9)}, "a")
     writer.wait()
     gone = weakref.ref(writer)

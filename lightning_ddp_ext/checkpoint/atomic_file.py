@@ -1,8 +1,8 @@
-"""A file that is being written: it appears at its path whole or not at all, and a killed writer's rest is known.
+"""Write a file so that it appears at its path whole or not at all, and find what killed writers have left.
 
-It is written under a name of its own in the same directory, forced to the disk, and put in the place of what was there
-in one step. While it is open its writer holds a lock on it, which ends with the process: a rest whose lock is free is
-nobody's any more.
+It is written under a temporary name in the same directory, forced to the disk, and renamed. While it is open its writer
+holds a lock on it, which ends with the process. Some file systems keep locks to one host, so a temporary file counts as
+left behind only when, besides, nobody has written to it for an hour.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_NAME = re.compile(r"\.ddpx-[0-9a-f]{16}\.partial")
+_NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
+_LEFT_BEHIND_AFTER = 3600.0
 # The disk is set to work each time so much has been written: in the end less is left to wait for.
 _WRITE_BACK_EVERY = 32 << 20
 _LONGEST_WRITE = 8 << 20
 _SYNC_FILE_RANGE_WRITE = 2  # start, do not wait
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
-# A process's own locks never stand in its own way, so what it is writing has to be known otherwise: by name, for one
+# To look at the lock of a file that this process is writing would end that lock. They are known by name, because one
 # directory goes by several paths.
-_mine: set[str] = set()
+_being_written_here: set[str] = set()
 
 
 class Sink:
-    """The writable end of a partial file: unbuffered, counts what it takes, keeps what has broken it off.
+    """The writable end of a temporary file: unbuffered; it counts what it takes and keeps the error that ended it.
 
     Args:
         descriptor: where to write.
@@ -47,7 +48,7 @@ class Sink:
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of it; who gets the error of a disk, or Ctrl-C, in other words finds it in ``error``."""
+        """Write all of ``data``; an error of the disk, or Ctrl-C, is kept in ``error``: torch rewords it."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), _LONGEST_WRITE):
@@ -72,14 +73,14 @@ class Sink:
 
 
 @contextmanager
-def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> Iterator[Sink]:
-    """What the block writes to the sink is at ``path`` afterwards, on the disk; if it raises, nothing has changed.
+def atomic_write(path: Path, on_progress: Callable[[int], None] | None = None) -> Iterator[Sink]:
+    """Put at ``path``, on the disk, what the block writes to the sink; if it raises, nothing changes.
 
     Raises:
         OSError: the system's, as it is.
     """
-    partial = path.parent / f".ddpx-{secrets.token_hex(8)}.partial"
-    _mine.add(partial.name)
+    partial = _temporary(path, "partial")
+    _being_written_here.add(partial.name)
     try:
         descriptor = _create_locked(partial)
         try:
@@ -94,11 +95,31 @@ def replacing(path: Path, on_progress: Callable[[int], None] | None = None) -> I
             os.close(descriptor)
         sync_directory(path.parent)
     finally:
-        _mine.discard(partial.name)
+        _being_written_here.discard(partial.name)
+
+
+def atomic_symlink(target: Path, path: Path) -> None:
+    """Make ``path`` a symbolic link to ``target`` in one step.
+
+    Raises:
+        OSError: the system's, as it is.
+    """
+    temporary = _temporary(path, "link")
+    os.symlink(os.path.relpath(target, path.parent), temporary)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _temporary(path: Path, suffix: str) -> Path:
+    return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
 
 
 def _create_locked(partial: Path) -> int:
-    while True:
+    while True:  # O_EXCL follows no link that somebody else may have put there
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         _lock(descriptor)
         if os.fstat(descriptor).st_nlink:
@@ -123,42 +144,51 @@ def sync_directory(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a killed save has left behind."""
+    """A temporary file that no process of this host is writing.
+
+    Attributes:
+        path: where it is.
+        size: bytes.
+        age: seconds since it was last written to.
+    """
 
     path: Path
     size: int
-    """Bytes."""
     age: float
-    """Seconds since it was last written to."""
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether nobody is writing it on another host, either."""
+        return self.age > _LEFT_BEHIND_AFTER
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """Partial files in the directory that nobody is writing any more, on whichever host."""
+    """Temporary files in the directory that no process of this host is writing."""
     found = []
     for entry in os.scandir(directory):
         path = Path(entry.path)
-        if _NAME.fullmatch(entry.name) and entry.name not in _mine and not _is_being_written(path):
+        if _NAME.fullmatch(entry.name) and entry.name not in _being_written_here and not _is_being_written(path):
             with suppress(FileNotFoundError):
-                status = entry.stat()
+                status = entry.stat(follow_symlinks=False)
                 found.append(Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime)))
     return sorted(found, key=lambda leftover: leftover.path)
 
 
 def remove_leftovers(directory: Path) -> list[Leftover]:
-    """Remove what :func:`find_leftovers` finds, and return it."""
-    leftovers = find_leftovers(directory)
+    """Remove temporary files that were left behind, and return them."""
+    leftovers = [leftover for leftover in find_leftovers(directory) if leftover.is_left_behind]
     for leftover in leftovers:
         leftover.path.unlink(missing_ok=True)
     return leftovers
 
 
 def _is_being_written(path: Path) -> bool:
+    if path.suffix == ".link":
+        return False
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True  # it has just been finished
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return True  # somebody else's, whom this process cannot ask
+        return True  # it has just been finished, or is somebody else's, whom this process cannot ask
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import types
 import warnings
@@ -13,18 +12,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint import reader as module
-from lightning_ddp_ext.checkpoint.archive import open_archive
-from lightning_ddp_ext.checkpoint.device_map import placement
-from lightning_ddp_ext.checkpoint.reader import detach, read, read_alone
+from lightning_ddp_ext.checkpoint import load as module
+from lightning_ddp_ext.checkpoint.load import damage_error, names_by_record, read
+from lightning_ddp_ext.checkpoint.map_location import placement
+from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
-from tests.checkpoint.content import ANYWHERE, Owner, flip, kinds, mapped, model, numbers, same, saved
+from tests.checkpoint.content import ANYWHERE, Owner, flip, kinds, mapped, model, numbers, read_alone, same, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 
 class Tagged(Tensor):
     """A subclass of tensors."""
+
+
+@pytest.fixture(params=["mapped", "read"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Large files are mapped, small ones are read; what comes of it is the same."""
+    if request.param == "mapped":
+        monkeypatch.setattr(module, "_SMALL_FILE", 0)
+    return str(request.param)
 
 
 def odd() -> dict[str, Any]:
@@ -98,81 +105,56 @@ def test_views_still_share(tmp_path: Path) -> None:
         assert value["again"] is value["whole"]
 
 
-def test_a_plain_file_is_mapped_until_it_is_let_go(tmp_path: Path) -> None:
-    """Reading takes no memory for what is large; when all is let go, so is the file, with nothing to copy."""
+WEIGHTS = {"a": numbers(6000), "tied": numbers(5000), "part": numbers(9000)[100:], "small": numbers(3)}
+
+
+def test_weights_stay_mapped_until_they_are_dropped(way: str, tmp_path: Path) -> None:
+    """Where they are only copied into a model, they take no memory; then nothing of the file is mapped any more."""
     path = tmp_path / "it.ckpt"
-    content = read(saved(path, kinds()), ANYWHERE)
-    assert mapped(path)
-    assert same(content.value, kinds())
-    content.value = None
+    value = read(saved(path, {"state_dict": WEIGHTS, "epoch": 3}), ANYWHERE, map_weights=True)
+    assert mapped(path) is (way == "mapped")
+    assert same(value, {"state_dict": WEIGHTS, "epoch": 3})
+    value.pop("state_dict")
     assert not mapped(path)
-    detach(content)
 
 
-def test_whoever_has_kept_something_keeps_it(tmp_path: Path) -> None:
-    """Tensors, views, arrays, what autograd has saved: they stay where they are and what they are, without the file."""
+@pytest.mark.parametrize("kind", [*kinds(), "tied", "extra state", "in a weight", "hidden"])
+def test_everything_but_weights_has_memory_of_its_own(kind: str, tmp_path: Path) -> None:
+    """Optimisers and callbacks keep what they are given: it does not stay in the file, whatever it is."""
+    tied = numbers(6000)
+    content: dict[str, Any] = {"state_dict": dict(WEIGHTS), "kept": None}
+    if kind in kinds():
+        content["kept"] = [kinds()[kind]]
+    elif kind == "tied":
+        content = {"state_dict": {**WEIGHTS, "tied": tied}, "kept": tied[5:]}
+    elif kind == "extra state":
+        content["state_dict"]["layer._extra_state"] = tied
+    elif kind == "in a weight":
+        content["state_dict"]["odd"] = {"inner": tied}
+    else:
+        content["kept"] = Owner(tied)
     path = tmp_path / "it.ckpt"
-    names = ["tensor", "view", "array", "autograd", "csr", "changed", "dropped"]
-    archive = saved(path, {name: numbers(100, 100, start=index) for index, name in enumerate(names)})
-    archive = saved(path, {**torch.load(path), "csr": kinds()["csr"]})
-    content = read(archive, ANYWHERE)
-    value = content.value
-    tensor, view, array, sparse = value["tensor"], value["view"][7:, 1], value["array"].numpy(), value["csr"]
-    loss = value["autograd"].requires_grad_().square().sum()
-    leaf, changed = value["autograd"], value["changed"]
-    changed[0] = -1
-    addresses = tensor.data_ptr(), array.ctypes.data
-    content.value = value = None
-    detach(content)
+    value = read(saved(path, content), ANYWHERE, weights_only=False, map_weights=True)
+    for name in WEIGHTS:
+        if kind != "tied" or name != "tied":
+            del value["state_dict"][name]
     assert not mapped(path)
     path.write_bytes(b"")
-    assert (tensor.data_ptr(), array.ctypes.data) == addresses
-    assert torch.equal(tensor, numbers(100, 100))
-    assert torch.equal(view, numbers(100, 100, start=1)[7:, 1])
-    assert torch.equal(torch.from_numpy(array), numbers(100, 100, start=2))
-    assert same(sparse, kinds()["csr"])
-    assert changed[0].eq(-1).all()
-    assert torch.equal(changed[1:], numbers(100, 100, start=5)[1:])
-    loss.backward()
-    assert torch.equal(leaf.grad, 2 * numbers(100, 100, start=3))
+    if kind == "hidden":
+        assert torch.equal(value["kept"].tensor, tied)
+    else:
+        left = {name: each for name, each in content["state_dict"].items() if name in value["state_dict"]}
+        assert same(value, {"state_dict": left, "kept": content["kept"]})
 
 
-def test_what_has_moved_to_shared_memory_stays_there(tmp_path: Path) -> None:
-    """A tensor that was sent to another process is no longer in the file, and is left alone."""
-    content = read(saved(tmp_path / "it.ckpt", {"sent": numbers(5000), "kept": numbers(6000)}), ANYWHERE)
-    sent, kept = content.value["sent"].share_memory_(), content.value["kept"]
-    address = sent.data_ptr()
-    content.value = None
-    detach(content)
-    assert not mapped(tmp_path / "it.ckpt")
-    assert sent.data_ptr() == address
-    assert torch.equal(sent, numbers(5000))
-    assert torch.equal(kept, numbers(6000))
-
-
-def test_small_tensors_are_copied_up_to_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors do not keep the file mapped, unless there are very many."""
-    monkeypatch.setattr(module, "_SMALL_IN_ALL", 100)
-    content = read(saved(tmp_path / "it.ckpt", [numbers(10), numbers(10), numbers(10), numbers(5)]), ANYWHERE)
-    assert [memory is not None and memory.mapped is not None for memory in content.memory] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert same(content.value, [numbers(10), numbers(10), numbers(10), numbers(5)])
-
-
-def test_memory_is_known_by_its_record(tmp_path: Path) -> None:
-    """However many tensors there are, each is known to be in the record that has its bytes."""
-    content = {f"t{index}": numbers(index % 4 * 3000, start=index) for index in range(25)}
+def test_a_plain_state_dict_is_mapped_too(way: str, tmp_path: Path) -> None:
+    """A file of `torch.save(model.state_dict())` is nothing but weights."""
     path = tmp_path / "it.ckpt"
-    read_content = read(saved(path, content), ANYWHERE)
-    data = path.read_bytes()
-    assert [memory is None for memory in read_content.memory] == [index % 4 == 0 for index in range(25)]
-    for tensor, memory in zip(content.values(), read_content.memory, strict=True):
-        if memory is not None:
-            assert data[memory.record.offset : memory.record.offset + memory.record.size] == bytes(tensor.numpy())
+    value = read(saved(path, WEIGHTS), ANYWHERE, map_weights=True)
+    assert mapped(path) is (way == "mapped")
+    assert same(value, WEIGHTS)
+    value.clear()
+    assert not mapped(path)
 
 
 def test_damage_names_the_tensors(tmp_path: Path) -> None:
@@ -190,8 +172,8 @@ def test_damage_names_the_tensors(tmp_path: Path) -> None:
         read_alone(open_archive(path), ANYWHERE)
     assert caught.value.damaged == ("state_dict.a", "state_dict.tied")
     assert not torch.equal(read_alone(open_archive(path), ANYWHERE, verify=False)["state_dict"]["a"], base)
-    names = [read(archive, ANYWHERE).names_of([record]) for record in archive.tensor_data]
-    assert names == [("state_dict.a", "state_dict.tied"), ("state_dict.b",), ("opt.0.m",), ("s",), ("s",), ("s",)]
+    names = list(names_by_record(archive, list(archive.tensor_data)).values())
+    assert names == [["state_dict.a", "state_dict.tied"], ["state_dict.b"], ["opt.0.m"], ["s"], ["s"], ["s"]]
 
 
 def test_a_record_of_nobody_goes_by_its_own_name(tmp_path: Path) -> None:
@@ -204,7 +186,7 @@ def test_a_record_of_nobody_goes_by_its_own_name(tmp_path: Path) -> None:
         read_alone(open_archive(path), ANYWHERE, weights_only=False)
     assert caught.value.damaged == ("data.pkl",)
     assert "damaged: a0, a1, a2, a3, a4, a5, a6, a7, a8, a9 and 2 more differ from" in str(
-        module.damage_error(archive, (f"a{index}" for index in range(12)))
+        damage_error(archive, [Record(f"a{index}", 0, 0, 0, 0) for index in range(12)])
     )
 
 
@@ -310,30 +292,3 @@ def test_an_impossible_device_is_no_damage(map_location: Any, tmp_path: Path) ->
     ) as caught:
         read_alone(archive, placement(map_location))
     assert not isinstance(caught.value, DamagedCheckpointError)
-
-
-def test_what_was_on_an_accelerator_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tensors below the given entries that were saved from an accelerator go to the device."""
-    monkeypatch.setattr(module, "is_accelerator", lambda location: location == "cpu")
-    saved_content = {"a": numbers(5), "b": {"c": numbers(6000)}, "m": model()}
-    content = read(saved(tmp_path / "it.ckpt", saved_content), ANYWHERE, weights_only=False)
-    content.value["new"] = numbers(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "to", lambda self, device: self.detach() + 100)
-        entries = [content.value[key] for key in ("b", "m", "new")]
-        content.move_accelerator_tensors(entries, torch.device("cpu"))
-    assert torch.equal(content.value["b"]["c"], numbers(6000) + 100)
-    assert torch.equal(content.value["m"][0].bias, torch.full((90,), 101.0))
-    assert torch.equal(content.value["m"].scratch, numbers(5000) + 100)
-    assert same([content.value["a"], content.value["new"]], [numbers(5), numbers(2)])
-
-
-def test_nothing_is_kept_of_what_was_read(tmp_path: Path) -> None:
-    """A checkpoint that is let go of is gone."""
-    content = read(saved(tmp_path / "it.ckpt", {"x": numbers(5000)}), ANYWHERE)
-    (memory,) = content.memory
-    assert memory is not None
-    assert memory.alive() is not None
-    content.value = None
-    gc.collect()
-    assert memory.alive() is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext.checkpoint.device_map import check, is_accelerator, placement
+from lightning_ddp_ext.checkpoint.map_location import check, placement
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from tests.checkpoint.content import numbers
 
@@ -84,9 +84,3 @@ def test_a_function_that_raises_is_named() -> None:
 
     with pytest.raises(CheckpointError, match=r"map_location failed for a tensor from cpu: KeyError\('cpu'\)"):
         placement(refuse)(numbers(3).untyped_storage(), "cpu")
-
-
-@pytest.mark.parametrize(("location", "expected"), [("cpu", False), ("meta", False), ("cuda:0", True), ("mps", True)])
-def test_accelerators_are_known(location: str, expected: bool) -> None:
-    """Whatever is not the CPU's memory, and is memory."""
-    assert is_accelerator(location) is expected

@@ -1,21 +1,21 @@
-"""What a checkpoint file is made of, and whether each part of it still is what was written.
+"""The records of a checkpoint file, and whether each still has the checksum that was written with it.
 
-torch's format is a zip archive, not compressed, with a CRC-32 for each record: the pickled skeleton ``data.pkl`` and
-one record ``data/N`` for the memory of one or several tensors. ``torch.load`` does not look at the checksums.
+A file of ``torch.save`` is a zip archive without compression, with a CRC-32 for each record: ``data.pkl`` is the
+pickled structure, and ``data/N`` the memory of one or several tensors. ``torch.load`` does not check these sums.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,20 +24,26 @@ from lightning_ddp_ext.errors import CheckpointNotFoundError, DamagedCheckpointE
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
 _DIRECTORY = 0x10
-# Pieces of this size are checked by several threads at once, so that one large tensor does not keep a single core busy.
-_PIECE = 16 << 20
+_READ_SIZE = 256 << 10
+_ANOTHER = "use an earlier checkpoint"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One part of the archive."""
+    """One part of the archive.
+
+    Attributes:
+        name: without the archive's own folder: ``data.pkl``, ``data/0``.
+        header: where its header begins, in bytes from the beginning of the file.
+        offset: where its content begins.
+        size: bytes of its content.
+        crc: the checksum that was recorded for it.
+    """
 
     name: str
-    """Without the archive's own folder: ``data.pkl``, ``data/0``."""
+    header: int
     offset: int
-    """Of its content, in bytes from the beginning of the file."""
     size: int
-    """Bytes."""
     crc: int
 
     @property
@@ -53,17 +59,18 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """The records of a checkpoint file, in the order in which they are in it.
+    """A checkpoint file and its records, in the order in which they are in the file.
 
-    ``records`` is ``None`` for a file that torch wrote before version 1.6: it has no records and no checksums.
+    Attributes:
+        path: where it can be opened on this machine.
+        name: what the user calls it.
+        size: bytes.
+        records: ``None`` for a file that torch wrote before version 1.6; it has no records and no checksums.
     """
 
     path: str
-    """Where it can be opened on this machine."""
     name: str
-    """What the user calls it."""
     size: int
-    """Bytes."""
     records: tuple[Record, ...] | None
 
     @cached_property
@@ -77,12 +84,23 @@ class Archive:
         return tuple(record for record in self.records or () if not record.is_tensor_data)
 
     @property
+    def has_checksums(self) -> bool:
+        """Whether every record has one."""
+        return self.records is not None and all(record.has_crc for record in self.records)
+
+    @property
     def fingerprint(self) -> str | None:
         """Equal for files of equal content, whatever host they are on; ``None`` where that cannot be told."""
-        if self.records is None or not all(record.has_crc for record in self.records):
+        if self.records is None or not self.has_checksums:
             return None
         text = repr((self.size, [(record.name, record.offset, record.size, record.crc) for record in self.records]))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def content_of(self, record: Record) -> bytes:
+        """The bytes of a small record."""
+        with open(self.path, "rb") as file:
+            file.seek(record.offset)
+            return file.read(record.size)
 
 
 def open_archive(path: Path | str, name: str = "") -> Archive:
@@ -94,7 +112,7 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
 
     Raises:
         CheckpointNotFoundError: there is no such file.
-        DamagedCheckpointError: it is empty, truncated, a directory, or something else altogether.
+        DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint; or its records overlap.
     """
     name = name or str(path)
     try:
@@ -135,10 +153,12 @@ def _parse(file: BinaryIO, path: str, name: str) -> Archive:
         ) from None
     if any(record.offset + record.size > size for record in records):
         raise DamagedCheckpointError(f"checkpoint {name} is damaged: records lie beyond its {size} bytes; {_ANOTHER}")
+    for one, other in pairwise(records):
+        if one.offset + one.size > other.header:  # a small file can claim terabytes of work that way
+            raise DamagedCheckpointError(
+                f"checkpoint {name} is damaged: records {one.name} and {other.name} overlap; {_ANOTHER}"
+            )
     return Archive(path, name, size, records)
-
-
-_ANOTHER = "use an earlier checkpoint"
 
 
 def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
@@ -148,7 +168,7 @@ def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
     if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED or is_directory:
         raise ValueError(f"record {entry.filename} has no proper header")
     offset = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
-    return Record(entry.filename.partition("/")[2], offset, entry.file_size, entry.CRC)
+    return Record(entry.filename.partition("/")[2], entry.header_offset, offset, entry.file_size, entry.CRC)
 
 
 def find_damage(
@@ -160,106 +180,46 @@ def find_damage(
 ) -> list[Record]:
     """The records whose content does not have the checksum that was recorded for it.
 
+    The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
+
     Args:
-        archive: the file they are in; it is mapped, so that no memory of this process's own is taken.
-        records: those to check.
-        threads: how many cores to use.
+        archive: the file that the records are in.
+        records: those to check; one without a checksum is passed over.
+        threads: how many records to check at a time.
         on_progress: called with the number of bytes checked so far.
 
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
         DamagedCheckpointError: it has become shorter.
     """
-    pieces = [piece for record in records if record.has_crc and record.size for piece in _pieces_of(record)]
-    if not pieces:
-        return []
-    sums: dict[Record, int] = {}
-    done = 0
-    with _mapped(archive) as content, ThreadPoolExecutor(max(1, threads)) as pool:
-
-        def crc_of(piece: tuple[Record, int, int]) -> int:
-            with memoryview(content) as view, view[piece[1] : piece[2]] as part:
-                return zlib.crc32(part)
-
-        for (record, start, end), crc in zip(pieces, _map(pool, crc_of, pieces, threads), strict=True):
-            sums[record] = combined_crc(sums[record], crc, end - start) if record in sums else crc
-            done += end - start
-            if on_progress is not None:
-                on_progress(done)
-    return [record for record, crc in sums.items() if crc != record.crc]
-
-
-def _map(
-    pool: ThreadPoolExecutor,
-    function: Callable[[tuple[Record, int, int]], int],
-    pieces: Sequence[tuple[Record, int, int]],
-    threads: int,
-) -> Iterable[int]:
-    return map(function, pieces) if threads <= 1 else pool.map(function, pieces)
-
-
-def _pieces_of(record: Record) -> Iterable[tuple[Record, int, int]]:
-    end = record.offset + record.size
-    return ((record, start, min(start + _PIECE, end)) for start in range(record.offset, end, _PIECE))
-
-
-def _mapped(archive: Archive) -> mmap.mmap:
+    checked = [record for record in records if record.has_crc and record.size]
+    damaged, done = [], 0
     try:
-        with open(archive.path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < archive.size:
-                raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read; {_ANOTHER}")
-            return mmap.mmap(file.fileno(), archive.size, access=mmap.ACCESS_READ)
+        with open(archive.path, "rb") as file, ThreadPoolExecutor(max(1, threads)) as pool:
+            apply = map if threads <= 1 else pool.map
+            for record, crc in zip(checked, apply(lambda each: _crc_of(archive, file, each), checked), strict=True):
+                damaged += [record] if crc != record.crc else []
+                done += record.size
+                if on_progress is not None:
+                    on_progress(done)
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
+    return damaged
 
 
-def combined_crc(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two pieces joined, from theirs and the second one's ``length`` in bytes.
-
-    Appending a zero bit is a linear map over GF(2); squaring its matrix doubles the number of bits. After Mark Adler's
-    ``crc32_combine`` in zlib.
-
-    >>> import zlib
-    >>> combined_crc(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
-    True
-    """
-    return _times(_appending(length), first) ^ second
+def _crc_of(archive: Archive, file: BinaryIO, record: Record) -> int:
+    crc, position, end = 0, record.offset, record.offset + record.size
+    while position < end:
+        piece = os.pread(file.fileno(), min(_READ_SIZE, end - position), position)
+        if not piece:
+            raise DamagedCheckpointError(f"checkpoint {archive.name} was cut off while it was read; {_ANOTHER}")
+        crc = zlib.crc32(piece, crc)
+        position += len(piece)
+    return crc
 
 
-@lru_cache(maxsize=64)
-def _appending(length: int) -> tuple[int, ...]:
-    """What appending ``length`` zero bytes does to a checksum, as the columns of a matrix."""
-    power: tuple[int, ...] = (0xEDB88320, *(1 << bit for bit in range(31)))  # one zero bit
-    for _ in range(3):
-        power = _product(power, power)
-    result = tuple(1 << bit for bit in range(32))
-    while length:
-        if length & 1:
-            result = _product(power, result)
-        power = _product(power, power)
-        length >>= 1
-    return result
-
-
-def _times(matrix: tuple[int, ...], vector: int) -> int:
-    result = 0
-    for column in matrix:
-        if vector & 1:
-            result ^= column
-        vector >>= 1
-    return result
-
-
-def _product(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(_times(left, column) for column in right)
-
-
-def skeleton_bytes(archive: Archive) -> list[tuple[int, bytes]]:
-    """What the file holds beside the memory of tensors: pieces of it with their offsets."""
-    pieces, position = [], 0
-    with open(archive.path, "rb") as file:
-        for record in (*archive.tensor_data, Record("", archive.size, 0, 0)):
-            file.seek(position)
-            pieces.append((position, file.read(record.offset - position)))
-            position = record.offset + record.size
-    return pieces
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

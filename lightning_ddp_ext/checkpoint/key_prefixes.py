@@ -1,8 +1,9 @@
-"""Checkpoints that others have written: plain state dicts, and names with the prefixes of wrappers."""
+"""Find the weights in checkpoints that others have written, and see through the prefixes of wrappers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -33,10 +34,19 @@ def weights_of(content: Any) -> dict[str, Tensor]:
     return {name: value for name, value in weights.items() if isinstance(name, str) and isinstance(value, Tensor)}
 
 
+def without_weights(content: Any, names: Collection[str]) -> list[Any]:
+    """All that is in a checkpoint but the weights of these names."""
+    if not isinstance(content, Mapping):
+        return [content]
+    entries = content if is_plain_state_dict(content) else content.get("state_dict", {})
+    others = [] if entries is content else [value for key, value in content.items() if key != "state_dict"]
+    return [*others, *(value for name, value in entries.items() if name not in names)]
+
+
 def as_lightning_checkpoint(content: Any, version: str) -> dict[str, Any]:
     """A plain state dict as a checkpoint that has weights and nothing to resume from."""
     return {
-        "state_dict": dict(content),
+        "state_dict": content,
         "pytorch-lightning_version": version,
         "epoch": 0,
         "global_step": 0,
@@ -77,6 +87,16 @@ def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dic
     return {names[0]: target for target, names in wanted.items() if len(names) == 1}
 
 
-def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The same weights under the model's names."""
-    return {names.get(name, name): value for name, value in weights.items()}
+def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
+    """The same weights under the model's names, with the modules' versions that ``state_dict()`` notes."""
+    result = OrderedDict((names.get(name, name), value) for name, value in weights.items())
+    metadata = getattr(weights, "_metadata", None)
+    if isinstance(metadata, Mapping):
+        modules = {_module_of(name): _module_of(target) for name, target in names.items()}
+        kept = OrderedDict((modules.get(module, module), value) for module, value in metadata.items())
+        result._metadata = kept  # type: ignore[attr-defined] # where load_state_dict looks for it
+    return result
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -12,16 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint import transfer as module
-from lightning_ddp_ext.checkpoint.archive import Record
-from lightning_ddp_ext.checkpoint.ranks import Ranks
-from lightning_ddp_ext.checkpoint.reader import read
-from lightning_ddp_ext.checkpoint.transfer import Weight, packed, stream
-from tests.checkpoint.content import ANYWHERE, kinds, numbers, saved
+from lightning_ddp_ext.checkpoint import broadcast as module
+from lightning_ddp_ext.checkpoint.broadcast import Weight, _read, send
+from lightning_ddp_ext.checkpoint.collectives import Ranks
+from tests.checkpoint.content import numbers, saved
 
 
 def weights_of(path: Path, content: Any) -> list[str]:
-    return sorted(weight.name for weight in packed(read(saved(path, content), ANYWHERE)).weights.values())
+    manifest, _ = _read(saved(path, content), None, verify=True)
+    return sorted(weight.name for weight in manifest.weights.values())
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,7 @@ def test_memory_with_another_use_is_not_received_in_place(tmp_path: Path) -> Non
     one = numbers(12)
     assert weights_of(tmp_path / "it.ckpt", {"state_dict": {"a": one, "tied": one}}) == ["a"]
     assert weights_of(tmp_path / "it.ckpt", {"state_dict": {"a": one}, "ema": [one]}) == []
+    assert weights_of(tmp_path / "it.ckpt", {"state_dict": (weights := {"a": one}), "copy": weights}) == []
     assert weights_of(tmp_path / "it.ckpt", {"state_dict": {"a": one, "view": one.reshape(3, 4)}}) == []
     assert weights_of(tmp_path / "it.ckpt", {"state_dict": {"a": one, "part": one[2:]}}) == []
 
@@ -69,16 +69,14 @@ def test_where_a_weight_fits(own: Tensor | None, fits: bool) -> None:
     assert Weight("a", torch.float32, torch.Size([2, 3])).fits(own) is fits
 
 
-def test_a_parcel_has_what_is_not_memory(tmp_path: Path) -> None:
-    """It is small, however large the tensors are, and its order has a place for each piece of memory."""
+def test_a_manifest_has_no_memory_of_tensors(tmp_path: Path) -> None:
+    """It is small, however large the tensors are, and lists each piece of memory."""
     content = {"x": numbers(100_000), "e": torch.empty(0), "y": numbers(3)}
-    parcel = packed(read(saved(tmp_path / "it.ckpt", content), ANYWHERE))
-    assert parcel.order == ["data/0", None, "data/2"]
-    assert [record.name for record in parcel.records] == ["data/0", "data/2"]
-    assert sum(len(piece) for _, piece in parcel.skeleton) < 4000
-    legacy = saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
-    (whole,) = packed(read(legacy, ANYWHERE)).records
-    assert (whole.offset, whole.size) == (0, legacy.size)
+    for options in ({}, {"_use_new_zipfile_serialization": False}):
+        manifest, storages = _read(saved(tmp_path / "it.ckpt", content, **options), None, verify=True)
+        assert manifest.sizes == [400_000, 0, 12] == [storage.nbytes() for storage in storages]
+        assert manifest.devices == ["cpu"] * 3
+        assert len(manifest.skeleton) < 2000
 
 
 class Wire(Ranks):
@@ -99,18 +97,17 @@ class Wire(Ranks):
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 60), st.integers(1, 30))
 def test_bytes_travel_together_and_in_pieces(sizes: list[int], together: int, most: int) -> None:
     """However small and large ones are grouped and cut, each arrives in its place, and the progress ends at the sum."""
-    records = [Record(f"data/{index}", 0, size, 0) for index, size in enumerate(sizes)]
-    memory = {f"data/{index}": torch.arange(size, dtype=torch.uint8) + index for index, size in enumerate(sizes)}
-    arrived = {name: torch.zeros_like(content) for name, content in memory.items()}
+    memory = [torch.arange(size, dtype=torch.uint8) + index for index, size in enumerate(sizes)]
+    arrived = [torch.zeros_like(content) for content in memory]
     sent, seen = list[Tensor](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_TOGETHER", together)
         patch.setattr(module, "_PIECE", most)
-        stream(records, memory, Wire(0, sent), seen.append)
+        send(memory, Wire(0, sent), seen.append)
         assert all(data.numel() <= max(together, most) for data in sent)
         ignore: Callable[[int], None] = lambda done: None  # noqa: E731
-        stream(records, arrived, Wire(1, sent), ignore)
+        send(arrived, Wire(1, sent), ignore)
     assert sent == []
-    assert all(torch.equal(arrived[name], memory[name]) for name in memory)
+    assert all(torch.equal(one, other) for one, other in zip(arrived, memory, strict=True))
     assert seen == sorted(seen)
     assert seen[-1:] == ([sum(sizes)] if sizes else [])

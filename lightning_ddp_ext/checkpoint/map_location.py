@@ -72,8 +72,3 @@ def _restored(storage: UntypedStorage, location: str, target: str) -> UntypedSto
         raise CheckpointError(
             f"a tensor from {location} cannot be put on {target}: {reason}; pass another map_location"
         ) from error
-
-
-def is_accelerator(location: str) -> bool:
-    """Whether a tensor that was saved from there was on anything but the CPU."""
-    return torch.device(location).type not in ("cpu", "meta")

@@ -1,0 +1,83 @@
+"""A checkpoint in two parts: everything but the memory of its tensors, pickled, and that memory.
+
+Tensors are pickled as ``torch.save`` pickles them, so every kind that it takes can be taken apart and put together.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import UntypedStorage
+from torch.storage import TypedStorage
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What :func:`split` has made of a checkpoint.
+
+    Attributes:
+        pickled: everything but the memory of tensors.
+        storages: that memory, each piece once.
+    """
+
+    pickled: bytes
+    storages: list[UntypedStorage] = field(repr=False)
+
+
+def split(content: Any) -> Skeleton:
+    """Take a checkpoint apart; the memory is not copied.
+
+    Raises:
+        Exception: whatever pickling raises for what cannot be pickled.
+    """
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(content)
+    return Skeleton(file.getvalue(), pickler.storages)
+
+
+def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
+    """Put a checkpoint together, with these pieces of memory in place of those that it was taken from."""
+    try:
+        return _Unpickler(io.BytesIO(pickled), storages).load()
+    finally:
+        torch._utils._validate_loaded_sparse_tensors()  # as torch.load does: it also forgets them
+
+
+def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
+    """Equal for storages that are the same memory; parts of a NumPy array begin at one place, and differ in size."""
+    return str(storage.device), storage.data_ptr(), storage.nbytes()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.storages: list[UntypedStorage] = []
+        self._numbers: dict[tuple[str, int, int], int] = {}
+
+    def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
+        if isinstance(obj, TypedStorage):
+            return self._number(obj._untyped_storage), obj.dtype
+        if isinstance(obj, UntypedStorage):
+            return self._number(obj), torch.uint8  # as which torch.load gives it back
+        return None
+
+    def _number(self, storage: UntypedStorage) -> int:
+        number = self._numbers.setdefault(identity_of(storage), len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)  # keeps it alive, so that its address stays its own
+        return number
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, storages: list[UntypedStorage]) -> None:
+        super().__init__(file)
+        self._storages = storages
+
+    def persistent_load(self, pid: Any) -> TypedStorage:
+        number, dtype = pid
+        return TypedStorage(wrap_storage=self._storages[number], dtype=dtype, _internal=True)

@@ -1,0 +1,87 @@
+"""What ``ckpt_path="last"`` stands for: the newest whole file among the last checkpoints and the stop checkpoint.
+
+Each rank looks on its own disk before the ranks have met; later all restore what rank 0 has found.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.load import refuse_damage
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.zip_crc import open_archive
+from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.integration.lightning_tree import (
+    ModelCheckpoint,
+    rank_zero_info,
+    rank_zero_warn,
+    refuse_missing,
+)
+
+refuse_missing(ModelCheckpoint, "_find_last_checkpoints")
+
+
+def with_last_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], trainer: Any) -> tuple[Any, ...]:
+    """The arguments of a Trainer's ``function``, with a path in place of ``ckpt_path="last"``.
+
+    They stay as they are where nothing whole is found: then Lightning says that there is nothing, or reading says what
+    is wrong.
+    """
+    if trainer is None or "last" not in [arg for arg in args if isinstance(arg, str)]:
+        return args
+    bound = inspect.signature(function).bind(*args)
+    found = newest_whole(candidates(trainer)) if bound.arguments.get("ckpt_path") == "last" else None
+    if found is None:
+        return args
+    rank_zero_info(f"ckpt_path='last' is {found}")
+    bound.arguments["ckpt_path"] = found
+    return bound.args
+
+
+def candidates(trainer: Any) -> set[str]:
+    """Last checkpoints, and the file that is saved when the ranks are asked to stop."""
+    found = {os.path.normpath(path) for path in _paths(trainer) if path}
+    return {path for path in found if locate(path).fs.exists(locate(path).path)}
+
+
+def _paths(trainer: Any) -> Iterator[str | None]:
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    for callback in callbacks:
+        yield from callback._find_last_checkpoints(trainer)
+    for callback in trainer.callbacks:
+        yield getattr(callback, "ckpt_path", None)  # of an OnExceptionCheckpoint
+    stop_file = trainer.strategy.stop_checkpoint
+    directories = {callback.dirpath for callback in callbacks} if callbacks else {trainer.default_root_dir}
+    for directory in directories:
+        if stop_file is not None and directory is not None:
+            yield os.path.join(directory, os.fspath(stop_file))
+
+
+def newest_whole(paths: set[str]) -> str | None:
+    """The newest of these files that is whole; files that are passed over are named."""
+    newest_first = sorted(paths, key=_modified, reverse=True)
+    if len(newest_first) == 1:
+        return newest_first[0]  # there is nothing else to take, and it is checked when it is read
+    for path in newest_first:
+        try:
+            _check(path)
+        except CheckpointError as error:
+            rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
+        else:
+            return path
+    return None
+
+
+def _modified(path: str) -> float:
+    location = locate(path)
+    return float(location.fs.modified(location.path).timestamp())
+
+
+def _check(path: str) -> None:
+    local = locate(path).local
+    if local is not None:  # what a store elsewhere shows is whole
+        archive = open_archive(local, path)
+        refuse_damage(archive, archive.tensor_data)
