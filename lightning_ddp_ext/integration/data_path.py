@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.entering import rewind
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
-from lightning_ddp_ext.data.position import rewind
 from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler

@@ -29,7 +29,7 @@ class Restart:
         at: see the module.
         epoch: the epoch that begins, goes on, or ends.
         done: batches of this epoch that are done.
-        has_started: at "epoch_start", whether the hooks of the epoch's start had been called.
+        has_started: at "epoch_start", whether the hooks of the epoch's start had been called; they are called again.
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
@@ -96,8 +96,8 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
         _set_before_validation(changed["epoch_loop.val_loop.batch_progress"])
         return changed
     dropped = processed - restart.done if restart.at == "batch_end" or restart.has_started else 0
-    is_counted = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
-    if restart.at == "batch_end" and is_counted:  # Lightning counts this batch once more
+    is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
+    if restart.at == "batch_end" and is_after_batch:  # it is counted by now, and `_TrainingEpochLoop.reset` adds one
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if is_in_last_batch_end:
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1

@@ -204,7 +204,10 @@ class Resume:
         return int(whole - left) // accumulated * accumulated
 
     def _count_left(self, positions: list[LoaderPosition]) -> float:
-        """Count the batches that are left of the whole epoch; a loader that is begun again is not the longest."""
+        """Count the batches that are left of the whole epoch.
+
+        A loader in its second pass or later is left out: the longest one, which ends the epoch, is in its first.
+        """
         done = self.restart.done
         pairs = zip(positions, self._states or (), strict=True)
         return self._combined([position.left_after(state, done) for position, state in pairs if not state["number"]])

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
-from lightning_ddp_ext.data.position import LoaderPosition, position_of
+from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.random_state import RandomState, kept
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
 from lightning_ddp_ext.integration.epoch_seeding import epoch_of

@@ -18,9 +18,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.epochs import set_epoch
 from lightning_ddp_ext.data.loader import batches_of, forget_workers, is_stateful, own_copy
-from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition, position_of
+from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.random_state import RandomState, kept
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.errors import ResumeError

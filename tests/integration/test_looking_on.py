@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from lightning_ddp_ext import ScalableDistributedSampler
 from tests.integration.continuing import Numbers, Saver, fit
 from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
@@ -155,3 +156,41 @@ class Saves(L.Callback):
 def test_loaders_of_training_that_are_made_in_a_sanity_check_can_be_resumed(tmp_path: Path) -> None:
     """They are loaders of training whatever the Trainer is doing when it makes them."""
     assert run_ranks(plan, 2, tmp_path, env=by_hand_env(2)) == [2, 2]
+
+
+class Counting(L.LightningModule):
+    """Counts what it validates, of the loader that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.validated: list[int] = []
+
+    def on_validation_start(self) -> None:
+        self.validated.append(0)
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.validated[-1] += len(batch)
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss: Tensor = self.layer(batch).sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def share_a_sampler(rank: int, world_size: int, directory: Path) -> list[int]:
+    options: dict[str, Any] = {"num_sanity_val_steps": 0, "max_epochs": 1, "val_check_interval": 3}
+    path = directory / "middle.ckpt"
+    for ckpt_path in (None, str(path)):
+        loader = DataLoader(Numbers(24), 2, sampler=ScalableDistributedSampler(Numbers(24), seed=1))
+        model = Counting()
+        trainer = make_trainer(make_strategy("ours", directory), callbacks=[Saves(path)], **options)
+        trainer.fit(model, loader, loader, ckpt_path=ckpt_path)
+    return model.validated
+
+
+def test_a_sampler_that_training_has_entered_in_the_middle_is_validated_whole(tmp_path: Path) -> None:
+    """Validation reads all of it, in an epoch that is resumed after its first batch, too."""
+    assert run_ranks(share_a_sampler, 2, tmp_path, env=by_hand_env(2)) == [[12, 12]] * 2
