@@ -126,6 +126,11 @@ class Resume:
         if self.restart.is_within:
             end_restart(self._trainer.fit_loop)  # else the epoch's end leaves out schedulers that watch a metric
 
+    def on_validation_end(self) -> None:
+        """Have the epoch's end be like any other's, once the validation that was due has been run as a whole."""
+        if self.restart.at == "validation" and not self._trainer.sanity_checking:
+            end_restart(self._trainer.fit_loop)
+
     def _set_counters(self, positions: list[LoaderPosition]) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
         if self.done == self.restart.done:

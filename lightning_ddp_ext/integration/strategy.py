@@ -486,6 +486,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def on_validation_end(self) -> None:
+        self.data.training.resume.on_validation_end()
         self._end_evaluation()
 
     @override

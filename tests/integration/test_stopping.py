@@ -22,7 +22,7 @@ MOMENTS: dict[Moment, int] = {
     ("on_train_batch_end", 2): 3,
     ("on_validation_batch_start", 1): 3,
     ("on_train_epoch_end", 0): 3,
-    ("on_train_epoch_start", 1): 4,
+    ("on_train_epoch_start", 1): 3,
     ("on_train_batch_start", 8): 9,
     ("on_train_epoch_end", 2): 9,
     ("on_train_end", 0): 9,
@@ -76,7 +76,10 @@ def differences(
 CASES: dict[str, tuple[dict[str, Any], list[Moment]]] = {
     "accumulating": ({"accumulate_grad_batches": 2}, [("on_train_batch_start", 0), ("on_train_batch_start", 4)]),
     "validating often": ({"val_check_interval": 1}, [("on_validation_batch_start", 2)]),
-    "plateau": ({"plateau": True}, [("on_train_batch_start", 3), ("on_train_batch_start", 2)]),
+    "plateau": (
+        {"plateau": True},
+        [("on_train_batch_start", 3), ("on_train_batch_start", 2), ("on_validation_batch_start", 0)],
+    ),
     "workers": ({"loader": {"num_workers": 1, "multiprocessing_context": "fork"}}, [("on_train_batch_start", 4)]),
     "long validation": (
         {"val_check_interval": 2, "validated": 200},
