@@ -218,6 +218,8 @@ class Evaluation:
             balance, steps = loader.balance, limit if is_sequential else len(combined)
             if balance is not None and min(balance.batches) < min(balance.steps, steps):
                 how = "a step that takes dataloader_iter" if is_pulled else "a mode other than 'sequential'"
+                # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
+                self._strategy.barrier("the refusal of idle ranks")
                 raise ExactEvaluationError(
                     f"every rank needs a batch of its own in every step where a CombinedLoader has {how} "
                     f"(got {balance.batches} batches, by rank); use a batch_size above 1 and at least a sample for "
