@@ -60,6 +60,11 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     return whole_number(length, f"the length of {field}", at_most=LARGEST, remedy=remedy)
 
 
+def samples_of(dataset: Any) -> int:
+    """The number of samples of a dataset that is to be shared out."""
+    return length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+
+
 def _index(value: Any) -> int | None:
     try:
         return None if isinstance(value, bool) else operator.index(value)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.data.checks import length_of, samples_of
 from lightning_ddp_ext.data.epochs import tell_epoch
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, identity
@@ -36,7 +36,7 @@ class TorchOrderSampler(GlobalOrderSampler):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        length = samples_of(dataset)
         uneven: Uneven = "drop" if drop_last else "pad"
         super().__init__(
             dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=uneven

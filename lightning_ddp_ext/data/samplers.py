@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import length_of, uneven_of
+from lightning_ddp_ext.data.checks import samples_of, uneven_of
 from lightning_ddp_ext.data.partition import Share, Uneven
 from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.resumable import Resumable
@@ -159,7 +159,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        length = samples_of(dataset)
         if shuffle and length == 0:
             raise SamplerError(
                 "dataset must not be empty with shuffle=True (got length 0);"
