@@ -30,7 +30,7 @@ from measuring import fork_ranks, free_port, print_table, scratch_directory, spr
 from worker import fit
 
 from lightning_ddp_ext.rendezvous.init_method import File, parse
-from lightning_ddp_ext.rendezvous.process_group import join
+from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
 

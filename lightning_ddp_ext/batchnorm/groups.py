@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import ConversionError
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
 Ranks = str | int | dist.ProcessGroup | None
@@ -69,15 +69,15 @@ def own_group() -> dist.ProcessGroup | None:
     In CPU memory DDP's gradients and the layers' numbers need not wait for one another then, and a rank that is in
     another layer than the rest never takes the ones for the others.
     """
-    membership = current()
-    if membership is None or dist.get_backend() != "gloo":
+    context = current()
+    if context is None or dist.get_backend() != "gloo":
         return None
-    return membership.new_group(range(dist.get_world_size()), purpose="BatchNorm")
+    return context.new_group(range(dist.get_world_size()), purpose="BatchNorm")
 
 
 def _open_groups(parts: list[list[int]]) -> dist.ProcessGroup:
     """This rank's group of those that the ranks are parted into."""
-    membership = current()
-    new_group = dist.new_group if membership is None else membership.new_group
+    context = current()
+    new_group = dist.new_group if context is None else context.new_group
     groups = [new_group(ranks) for ranks in parts]
     return next(group for ranks, group in zip(parts, groups, strict=True) if dist.get_rank() in ranks)

@@ -32,7 +32,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_warn,
 )
 from lightning_ddp_ext.integration.progress import progress_of
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from lightning_ddp_ext.supervision.places import calling_place
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
@@ -121,10 +121,10 @@ class Checkpoints:
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
         """A call that every rank must make: one that will not come is named, and one that fails."""
-        membership = current()
+        context = current()
         try:
-            if membership is not None and self._world_size > 1:
-                membership.meetings.meet(what, calling_place(), name=what.partition(" ")[0])
+            if context is not None and self._world_size > 1:
+                context.barriers.enter(what, calling_place(), name=what.partition(" ")[0])
             yield
         except (DDPExtError, OSError):
             raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +17,8 @@ import torch.multiprocessing
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import GroupInUseError, RankFailedError, WorldError
+from lightning_ddp_ext.integration.child_start import ChildStart, ResultsQueue
+from lightning_ddp_ext.integration.endpoints import environment_of_started_ranks, start_variables
 from lightning_ddp_ext.integration.environment import source_of
 from lightning_ddp_ext.integration.last_checkpoint import with_last_checkpoint
 from lightning_ddp_ext.integration.lightning_tree import (
@@ -30,13 +31,10 @@ from lightning_ddp_ext.integration.lightning_tree import (
     lightning_name,
     set_num_threads_if_needed,
 )
-from lightning_ddp_ext.integration.meeting import Meeting, arrange_meeting, environment_of_started_ranks
 from lightning_ddp_ext.integration.stopping import StoppedException
-from lightning_ddp_ext.integration.ticket import ResultsQueue, Ticket
-from lightning_ddp_ext.rendezvous.process_group import current, leave
-from lightning_ddp_ext.rendezvous.store import serve
+from lightning_ddp_ext.rendezvous.process_context import current, leave
+from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.last_words import print_line
 from lightning_ddp_ext.supervision.orphans import LAUNCHER_PID
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts, RankProcesses
 
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 class StartedRanks:
     """What this process remembers of having started ranks by running its script again."""
 
-    meeting: Meeting
+    variables: dict[str, str]
     world_size: int
     scripts: ChildScripts
 
@@ -90,24 +88,23 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start(self) -> None:
         global _started
-        meeting = arrange_meeting(
+        start = start_variables(
             self._strategy.chosen_init_method,
             self.cluster_environment,
             run_id=self._strategy.run_id,
             num_nodes=self.num_nodes,
-            node_rank=self.cluster_environment.node_rank(),
         )
-        with environment_of_started_ranks({**meeting.variables, LAUNCHER_PID: str(os.getpid())}):
+        with environment_of_started_ranks({**start.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
-        _started = StartedRanks(meeting, self.num_processes * self.num_nodes, ChildScripts(list(self.procs)))
-        atexit.register(meeting.remove_leftovers)
+        _started = StartedRanks(start.variables, self.num_processes * self.num_nodes, ChildScripts(list(self.procs)))
+        atexit.register(start.clean_up)
         atexit.register(_started.scripts.wait)  # before that
         _keep_others_from_starting_ranks()
 
 
 def _refuse_other_size(world_size: int) -> None:
-    membership = current()
-    joined = _started if membership is None else membership.world
+    context = current()
+    joined = _started if context is None or len(context.table) == 1 else context.world
     if joined is not None and joined.world_size != world_size:
         raise GroupInUseError(
             f"this script's world_size is {joined.world_size} already, and this Trainer wants {world_size}; give every "
@@ -128,7 +125,7 @@ def _keep_others_from_starting_ranks() -> None:
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, hosts their store, and waits for them.
+    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
 
     Args:
         strategy: what the launcher works for.
@@ -138,50 +135,36 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def __init__(self, strategy: DDPExtStrategy, start_method: Any) -> None:
         super().__init__(strategy, start_method=start_method)
         self._ddpx = strategy
-        self._listener: socket.socket | None = None
-        self._ticket: Ticket | None = None
+        self._child_start: ChildStart | None = None
         environment = strategy.cluster_environment
         assert environment is not None
         if start_method == "forkserver" and not environment.creates_processes_externally:
             _warm_up_forkserver()
-
-    @property
-    def meeting(self) -> Meeting | None:
-        """In a started process: where the ranks meet."""
-        return self._ticket.meeting if self._ticket else None
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self._refuse_second_launcher()
         environment = self._ddpx.cluster_environment
         assert environment is not None
-        meeting = arrange_meeting(
-            self._ddpx.chosen_init_method,
-            environment,
-            run_id=self._ddpx.run_id,
-            num_nodes=self._ddpx.num_nodes,
-            node_rank=environment.node_rank(),
+        start = start_variables(
+            self._ddpx.chosen_init_method, environment, run_id=self._ddpx.run_id, num_nodes=self._ddpx.num_nodes
         )
-        self._listener = meeting.listener
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="lightning_ddp_ext-") as directory,
-                environment_of_started_ranks(meeting.variables),
+                environment_of_started_ranks(start.variables),
                 self._started_by(self._start_processes),
             ):
-                self._ticket = self._write_ticket(meeting, results_file=f"{directory}/results")
+                self._child_start = self._describe_start(results_file=f"{directory}/results")
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
-            if self._listener is not None:
-                self._listener.close()
-            meeting.remove_leftovers()
-            self._ticket = None
+            start.clean_up()
+            self._child_start = None
 
-    def _write_ticket(self, meeting: Meeting, results_file: str) -> Ticket:
+    def _describe_start(self, results_file: str) -> ChildStart:
         # Lightning carries seeds and torch's flags over to spawned processes; those of a fork server need it as much.
         state = GlobalStateSnapshot.capture() if self._start_method == "forkserver" else None
-        here = Meeting(meeting.where, meeting.variables)
-        return Ticket(here, os.getpid(), dict(os.environ), state, results_file)
+        return ChildStart(os.getpid(), dict(os.environ), state, results_file)
 
     def _refuse_second_launcher(self) -> None:
         environment = self._ddpx.cluster_environment
@@ -192,7 +175,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
                 f"them already (rank {environment.global_rank()} of {environment.world_size()}, from "
                 f"{source_of(environment)}); use strategy='ddp_ext' here, or start the script without a launcher"
             )
-        if current() is not None:
+        context = current()
+        if context is not None and len(context.table) == 1:
+            leave()
+        elif context is not None:
             raise GroupInUseError(
                 f"start_method={self._start_method!r} starts ranks, but this process is a rank of an earlier Trainer "
                 "already; use the same strategy for every Trainer of a script"
@@ -209,12 +195,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
             torch.multiprocessing.start_processes = original
 
     def _start_processes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> RankProcesses:
+        assert self._child_start is not None
         context = original(*args, **kwargs)
-        # The store's server has a thread, so it comes after the fork.
-        store = serve(self._listener) if self._listener is not None else None
-        self._listener = None
-        assert self._ticket is not None
-        return RankProcesses(context, store, self._ticket.results_file, self._ddpx.stops.deadline.total_seconds())
+        return RankProcesses(context, self._child_start.results_file, self._ddpx.stops.deadline.total_seconds())
 
     @override
     def _wrapping_function(
@@ -227,17 +210,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
         return_queue: Any,
         global_states: Any = None,
     ) -> None:
-        assert self._ticket is not None
-        self._ticket.enter()
-        if self._listener is not None:
-            self._listener.close()  # inherited by fork; the launching process hosts the store
+        assert self._child_start is not None
+        self._child_start.enter()
         if self._start_method == "forkserver":
             # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
             # each overwriting the others'. Lightning thinks of it for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(function, args, trainer)
         supervised_function = partial(supervised, function, harmless=(TunerExitException, StoppedException))
-        through_file: Any = ResultsQueue(return_queue, self._ticket.results_file)
+        through_file: Any = ResultsQueue(return_queue, self._child_start.results_file)
         try:
             super()._wrapping_function(
                 process_idx, trainer, supervised_function, args, kwargs, through_file, global_states
@@ -247,10 +228,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
             raise
         finally:
             leave()
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_listener": None}
 
 
 def _warm_up_forkserver() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ddp_ext.integration.lightning_tree import calling_result
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.places import calling_place
 
@@ -69,11 +69,11 @@ class BatchedMetrics:
         return self._reduce([value], is_expected=False)[0]
 
     def _reduce(self, values: list[Value], *, is_expected: bool) -> list[Tensor]:
-        membership = current()
-        if not is_expected and membership is not None:
+        context = current()
+        if not is_expected and context is not None:
             name = "a reduction of logged values"  # of which ones, they compare in the reduction itself
-            check = membership.part(Inquiry).check_that_all_answer  # a process that is stopped is more than late
-            membership.meetings.meet(f"the reduction of {listed(values)}", calling_place(), name=name, check=check)
+            check = context.component(Inquiry).check_that_all_answer  # a process that is stopped is more than late
+            context.barriers.enter(f"the reduction of {listed(values)}", calling_place(), name=name, check=check)
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self._strategy.root_device
         return reduce_batch(values, device=device, idle_ranks=self._idle_ranks)
 

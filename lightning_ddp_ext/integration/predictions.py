@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.lightning_tree import CombinedLoader
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 T = TypeVar("T")
@@ -118,11 +118,11 @@ def _rank() -> int:
 @contextmanager
 def _cpu_group() -> Iterator[Group]:
     """Yield a group of all ranks with messages in CPU memory, so that rank 0's GPU need not hold what it receives."""
-    membership = current()
+    context = current()
     if not _is_distributed() or dist.get_backend() == "gloo":
         yield None
-    elif membership is not None:
-        yield membership.side_group()
+    elif context is not None:
+        yield context.side_group()
     else:
         group = dist.new_group(backend="gloo")
         try:

@@ -18,7 +18,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_info,
 )
 from lightning_ddp_ext.integration.loop_state import Stopped
-from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, status_of
 from lightning_ddp_ext.supervision.stopping import Request, Stopping
 
@@ -71,12 +71,12 @@ class Stops:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["chosen"])  # type: ignore[misc]
 
-    def attach(self, trainer: Any, membership: Membership | None) -> None:
-        """From now on signals are heeded. Without a membership, in a foreign process group, all is as in Lightning."""
-        if membership is None:
+    def attach(self, trainer: Any, context: ProcessContext | None) -> None:
+        """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
+        if context is None:
             return
         self._trainer = trainer
-        self._stopping = membership.part(Stopping)
+        self._stopping = context.component(Stopping)
         self._is_running = self._has_trained = False
         self._noted = None
         self._replace_lightnings(trainer)

@@ -8,7 +8,6 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from socket import socket
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -23,6 +22,7 @@ from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.data_path import DataPath, Order
+from lightning_ddp_ext.integration.endpoints import endpoint_of, shown_init_method
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.evaluation import IdleRanks
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
@@ -42,18 +42,17 @@ from lightning_ddp_ext.integration.lightning_tree import (
     lightning_version,
     rank_zero_info,
 )
-from lightning_ddp_ext.integration.meeting import Meeting, address_from_environment
 from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.stopping import Stops
-from lightning_ddp_ext.rendezvous.calls import Call
-from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, check_run_id, choose
-from lightning_ddp_ext.rendezvous.process_group import current, join
-from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.run_id import run_id_from_launcher
+from lightning_ddp_ext.rendezvous.call_counter import Call
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
+from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.process_context import current, join
+from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
+from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.inquiry import Inquiry
-from lightning_ddp_ext.supervision.last_words import install_last_words
 from lightning_ddp_ext.supervision.orphans import watch_parent
 from lightning_ddp_ext.supervision.places import calling_place
 from lightning_ddp_ext.world import World, check_devices, read_world
@@ -64,6 +63,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 INIT_TIMEOUT = timedelta(minutes=5)
+HEARTBEAT_TIMEOUT = timedelta(seconds=30)
 TIMEOUT = timedelta(minutes=30)  # Lightning's, for every backend; NCCL's own would be 10 minutes
 
 _START_METHOD_OF = {
@@ -99,12 +99,14 @@ class DDPExtStrategy(DDPStrategy):
             (rank 0 listens there), ``"file:///shared/run42"`` (a file, or a directory, on a file system that all
             hosts share), or :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp`,
             :class:`~lightning_ddp_ext.File`. ``None``: the variable ``DDPX_INIT_METHOD``, else what Lightning's
-            cluster environment says; on one node the launching process has the kernel choose a port.
+            cluster environment says; on one node the kernel chooses a port.
         rank: this process among all, where you start one process per rank by hand; needs ``world_size``.
         world_size: how many processes there are; needs ``rank``, and must equal ``devices * num_nodes``.
         local_rank: this process among those of its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
         run_id: names the file where ``init_method`` is a directory; the same on every rank, another one each run.
         init_timeout: seconds or ``timedelta`` that the ranks have to find each other.
+        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead; a
+            process that ends is noticed at once.
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
         start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
             ``"forkserver"`` start functions.
@@ -182,6 +184,7 @@ class DDPExtStrategy(DDPStrategy):
         local_rank: int | None = None,
         run_id: str | None = None,
         init_timeout: float | timedelta = INIT_TIMEOUT,
+        heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
@@ -244,6 +247,8 @@ class DDPExtStrategy(DDPStrategy):
         check_run_id(run_id)
         self.run_id = run_id
         self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
+        heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
+        self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
         self._replaced = ReplacedMethods()
         self.checkpoints = Checkpoints(self)
         self.stop_checkpoint = stop_checkpoint
@@ -345,65 +350,42 @@ class DDPExtStrategy(DDPStrategy):
         self.set_world_ranks()
         is_first = current() is None
         request = self._request()
-        membership = join(request)
-        if is_first and membership is not None:
+        context = join(request)
+        if is_first and context is not None:
             rank_zero_info(
                 f"process group: {request.backend}, {request.world.world_size} "
                 f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
             )
-        if membership is not None:
-            membership.part(Inquiry)  # so that it answers the others
-        install_last_words()
+        if context is not None:
+            context.component(Inquiry)  # so that it answers the others
+        install_excepthook()
         super().setup_distributed()  # finds the group that is open and leaves it alone
 
     def _request(self) -> Request:
-        meeting = self._meeting()
-        environment = self.cluster_environment
         started = started_ranks()
-        hosted_by: Literal["rank 0", "launcher", "agent"] = "rank 0"
-        if isinstance(self._launcher, ProcessesLauncher) and isinstance(meeting.where, Tcp):
-            hosted_by = "launcher"
-        elif self._uses_agent_store(environment):
-            hosted_by = "agent"
         return Request(
             world=self.world,
-            init_method=str(self.chosen_init_method or Env()),
+            init_method=shown_init_method(self.chosen_init_method),
             is_explicit=self.chosen_init_method is not None,
-            where=meeting.where,
+            endpoint=self._endpoint(),
             backend=self._get_process_group_backend(),
             device=self.root_device,
             timeout=self._timeout,
             init_timeout=self._init_timeout,
-            hosted_by=hosted_by,
             versions=_versions(),
-            listener=_open_listener(meeting) if current() is None else None,
-            bad_news=started.scripts.bad_news if started is not None else lambda: None,
+            child_failure=started.scripts.failure if started is not None else lambda: None,
+            timeouts=self.timeouts,
         )
 
-    def _meeting(self) -> Meeting:
-        """Where the ranks meet: arranged by the process that started them, or else known from outside."""
-        started = started_ranks()
-        if started is not None:
-            return started.meeting
-        if isinstance(self._launcher, ProcessesLauncher) and self._launcher.meeting is not None:
-            return self._launcher.meeting
-        if current() is not None or torch.distributed.is_initialized():
-            return Meeting("", {})  # these processes have met already, wherever that was
-        method = self.chosen_init_method
-        if isinstance(method, File):
-            check_file(method, num_nodes=self.num_nodes)
-            return Meeting(method.file_for(self.run_id or run_id_from_launcher(os.environ)), {})
-        if isinstance(method, Tcp):
-            return Meeting(method, {})
+    def _endpoint(self) -> Endpoint:
+        """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
+        if current() is not None or torch.distributed.is_initialized() or self.world.world_size == 1:
+            return FileEndpoint("")
         assert self.cluster_environment is not None
-        return Meeting(address_from_environment(self.cluster_environment), {})
-
-    def _uses_agent_store(self, environment: ClusterEnvironment | None) -> bool:
-        """Whether torchrun's agent hosts a store at the address of ``env://``, to which all ranks are clients."""
-        return (
-            isinstance(environment, TorchElasticEnvironment)
-            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            and not isinstance(self.chosen_init_method, (Tcp, File))
+        started = started_ranks()
+        environ = {**os.environ, **(started.variables if started is not None else {})}
+        return endpoint_of(
+            self.chosen_init_method, self.cluster_environment, environ, run_id=self.run_id, num_nodes=self.num_nodes
         )
 
     # Checkpoints.
@@ -447,13 +429,13 @@ class DDPExtStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.lightning_module is not None
-        trainer, membership = self.lightning_module.trainer, current()
+        trainer, context = self.lightning_module.trainer, current()
         agree_on_path(trainer, self._replaced)
         self.data.attach(trainer)
         self.metrics.start()
-        self.stops.attach(trainer, membership)
-        if self._debug and membership is not None:
-            self._checked = CheckedCollectives(membership)
+        self.stops.attach(trainer, context)
+        if self._debug and context is not None:
+            self._checked = CheckedCollectives(context)
             self._checked.install()
 
     @override
@@ -583,10 +565,10 @@ class DDPExtStrategy(DDPStrategy):
         if self.checkpoints.is_interrupted:
             return
         call = self._begin(f"barrier {name!r}" if name else "a barrier")
-        membership = current()
-        if membership is not None and call is not None:
-            membership.meetings.wait(call)
-        if membership is None or self.root_device.type != "cpu":  # what an accelerator was given before is done, too
+        context = current()
+        if context is not None and call is not None:
+            context.barriers.wait(call)
+        if context is None or self.root_device.type != "cpu":  # what an accelerator was given before is done, too
             super().barrier(name, *args, **kwargs)
         self.stops.at_barrier()
 
@@ -619,14 +601,14 @@ class DDPExtStrategy(DDPStrategy):
 
     def _begin(self, what: str) -> Call | None:
         """Say that this rank begins a call that every rank must make, and that is rare enough to say so."""
-        membership = current()
-        return None if membership is None else membership.meetings.begin(what, calling_place())
+        context = current()
+        return None if context is None else context.barriers.begin(what, calling_place())
 
     def _advance(self) -> None:
         """Pass a point that all ranks pass: calls that others began before it, and this rank did not, it will miss."""
-        membership = current()
-        if membership is not None:
-            membership.meetings.advance()
+        context = current()
+        if context is not None:
+            context.barriers.advance()
 
     def _pass(self) -> None:
         """The same for what ranks do at other batches, or not at all, where they have different numbers of them."""
@@ -663,12 +645,6 @@ def register() -> None:
 
 def _described(options: dict[str, bool]) -> str:
     return "".join(f" and {name}={value}" for name, value in options.items())
-
-
-def _open_listener(meeting: Meeting) -> socket | None:
-    """The socket that was bound for the store, unless an earlier start has used it up, and failed."""
-    listener = meeting.listener
-    return listener if listener is not None and listener.fileno() >= 0 else None
 
 
 def _ddp_options() -> dict[str, Any]:

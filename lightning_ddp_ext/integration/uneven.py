@@ -16,7 +16,7 @@ from lightning_ddp_ext.data.shortest import AsyncMin, StopAtShortest, is_counted
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 
 _NAMED = 16  # ranks in a message
 
@@ -117,9 +117,9 @@ class UnevenInputs:
 
     def _side_group(self) -> dist.ProcessGroup:
         """A group of its own, as answers are under way while gradients are. Collective, the first time."""
-        membership = current()
-        if membership is not None:
-            return membership.side_group()
+        context = current()
+        if context is not None:
+            return context.side_group()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         return self._group

@@ -1,226 +1,163 @@
-"""The process's one store and group: joined once, used by every Trainer in the process, left once at its end."""
+"""The process groups of this process: how they are formed, cut and closed."""
 
 from __future__ import annotations
 
+import gc
 import os
-import threading
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
-from lightning_ddp_ext.at_exit import at_exit
-from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
-from lightning_ddp_ext.rendezvous.claims import Claim, Table
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.file_store import open_file
-from lightning_ddp_ext.rendezvous.lifelines import answers, listen_for_lifelines
-from lightning_ddp_ext.rendezvous.membership import Membership, OpenedStore
-from lightning_ddp_ext.rendezvous.news import reason_of
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.roll_call import ENDS_WITHIN, call_roll
-from lightning_ddp_ext.rendezvous.sockets import sockets_opened
-from lightning_ddp_ext.rendezvous.store import connect_tcp, host_tcp
+from lightning_ddp_ext.rendezvous.sockets import Sockets, interface_of, sockets_opened
 
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
-# Seconds to wait for the news that explains why a start broke off: it comes by another way than the break itself.
-_NEWS_WITHIN = 2.0
 
+class ProcessGroups:
+    """The default process group and the others that the package forms.
 
-_membership: Membership | None = None
-_of_parent: Membership | None = None
-
-
-def current() -> Membership | None:
-    """This process's membership in a world; ``None`` before :func:`join` and after :func:`leave`."""
-    return _membership
-
-
-def join(request: Request) -> Membership | None:
-    """Find the other ranks and form the process group with them. Collective: every rank must call it.
-
-    A process joins once. Later calls use the same ranks again: with another backend a new group is formed among
-    them, another timeout is set, and everything else that differs is refused.
-
-    Returns:
-        The membership; ``None`` where somebody else has opened the default process group already, which is then
-        used as it is.
-
-    Raises:
-        RendezvousError: the ranks could not find each other within ``init_timeout``.
-        GroupInUseError: this process has a group already that does not fit.
+    Args:
+        request: of the first Trainer.
+        store: in which the groups are formed; no other start has used it.
+        route: the address of this host that other hosts can reach; empty where all ranks are on one.
     """
-    global _membership
-    if _membership is None and dist.is_initialized():
-        _adopt_foreign_group(request)
-        return None
-    deadline = Deadline(request.init_timeout.total_seconds())
-    if _membership is None:
-        _membership = _found(request, _open_store(request, deadline), deadline)
-        at_exit(leave)
-    elif _membership.is_usable:
-        _membership.accommodate(request)
-    else:
-        _membership.check(request)
-        _membership = _meet_again(_membership, request, deadline)
-    return _membership
 
+    def __init__(self, request: Request, store: Store, route: str) -> None:
+        self._request = request
+        self._store = store
+        self._route = route
+        self._formed = 0
+        self._default: object = None
+        self._others: dict[tuple[object, ...], dist.ProcessGroup] = {}
+        self._kept: list[object] = []
+        self._sockets: list[Sockets] = []
 
-def _meet_again(before: Membership, request: Request, deadline: Deadline) -> Membership:
-    """Form a group anew among processes that have lived through a failure."""
-    unheard = before.unheard_news
-    before.close_group()
-    try:
-        membership = _found(before.as_met(request), before.opened_store, deadline, before)
-    except RendezvousError:
-        if unheard is not None and before.has_ended(unheard.rank):
-            cause = unheard.to_error()  # it is why the rank does not come, and nobody has been told so far
-            raise cause from cause.__cause__
-        raise
-    before.retire()
-    return membership
-
-
-def _forget() -> None:
-    """In a forked child, a loader's worker, say: the membership is its parent's."""
-    global _membership, _of_parent
-    # Kept all the same: a store that ends joins threads, or writes to its file, and both are the parent's.
-    _of_parent, _membership = _membership, None
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def leave() -> None:
-    """Close group, lifelines and store; every process of a run does it once, at its end.
-
-    Not in a strategy's ``teardown``: hooks and a second ``fit`` still need the group.
-    """
-    global _membership
-    if _membership is not None:
-        _membership.close()
-        _membership = None
-
-
-def _found(request: Request, opened: OpenedStore, deadline: Deadline, before: Membership | None = None) -> Membership:
-    """Roll call, lifelines, group: on an error the other ranks are told, and nothing but the store stays open.
-
-    The lifelines of ``before``, where the ranks have met before, tell who cannot come any more.
-    """
-    listener, lifeline = listen_for_lifelines() if request.world.rank == 0 else (None, ((), 0))
-
-    def bad_news() -> str | None:
-        return request.bad_news() or (None if before is None else before.absence())
-
-    try:
-        table = _call_roll(replace(request, bad_news=bad_news), opened, deadline, lifeline)
-    except BaseException:
-        if listener is not None:
-            listener.close()
-        raise
-    membership = Membership(request, opened, table)
-    try:
-        opened.settle(table)
-        membership.connect(deadline, listener)
-    except BaseException as cause:
-        error = _abandoned(membership, cause)
-        raise error from error.__cause__
-    return membership
-
-
-def _call_roll(
-    request: Request, opened: OpenedStore, deadline: Deadline, lifeline: tuple[tuple[str, ...], int]
-) -> Table:
-    """The roll call, ended from outside where the store neither answers nor fails.
-
-    An exception in the main thread, such as Ctrl-C, does not end the thread that calls: it is told, and tells the rest.
-    """
-    claim = _claim(request)
-    interrupted: list[str] = []
-    has_ended = threading.Event()
-
-    def call() -> Table:
-        try:
-            return call_roll(
-                opened.for_roll_call,
-                claim,
-                deadline,
-                lifeline=lifeline,
-                is_alive=answers,
-                bad_news=lambda: interrupted[0] if interrupted else request.bad_news(),
+    def form_default(self, request: Request, deadline: Deadline) -> None:
+        """Form the default group. Collective."""
+        self._request = request
+        self._formed += 1
+        self._sockets = []
+        with self._noted_sockets(), self._interface_for_gloo():
+            dist.init_process_group(
+                request.backend,
+                store=PrefixStore(f"group/{self._formed}", self._store),
+                rank=request.world.rank,
+                world_size=request.world.world_size,
+                timeout=deadline.as_timedelta(),
+                device_id=None if request.device.type == "cpu" else request.device,
             )
-        finally:
-            has_ended.set()
+            # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
+            # reference alone gives the GIL up meanwhile, and DDP's does not, so this one must outlive the model's:
+            # https://github.com/pytorch/pytorch/issues/56297. Without it 2 of 69 failing runs hung in teardown.
+            self._default = dist.group.WORLD
+            _check_group(request)
+        _set_timeout(request.timeout)
 
-    try:
-        return deadline.bound(call, extra=ENDS_WITHIN)
-    except DDPExtError:
-        raise
-    except TimeoutError:
-        opened.sockets.sever()
-        finding = f"it has not answered within init_timeout {deadline.seconds:g} s"
-    except RuntimeError as cause:  # torch's errors of a store whose other end is gone
-        finding = _first_line(cause)
-    except BaseException as cause:
-        interrupted.append(f"{claim} has given up the roll call: {reason_of(cause)}")
-        has_ended.wait(ENDS_WITHIN)
-        raise
-    raise RendezvousError(f"{request.init_method}: lost the store during the roll call ({finding}); {opened.suspicion}")
+    def form(self, ranks: Sequence[int], backend: str | None, purpose: str) -> dist.ProcessGroup:
+        """Form a group of some ranks. Collective over all ranks."""
+        deadline = Deadline(self._request.init_timeout.total_seconds())
+        with self._noted_sockets(), self._interface_for_gloo():
+            group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())
+        _set_timeout(self._request.timeout, group)
+        self._others[(*ranks, backend, purpose)] = group
+        return group
 
+    def known(self, ranks: Sequence[int], backend: str | None, purpose: str) -> dist.ProcessGroup | None:
+        """The group that :meth:`form` has made for the same arguments."""
+        return self._others.get((*ranks, backend, purpose))
 
-def _abandoned(membership: Membership, cause: BaseException) -> BaseException:
-    news = membership.await_news(0.0 if isinstance(cause, DDPExtError) else _NEWS_WITHIN)
-    if news is None:
-        membership.announce_failure(cause, "")
-        error: BaseException = cause
-    else:
-        error = news.to_error()
-    membership.close_group()
-    membership.retire()
-    return error
+    def set_timeout(self, timeout: timedelta | None) -> None:
+        """Set the timeout of all groups' collectives."""
+        for group in (None, *self._others.values()):
+            _set_timeout(timeout, group)
 
+    def cut(self) -> None:
+        """End the connections of all groups: a thread that waits in a gloo collective gets an error."""
+        for sockets in self._sockets:
+            sockets.sever()
 
-def _claim(request: Request) -> Claim:
-    return Claim(
-        rank=request.world.rank,
-        world_size=request.world.world_size,
-        device=str(request.device),
-        init_method=request.init_method,
-        versions=request.versions,
-    )
+    def close(self, *, is_broken: bool) -> None:
+        """End all groups of this process.
 
-
-def _open_store(request: Request, deadline: Deadline) -> OpenedStore:
-    with sockets_opened() as sockets:
-        if isinstance(request.where, str):
-            return OpenedStore(open_file(request.where, deadline), sockets, request.where)
-        if request.hosted_by == "rank 0" and request.world.rank == 0:
-            store = host_tcp(request.where, deadline, listener=request.listener)
+        Args:
+            is_broken: whether other ranks may have abandoned a collective. NCCL's groups are aborted then: to destroy
+                one is to wait for its kernels.
+        """
+        if not dist.is_initialized():
+            return
+        # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
+        # their owner and abort the process at its end: 9 of 50 processes without these two lines.
+        gc.collect()
+        if is_broken and "nccl" in self._request.backend:
+            abort_group()
         else:
-            store = connect_tcp(
-                request.where,
-                deadline,
-                foreign=request.hosted_by == "agent",
-                host_is_busy=request.hosted_by == "launcher",
-            )
-        return OpenedStore(PrefixStore("lightning_ddp_ext", store), sockets, None)
+            dist.destroy_process_group()
+        self._kept.extend(self._others.values())  # as long as the default one, and for the same reason
+        self._others.clear()
+        gc.collect()
+
+    def release(self) -> None:
+        """Let go of the closed groups."""
+        self._default = None
+        self._kept.clear()
+
+    @contextmanager
+    def _noted_sockets(self) -> Iterator[None]:
+        """The sockets of a group that is formed in the block: they can be cut from now on."""
+        with sockets_opened() as sockets:
+            self._sockets.append(sockets)
+            yield
+
+    @contextmanager
+    def _interface_for_gloo(self) -> Iterator[None]:
+        """Make gloo use the network that joins the hosts, where it would take the one the host's name stands for."""
+        variable = "GLOO_SOCKET_IFNAME"
+        interface = interface_of(self._route) if self._route and variable not in os.environ else None
+        if interface is None:
+            yield
+            return
+        os.environ[variable] = interface
+        try:
+            yield
+        finally:
+            del os.environ[variable]
 
 
-def _adopt_foreign_group(request: Request) -> None:
-    mine = (dist.get_rank(), dist.get_world_size())
-    if request.is_explicit or mine != (request.world.rank, request.world.world_size):
-        raise GroupInUseError(
-            f"a process group that lightning_ddp_ext did not open is in use (rank {mine[0]} of {mine[1]}), and this "
-            f"Trainer asks for rank {request.world.rank} of {request.world.world_size} by {request.init_method}; "
-            "call torch.distributed.destroy_process_group() before fit, or give the Trainer no init_method"
+def abort_group() -> None:
+    """End all groups of this process without waiting for any other rank."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    with suppress(Exception):
+        (abort or dist.destroy_process_group)()
+
+
+def _check_group(request: Request) -> None:
+    """One small collective: a group that cannot do that is better found out now than in the first step."""
+    ones = torch.ones(1, device=request.device)
+    dist.all_reduce(ones)
+    if int(ones.item()) != request.world.world_size:
+        raise RendezvousError(
+            f"the {request.backend} group adds {request.world.world_size} ones to {int(ones.item())}; "
+            "check the network between the hosts and the backend's settings"
         )
-    _logger.warning(
-        "using the process group that is open already: init_timeout and timeout have no effect, "
-        "and a rank that dies is not noticed by lightning_ddp_ext"
-    )
 
 
-def _first_line(cause: BaseException) -> str:
-    return str(cause).partition("\n")[0][:200]
+def _set_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:
+    if not isinstance(group, dist.ProcessGroup | None):  # what stands for a group that this rank is not in
+        return
+    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    default = getattr(dist.distributed_c10d, "_get_default_timeout", None)
+    if setter is None or default is None:
+        _logger.warning(
+            "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; tell us, please",
+            torch.__version__,
+        )
+        return
+    setter(timeout or default(dist.get_backend(group)), group)

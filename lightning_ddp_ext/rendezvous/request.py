@@ -5,13 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from socket import socket
-from typing import Literal
 
 import torch
 
-from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint
 from lightning_ddp_ext.world import World
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Durations of the control channel, in seconds.
+
+    Attributes:
+        heartbeat: silence of a host after which its ranks count as dead; a closed connection counts at once.
+        connect: one attempt to reach rank 0.
+        answer: how long a live process may take to answer, as its threads may have to wait for the GIL.
+        after_refusal: how long rank 0 stays, so that late ranks hear why the start failed.
+        first_cause: how long a rank waits for the cause that explains a broken connection.
+        grace: by kind of event, how long the main thread has to raise before its process is ended.
+    """
+
+    heartbeat: float = 30.0
+    connect: float = 3.0
+    answer: float = 5.0
+    after_refusal: float = 3.0
+    first_cause: float = 2.0
+    # After a failure a rank may be busy, hears of it at its next collective, and can then save what it has.
+    grace: dict[str, float] = field(
+        default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0, "hung": 5.0}
+    )
 
 
 @dataclass(frozen=True)
@@ -19,30 +41,27 @@ class Request:
     """What a Trainer asks of the rendezvous.
 
     Attributes:
-        world: who this process is.
-        init_method: how the ranks meet, as a URL for people.
-        is_explicit: whether the user chose it.
-        where: the address of the TCP store, or the path of the store's file.
-        hosted_by: who opens the TCP store's server: rank 0, the process that launched the ranks, or a launcher
-            that is not ours and shares its own store (torchrun's agent).
+        world: which rank this process is.
+        init_method: how the ranks find rank 0, as a URL for messages.
+        endpoint: where rank 0 listens, or publishes where it does.
         backend: of the process group, such as ``gloo``.
         device: what this rank computes on.
         timeout: of a collective; ``None`` for the backend's default.
         init_timeout: of the whole start-up.
-        versions: of the packages that must be alike on all ranks.
-        listener: the socket of the store's server, where the launching process has bound it.
-        bad_news: a sentence once the launching process knows that a rank cannot come any more.
+        is_explicit: whether the user chose the init method.
+        versions: of the packages that must be the same on all ranks.
+        child_failure: a sentence once the launching process knows that a rank has ended before it connected.
+        timeouts: of the control channel.
     """
 
     world: World
     init_method: str
-    where: Tcp | str
+    endpoint: Endpoint
     backend: str
     device: torch.device
     timeout: timedelta | None
     init_timeout: timedelta
     is_explicit: bool = True
-    hosted_by: Literal["rank 0", "launcher", "agent"] = "rank 0"
     versions: dict[str, str] = field(default_factory=dict)
-    listener: socket | None = None
-    bad_news: Callable[[], str | None] = lambda: None
+    child_failure: Callable[[], str | None] = lambda: None
+    timeouts: Timeouts = field(default_factory=Timeouts)

@@ -83,11 +83,16 @@ def listen(host: str, port: int) -> socket.socket:
         host: the name or address by which others will reach it. Where that is a loopback address or ``localhost``,
             only this host can; for every other one the socket takes connections on all interfaces, since an address
             may belong to a router in front of this host, and a host's own name often stands for 127.0.1.1 there.
+            Empty for all interfaces as well.
         port: 0 for one that the kernel finds free.
 
     Raises:
         OSError: the host does not resolve (``socket.gaierror``) or the port cannot be bound.
     """
+    if not host:
+        with suppress(OSError):
+            return listen("::", port)  # takes IPv4 connections, too
+        return listen("0.0.0.0", port)  # this host has no IPv6
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bind_to = str(address[0]) if is_loopback(host) or host == "localhost" else ""
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.places import calling_place
 
 _SAME_SHAPE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single")
@@ -42,11 +42,11 @@ class CheckedCollectives:
     What was imported by name before, and what torch calls in C++, as DDP does for gradients, is not seen.
 
     Args:
-        membership: this process among the ranks.
+        context: this process among the ranks.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
         self._before: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
@@ -69,7 +69,7 @@ class CheckedCollectives:
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(*args, **kwargs).arguments
             if threading.current_thread() is threading.main_thread() and self._is_for_all(given.get("group")):
-                self._membership.meetings.meet(_described(name, given), calling_place())
+                self._context.barriers.enter(_described(name, given), calling_place())
             return function(*args, **kwargs)
 
         return checked
@@ -77,7 +77,7 @@ class CheckedCollectives:
     def _is_for_all(self, group: Any) -> bool:
         if not dist.is_initialized():
             return False
-        return group is None or dist.get_process_group_ranks(group) == list(range(self._membership.world.world_size))
+        return group is None or dist.get_process_group_ranks(group) == list(range(self._context.world.world_size))
 
 
 def _described(name: str, given: dict[str, Any]) -> str:

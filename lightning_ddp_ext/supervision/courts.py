@@ -29,9 +29,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.deadline import answer_within
-from lightning_ddp_ext.rendezvous.line import Message
-from lightning_ddp_ext.rendezvous.membership import Membership
-from lightning_ddp_ext.rendezvous.news import News
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.stopped import stopped_process
 from lightning_ddp_ext.supervision.verdict import Case, Report, Silence, Verdict, Who
 
@@ -77,20 +77,20 @@ class LifelineCourt(Court):
     """The court of ranks that have lifelines; one for the process.
 
     Args:
-        membership: this process among the ranks.
+        context: this process among the ranks.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._rank = membership.world.rank
-        self._claims = membership.table.claims
-        self._whos = [Who(claim.rank, claim.host, claim.pid) for claim in self._claims]
-        self._store = StoreCourt(PrefixStore("watchdog", membership.store), self._rank, self._whos)
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        self._rank = context.world.rank
+        self._infos = context.table.ranks
+        self._whos = [Who(info.rank, info.host, info.pid) for info in self._infos]
+        self._store = StoreCourt(PrefixStore("watchdog", context.store), self._rank, self._whos)
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._witness: Witness | None = None
         self._is_open = False
         self._is_in_store = False
-        membership.listen("watchdog", self._hear)
+        context.listen("watchdog", self._hear)
 
     @override
     def open(self, witness: Witness) -> None:
@@ -105,7 +105,7 @@ class LifelineCourt(Court):
         self._messages.put({})
 
     def _send(self, message: Message) -> None:
-        self._membership.send("watchdog", message)
+        self._context.send("watchdog", message)
 
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
@@ -126,7 +126,7 @@ class LifelineCourt(Court):
     @override
     def call(self) -> Case | Verdict | None:
         self._is_in_store = False
-        if self._membership.news is not None:
+        if self._context.peers.cause is not None:
             return None  # the ranks are ending already
         if self._rank == 0:
             return self._hold()
@@ -158,7 +158,7 @@ class LifelineCourt(Court):
         """On rank 0: hear all ranks; no case if they have come to an end without it, while this process was stopped."""
         mine = self._testify()
         reports = {0: mine}
-        missing = {who.rank for who in self._whos if not self._membership.has_ended(who.rank)} - {0}
+        missing = {who.rank for who in self._whos if not self._context.peers.has_ended(who.rank)} - {0}
         self._send({"question": "where are you?"})
         deadline = time.monotonic() + _ANSWERS_WITHIN
         while missing and (message := self._next(deadline - time.monotonic())) is not None:
@@ -166,7 +166,7 @@ class LifelineCourt(Court):
                 report = Report.of(message["report"])
                 reports[report.who.rank] = report
                 missing.discard(report.who.rank)
-        if self._membership.news is not None:
+        if self._context.peers.cause is not None:
             return None
         return Case(list(reports.values()), [self._silence(rank) for rank in sorted(missing)])
 
@@ -179,7 +179,7 @@ class LifelineCourt(Court):
         return Silence(self._whos[rank], _ANSWERS_WITHIN, self._stopped(rank) is not None)
 
     def _stopped(self, rank: int) -> psutil.Process | None:
-        return stopped_process(self._claims[rank], seen_from=self._claims[self._rank])
+        return stopped_process(self._infos[rank], seen_from=self._infos[self._rank])
 
     @override
     def conclude(self, verdict: Verdict | None) -> None:
@@ -196,7 +196,7 @@ class LifelineCourt(Court):
     @override
     def obey(self, verdict: Verdict) -> None:
         who = verdict.who
-        self._membership.report(News("hung", who.rank, who.host, who.pid, verdict.sentence))
+        self._context.peers.report(PeerEvent("hung", who.rank, who.host, who.pid, verdict.sentence))
 
 
 class LoneCourt(Court):

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.membership import Membership, at_work
-from lightning_ddp_ext.rendezvous.news import News, reason_of
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, reason_of
+from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.inquiry import Inquiry
 
 T = TypeVar("T")
@@ -27,7 +27,6 @@ _BROKEN_CONNECTION = re.compile(
 # What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
-_LONGEST_TRACEBACK = 1 << 15
 
 
 def supervised(
@@ -46,7 +45,7 @@ def supervised(
         RankFailedError: another rank failed, died or left.
     """
     try:
-        with at_work():
+        with supervised_work():
             return function(*args, **kwargs)
     except harmless:
         raise
@@ -59,28 +58,28 @@ def supervised(
 
 def explain(exception: BaseException) -> Any:
     """The exception itself, then announced to the other ranks; or the error of the rank that caused it."""
-    membership = current()
-    if membership is None or isinstance(exception, (RankFailedError, RendezvousError)):
+    context = current()
+    if context is None or isinstance(exception, (RankFailedError, RendezvousError)):
         return exception
     if echoes_another_rank(exception):
-        news = _cause(membership, " ".join(map(reason_of, chain_of(exception))))
-        if news is not None:
-            membership.close_group()
-            error = news.to_error()
-            if news.kind == "left":
+        event = _cause(context, " ".join(map(reason_of, chain_of(exception))))
+        if event is not None:
+            context.close_group()
+            error = event.to_error()
+            if event.kind == "left":
                 error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
             return error
-    _announce(membership, exception)
+    context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
 
 
-def _cause(membership: Membership, what_is_said: str) -> News | None:
+def _cause(context: ProcessContext, what_is_said: str) -> PeerEvent | None:
     """What has broken a collective or a store off, waiting for the news of that."""
     if _TIMED_OUT.search(what_is_said):
-        return membership.part(Inquiry).why_in_vain()
+        return context.component(Inquiry).why_in_vain()
     if _CLOSED.search(what_is_said):
-        return membership.part(Inquiry).why_closed(_NEWS_WITHIN)
-    return membership.await_news(_NEWS_WITHIN)
+        return context.component(Inquiry).why_closed(_NEWS_WITHIN)
+    return context.peers.wait(_NEWS_WITHIN)
 
 
 def echoes_another_rank(exception: BaseException) -> bool:
@@ -109,12 +108,3 @@ def chain_of(exception: BaseException) -> Iterator[BaseException]:
         seen.add(id(link))
         yield link
         link = link.__cause__ or link.__context__
-
-
-def _announce(membership: Membership, exception: BaseException) -> None:
-    text = "".join(traceback.format_exception(exception))
-    left_out = len(text) - _LONGEST_TRACEBACK
-    if left_out > 0:
-        half = _LONGEST_TRACEBACK // 2
-        text = f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
-    membership.announce_failure(exception, text)

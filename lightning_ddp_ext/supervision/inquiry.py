@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from lightning_ddp_ext.rendezvous.line import Message
-from lightning_ddp_ext.rendezvous.membership import Membership
-from lightning_ddp_ext.rendezvous.news import News
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.places import place_of
 from lightning_ddp_ext.supervision.stacks import main_frame, may_be_waiting_for_ranks
 from lightning_ddp_ext.supervision.stopped import stopped_process
@@ -42,36 +42,36 @@ class Inquiry:
     """This rank's part in finding out. All ranks must have made theirs before one of them asks.
 
     Args:
-        membership: this process among the ranks.
+        context: this process among the ranks.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._table = membership.table
-        self._rank = membership.world.rank
-        self._changed = membership.arrived
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        self._table = context.table
+        self._rank = context.world.rank
+        self._changed = context.peers.arrived
         self._has_come_out = False  # of its collective, which was in vain
         self._state: Literal["not begun", "under way", "over"] = "over"
         self._only_silence = True
         self._answers: dict[int, Answer] = {}
-        membership.listen("inquiry", self._hear)
+        context.listen("inquiry", self._hear)
 
     # In the main thread; takes some seconds.
 
-    def why_in_vain(self) -> News | None:
+    def why_in_vain(self) -> PeerEvent | None:
         """Why a collective has timed out here, as all ranks are told; ``None`` if nobody seems to be to blame."""
         self._has_come_out = True
         return self._ask(f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}")
 
-    def why_closed(self, news_within: float) -> News | None:
+    def why_closed(self, news_within: float) -> PeerEvent | None:
         """The same where another rank has closed its connection: it may have done so because it has timed out.
 
         Args:
             news_within: seconds in which other reasons become known.
         """
         self._has_come_out = True
-        news = self._membership.await_news(news_within)
-        return news or self._ask(f"the connections of rank {self._rank} were closed in a collective")
+        event = self._context.peers.wait(news_within)
+        return event or self._ask(f"the connections of rank {self._rank} were closed in a collective")
 
     def check_that_all_answer(self) -> None:
         """Be patient with a rank that takes long over something, but not with one of which nothing is heard.
@@ -80,27 +80,27 @@ class Inquiry:
             RankHungError: a rank does not answer.
             RankFailedError: another of its kinds; there is other news of a rank.
         """
-        news = self._ask(f"rank {self._rank} has waited for {self._timeout}", only_silence=True)
-        if news is not None:
-            raise news.to_error()
+        event = self._ask(f"rank {self._rank} has waited for {self._timeout}", only_silence=True)
+        if event is not None:
+            raise event.to_error()
 
-    def _ask(self, wait: str, *, only_silence: bool = False) -> News | None:
+    def _ask(self, wait: str, *, only_silence: bool = False) -> PeerEvent | None:
         if self._rank == 0:
             self._begin(wait, only_silence)
         else:
             with self._changed:
                 self._state = "not begun" if self._state == "over" else self._state
-            self._membership.send("inquiry", {"wait": wait, "only_silence": only_silence})
+            self._context.send("inquiry", {"wait": wait, "only_silence": only_silence})
         self._await(lambda: self._state != "not begun", _ANSWERS_WITHIN)
         self._await(lambda: self._state == "over", 3 * _ANSWERS_WITHIN)
-        if self._state != "over" and self._membership.news_or_departure is None:
-            self._membership.report(self._silence([0], wait))
-        return self._membership.news_or_departure
+        if self._state != "over" and self._context.peers.cause_or_departure is None:
+            self._context.peers.report(self._silence([0], wait))
+        return self._context.peers.cause_or_departure
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait for so long until it is so, or there is news, which says more."""
         with self._changed:
-            self._changed.wait_for(lambda: condition() or self._membership.news_or_departure, seconds)
+            self._changed.wait_for(lambda: condition() or self._context.peers.cause_or_departure, seconds)
 
     def _hear(self, message: Message) -> None:
         """Called by the lifelines' thread."""
@@ -108,7 +108,7 @@ class Inquiry:
             self._begin(message["wait"], message["only_silence"])
         elif "question" in message:
             self._set_state("under way")
-            self._membership.send("inquiry", {"answer": asdict(self._testify())})
+            self._context.send("inquiry", {"answer": asdict(self._testify())})
         elif "answer" in message:
             self._take(Answer(**message["answer"]))
         elif "over" in message:
@@ -137,22 +137,22 @@ class Inquiry:
         """Ask all, tell all."""
         silent, elsewhere = self._ask_all()
         if elsewhere and not silent and not self._only_silence:
-            self._membership.await_news(_FOLLOWS_WITHIN)
+            self._context.peers.wait(_FOLLOWS_WITHIN)
             silent, elsewhere = self._ask_all()
-        if self._membership.news_or_departure is None:  # else that is why
+        if self._context.peers.cause_or_departure is None:  # else that is why
             if silent:
-                self._membership.report(self._silence(silent, wait))
+                self._context.peers.report(self._silence(silent, wait))
             elif elsewhere and not self._only_silence:
-                self._membership.report(self._absence(elsewhere, wait))
+                self._context.peers.report(self._absence(elsewhere, wait))
         self._set_state("over")  # before the others, who may ask again
-        self._membership.send("inquiry", {"over": True})
+        self._context.send("inquiry", {"over": True})
 
     def _ask_all(self) -> tuple[list[int], list[Answer]]:
         """The ranks that do not answer, and those that wait for nobody."""
-        everyone = [claim.rank for claim in self._table.claims if not self._membership.has_ended(claim.rank)]
+        everyone = [info.rank for info in self._table.ranks if not self._context.peers.has_ended(info.rank)]
         with self._changed:
             self._answers = {0: self._testify()}
-            self._membership.send("inquiry", {"question": "where are you?"})
+            self._context.send("inquiry", {"question": "where are you?"})
             self._await(lambda: self._answers.keys() >= set(everyone), _ANSWERS_WITHIN)
             answers = self._answers.copy()
         silent = [rank for rank in everyone if rank not in answers]
@@ -165,19 +165,19 @@ class Inquiry:
 
     # What is said.
 
-    def _silence(self, silent: list[int], wait: str) -> News:
+    def _silence(self, silent: list[int], wait: str) -> PeerEvent:
         who, mine = self._table[silent[0]], self._table[self._rank]
         others = "".join(f", {self._table[rank]}" for rank in silent[1:])
         is_stopped = stopped_process(who, seen_from=mine) is not None
         stopped = " and its process is stopped (SIGSTOP)" if is_stopped else ""
         sentence = f"{who}{others} has not answered for {_ANSWERS_WITHIN:g} s{stopped}; {wait}"
-        return News("hung", who.rank, who.host, who.pid, sentence)
+        return PeerEvent("hung", who.rank, who.host, who.pid, sentence)
 
-    def _absence(self, elsewhere: list[Answer], wait: str) -> News:
+    def _absence(self, elsewhere: list[Answer], wait: str) -> PeerEvent:
         who = self._table[elsewhere[0].rank]
         where = " and ".join(f"{self._table[each.rank]} is in {each.place or 'no call of yours'}" for each in elsewhere)
-        return News("absent", who.rank, who.host, who.pid, f"{wait}, and {where}; {_REMEDY}")
+        return PeerEvent("absent", who.rank, who.host, who.pid, f"{wait}, and {where}; {_REMEDY}")
 
     @property
     def _timeout(self) -> str:
-        return f"{self._membership.collective_timeout.total_seconds():g} s"
+        return f"{self._context.collective_timeout.total_seconds():g} s"

@@ -12,8 +12,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_ddp_ext.at_exit import end_at_once
-from lightning_ddp_ext.rendezvous.membership import Membership
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 
 # In the environment of a rank that a process of this package has started: that process.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
@@ -65,20 +64,20 @@ def _is_python(pid: int) -> bool:
 def _end_after(pid: int, has_ended: bool) -> None:
     if not has_ended:
         _wait_for_the_end_of(pid)
-    membership = current()
-    if membership is not None and _is_rank(pid, membership) and membership.await_news(_NEWS_WITHIN) is not None:
+    context = current()
+    if context is not None and _is_rank(pid, context) and context.peers.wait(_NEWS_WITHIN) is not None:
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
         end_at_once(1)
-    who = "" if membership is None else f"[rank {membership.world.rank}] "
+    who = "" if context is None else f"[rank {context.world.rank}] "
     which = "" if has_ended else f" (pid {pid})"
     sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
     sys.stderr.flush()
     end_at_once(1)
 
 
-def _is_rank(pid: int, membership: Membership) -> bool:
-    here = membership.table[membership.world.rank].host
-    return any((claim.host, claim.pid) == (here, pid) for claim in membership.table.claims)
+def _is_rank(pid: int, context: ProcessContext) -> bool:
+    here = context.table[context.world.rank].host
+    return any((info.host, info.pid) == (here, pid) for info in context.table.ranks)
 
 
 def _wait_for_the_end_of(pid: int) -> None:

@@ -33,14 +33,14 @@ class ChildScripts:
 
     children: list[subprocess.Popen[bytes]]
 
-    def bad_news(self) -> str | None:
-        """A sentence on a child that has ended; asked during the roll call, which such a child will never answer."""
+    def failure(self) -> str | None:
+        """A sentence on a child that has ended; asked while this process waits for it to connect."""
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
                 return (
                     f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) ended {_in_words(status)} "
-                    "before it answered the roll call; look at its output"
+                    "before all ranks had connected; look at its output"
                 )
         return None
 
@@ -76,14 +76,12 @@ class RankProcesses:
 
     Args:
         context: what torch returned when it started them.
-        store: the server of their store, open as long as they run.
         results_file: what local rank 0 leaves if it comes to a good end.
         stop_within: seconds that the ranks have to stop together after a signal.
     """
 
-    def __init__(self, context: Any, store: object, results_file: str, stop_within: float = _END_WITHIN) -> None:
+    def __init__(self, context: Any, results_file: str, stop_within: float = _END_WITHIN) -> None:
         self._context = context
-        self._store = store
         self._results_file = results_file
         self._stop_within = stop_within
         self.processes = context.processes
@@ -108,7 +106,6 @@ class RankProcesses:
         status = self._stopped_by()
         if status is not None and {process.exitcode for process in self.processes} == {status}:
             raise SystemExit(status)
-        self._store = None
         culprit = self._culprit()
         if culprit is not None:
             self._raise(culprit)

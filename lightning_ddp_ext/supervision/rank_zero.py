@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lightning_ddp_ext.rendezvous.news import RemoteTraceback, reason_of
+from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback, reason_of
 
 T = TypeVar("T")
 

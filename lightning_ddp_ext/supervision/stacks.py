@@ -9,7 +9,7 @@ from types import FrameType
 
 # What travels to another rank must fit into a line, and into the socket of one that does not read.
 _LONGEST = 1 << 15
-_WAITING = {"torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.meetings"}
+_WAITING = {"torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.named_barrier"}
 # Those that wait in C++, and that call code of the user's as well.
 _WAITING_ITSELF = {
     "lightning_ddp_ext.batchnorm.exchange",

@@ -6,14 +6,14 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.rendezvous.claims import Claim
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 
 
-def stopped_process(claim: Claim, *, seen_from: Claim) -> psutil.Process | None:
+def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:
     """The process of a rank, if it is one of the same host and somebody has stopped it (SIGSTOP)."""
-    if (claim.host, claim.network) != (seen_from.host, seen_from.network):
+    if (info.host, info.network) != (seen_from.host, seen_from.network):
         return None
     with suppress(psutil.Error):
-        process = psutil.Process(claim.pid)
+        process = psutil.Process(info.pid)
         return process if process.status() == psutil.STATUS_STOPPED else None
     return None

@@ -19,8 +19,8 @@ from datetime import timedelta
 from signal import Signals
 
 from lightning_ddp_ext.at_exit import end_at_once
-from lightning_ddp_ext.rendezvous.line import Message
-from lightning_ddp_ext.rendezvous.membership import Membership
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.wire import Message
 from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.places import place_of_main_thread
 from lightning_ddp_ext.supervision.signals import status_of
@@ -92,13 +92,13 @@ class Stopping:
     """This rank's part in stopping together; one for the process, as the ranks count places over all Trainers.
 
     Args:
-        membership: this process among the ranks.
+        context: this process among the ranks.
     """
 
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-        self._rank = membership.world.rank
-        self._changed = membership.arrived
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        self._rank = context.world.rank
+        self._changed = context.peers.arrived
         self._place = Place(0)
         self._job = 0
         self._is_active = False
@@ -115,8 +115,8 @@ class Stopping:
         self._deadline: timedelta | None = None
         self._on_request: Callable[[Request], object] = lambda _: None
         self._timer: threading.Timer | None = None
-        self._inquiry = membership.part(Inquiry)
-        membership.listen("stop", self._hear)
+        self._inquiry = context.component(Inquiry)
+        context.listen("stop", self._hear)
 
     def expect(self, signum: int) -> None:
         """This rank got a signal: it passes no place before all hold. For signal handlers, as it takes no lock."""
@@ -125,13 +125,13 @@ class Stopping:
 
     def ask(self, signum: int) -> None:
         """Have all ranks stop; for any thread but that of a signal handler."""
-        mine = self._membership.table[self._rank]
+        mine = self._context.table[self._rank]
         request = Request(signum, mine.rank, mine.host, self._job)
         self._bound(request)
         if self._rank == 0:
             self._take_request(request)
         else:
-            self._membership.send("stop", {"request": asdict(request)})
+            self._context.send("stop", {"request": asdict(request)})
 
     def begin(self, deadline: timedelta, on_request: Callable[[Request], object] = lambda _: None) -> None:
         """From now on requests are heeded: the ranks have begun something that has places.
@@ -166,7 +166,7 @@ class Stopping:
     @property
     def is_overruled(self) -> bool:
         """Whether a rank died or failed: then the others end because of that, whatever they are asked."""
-        return self._membership.news is not None
+        return self._context.peers.cause is not None
 
     # Places, in the main thread.
 
@@ -192,9 +192,9 @@ class Stopping:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
         self._make_sure_that_it_is_known()
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_asked_here or self._membership.news)
+            self._changed.wait_for(lambda: not self._is_asked_here or self._context.peers.cause)
         # Callbacks may take long at the end, and their rank answers all the same.
-        self._membership.meetings.meet("the end of its work", patience=self._inquiry.check_that_all_answer)
+        self._context.barriers.enter("the end of its work", patience=self._inquiry.check_that_all_answer)
         # Who is asked only now must not wait for that to come round: rank 0 may be gone from here, and never answer.
         self._place = Place(self._place.passed + 1)
         return self._decide() if self._is_holding else None
@@ -206,9 +206,9 @@ class Stopping:
             self._is_waiting = True
             self._changed.wait_for(self._is_decided)
             self._is_waiting = False
-            news, target, here = self._membership.news, self._target, self._place
-            if news is not None:
-                raise news.to_error()
+            event, target, here = self._context.peers.cause, self._target, self._place
+            if event is not None:
+                raise event.to_error()
             if target is None or (here.passed, here.steps) < (target.passed, target.steps):
                 return None
             request = self._requests[0]
@@ -225,7 +225,7 @@ class Stopping:
 
     def _is_decided(self) -> bool:
         is_open = self._is_asked_here or self._is_holding
-        return self._target is not None or not is_open or self._membership.news is not None
+        return self._target is not None or not is_open or self._context.peers.cause is not None
 
     # The agreement, in threads.
 
@@ -265,7 +265,7 @@ class Stopping:
             self._stopped_at = None
             request = self._requests[0]
             self._asked_job = request.job
-        self._membership.send("stop", {"hold": asdict(request)})
+        self._context.send("stop", {"hold": asdict(request)})
         self._hold(request)
 
     def _hold(self, request: Request) -> None:
@@ -288,7 +288,7 @@ class Stopping:
             self._collect(0, place, request.job, has_stopped)
         else:
             answer = {"place": asdict(place), "rank": self._rank, "job": request.job, "has_stopped": has_stopped}
-            self._membership.send("stop", answer)
+            self._context.send("stop", answer)
 
     def _collect(self, rank: int, place: Place, job: int, has_stopped: bool) -> None:
         """On rank 0: when all have answered, say where to stop."""
@@ -298,10 +298,10 @@ class Stopping:
             self._places[rank] = place
             self._stopped_at = place if has_stopped else self._stopped_at
             places = list(self._places.values())
-        if len(places) < len(self._membership.table.claims):
+        if len(places) < len(self._context.table.ranks):
             return
         agreement = agree(places) if self._stopped_at is None else Agreement(self._stopped_at)
-        self._membership.send("stop", {"target": asdict(agreement.target), "job": job})
+        self._context.send("stop", {"target": asdict(agreement.target), "job": job})
         self._release(agreement.target, job)
         if not agreement.is_final:
             again = threading.Timer(_ASK_AGAIN_AFTER, self._hold_all)
@@ -327,7 +327,7 @@ class Stopping:
 
     def _give_up(self, request: Request) -> None:
         assert self._deadline is not None
-        silent = [claim for claim in self._membership.table.claims if claim.rank not in self._places]
+        silent = [info for info in self._context.table.ranks if info.rank not in self._places]
         who = f" ({', '.join(map(str, silent))} did not answer)" if self._rank == 0 and silent else ""
         sys.stderr.write(
             f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.restore import LoadOptions
 from lightning_ddp_ext.checkpoint.save import write
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection
 from tests.integration.continuing import Net

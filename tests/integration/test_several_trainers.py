@@ -129,7 +129,7 @@ def test_other_devices_than_ranks_are_refused_at_construction(tmp_path: Path) ->
 
 
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
-    from lightning_ddp_ext.rendezvous.process_group import current
+    from lightning_ddp_ext.rendezvous.process_context import current
 
     L.seed_everything(1)
     model = Net()

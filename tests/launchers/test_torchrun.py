@@ -29,6 +29,6 @@ def test_torchrun(tmp_path: Path, reference: Reference) -> None:
     for run, launches in ((env, 3), (tcp, 2), (file, 2)):
         run.expect_trained(reference(2), output, returns=10, launches=launches)
     for victim in range(2):
-        death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended without a goodbye; every rank stops\."
+        death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
         named = re.findall(rf"^\[rank {1 - victim}\] RankDiedError: {death}", output, re.MULTILINE)
         assert len(named) == 1, output

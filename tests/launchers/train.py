@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.rendezvous.process_group import leave
+from lightning_ddp_ext.rendezvous.process_context import leave
 
 SAMPLES, BATCH_SIZE = 32, 2
 

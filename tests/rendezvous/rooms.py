@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.membership import Membership
-from lightning_ddp_ext.rendezvous.process_group import join
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
 from tests.ranks import Outcome, RankProcesses, free_port, hold
@@ -59,7 +59,7 @@ def request(
     )
     return Request(
         world=world,
-        where=where,
+        endpoint=FileEndpoint(where) if isinstance(where, str) else TcpEndpoint(where),
         init_method=init_method or url(where),
         backend=backend,
         device=torch.device("cpu"),
@@ -69,12 +69,12 @@ def request(
     )
 
 
-def join_as(seat: int, where: Tcp | str, settings: Sequence[Settings]) -> Membership:
+def join_as(seat: int, where: Tcp | str, settings: Sequence[Settings]) -> ProcessContext:
     """Join as the process on this seat wants to."""
     mine: dict[str, Any] = {"rank": seat, "world_size": len(settings), **settings[seat]}
-    membership = join(request(mine.pop("rank"), mine.pop("world_size"), where, **mine))
-    assert membership is not None
-    return membership
+    context = join(request(mine.pop("rank"), mine.pop("world_size"), where, **mine))
+    assert context is not None
+    return context
 
 
 def add_ones() -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import GroupInUseError, RankLeftError, RendezvousError
-from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.file_store import open_file
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.process_group import current, join, leave
+from lightning_ddp_ext.rendezvous.process_context import current, join, leave
 from tests.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.rendezvous.rooms import (
     add_ones,
@@ -60,37 +57,22 @@ def test_ranks_may_start_in_any_order(order: Sequence[int], tmp_path: Path) -> N
 
 
 def leave_twice(rank: int, world_size: int, where: Tcp | str) -> list[bool]:
-    """Join, leave, leave again; which of the things that a membership holds are gone, without the garbage collector."""
+    """Join, leave, leave again; which of the things that a context holds are gone, without the garbage collector."""
     gc.disable()
-    membership = join(request(rank, world_size, where))
-    assert membership is not None
-    assert membership is current()
-    parts = [weakref.ref(membership), weakref.ref(membership.opened_store.store)]
-    del membership
+    context = join(request(rank, world_size, where))
+    assert context is not None
+    assert context is current()
+    parts = [weakref.ref(context), weakref.ref(context.store)]
+    del context
     leave()
     leave()
     return [part() is None for part in parts] + [current() is None, not dist.is_initialized()]
 
 
 def test_leaving_twice_is_harmless_and_nothing_stays(tmp_path: Path) -> None:
-    """After leave there is no group and no membership, and the file store has ended with it."""
+    """After leave there is no group and no context, and the file store has ended with it."""
     assert run_ranks(leave_twice, 2, str(tmp_path / "store")) == [[True] * 4] * 2
     assert list(tmp_path.iterdir()) == []
-
-
-def leave_for_another_run(rank: int, world_size: int, where: str) -> bool:
-    """Leave after a process of another run has opened the same file; whether it is still there."""
-    join(request(rank, world_size, where))
-    if rank == 0:
-        open_file(where, Deadline(5.0))
-    dist.barrier()
-    leave()
-    return os.path.exists(where)
-
-
-def test_a_file_that_the_next_run_uses_already_is_not_deleted(tmp_path: Path) -> None:
-    """The last rank to leave deletes the file only if no process of another run has come to it."""
-    assert run_ranks(leave_for_another_run, 2, str(tmp_path / "store")) == [True, True]
 
 
 def join_again_after_leaving(rank: int, world_size: int, where: Tcp | str) -> list[float]:
@@ -128,7 +110,7 @@ def join_twice(rank: int, world_size: int, where: Tcp | str) -> dict[str, Any]:
     fourth = join(request(rank, world_size, where, timeout=40.0, backend="cpu:gloo"))
     other_group = dist.group.WORLD is not group
     return {
-        "memberships": len({id(one) for one in (first, second, third, fourth)}),
+        "contexts": len({id(one) for one in (first, second, third, fourth)}),
         "same group": same_group,
         "timeout": timeout.total_seconds(),
         "other group": other_group,
@@ -138,7 +120,7 @@ def join_twice(rank: int, world_size: int, where: Tcp | str) -> dict[str, Any]:
 
 def test_joining_again_uses_the_same_ranks(tmp_path: Path) -> None:
     """A second Trainer gets the group that is there, with its own timeout, or a new one for its own backend."""
-    expected = {"memberships": 1, "same group": True, "timeout": 40.0, "other group": True, "sum": 2.0}
+    expected = {"contexts": 1, "same group": True, "timeout": 40.0, "other group": True, "sum": 2.0}
     assert run_ranks(join_twice, 2, str(tmp_path / "store")) == [expected] * 2
 
 
@@ -203,37 +185,31 @@ def test_a_group_that_somebody_else_opened_is_used_or_refused(tmp_path: Path) ->
 # Failures.
 
 
-def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> list[Any]:
-    """One rank after the other fails while the rest wait for it in a collective; all join again each time."""
-    found: list[Any] = []
-    for failing in range(world_size):
-        membership = join(request(rank, world_size, where))
-        assert membership is not None
-        found.append(add_ones())
-        membership.store.set(f"past it/{rank}", "")
-        if rank == failing:
-            for other in range(world_size):  # else one that is still in that collective is released from it, too
-                membership.store.get(f"past it/{other}")
-            membership.announce_failure(ValueError("bad"), "Traceback ...")
-            continue
+def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> str:
+    """Rank 1 fails while the rest wait for it in a collective; all join again."""
+    context = join(request(rank, world_size, where))
+    assert context is not None
+    if rank == 1:
+        context.announce_failure(ValueError("bad"), "Traceback ...")
+    else:
         with pytest.raises(RuntimeError):
             add_ones()
-        news = membership.await_news(20.0)
-        assert news is not None
-        membership.close_group()
-        found.append((news.kind, news.rank, news.reason))
-    found.append(join_and_add(rank, world_size, where))
-    return found
+        event = context.peers.wait(20.0)
+        assert event is not None
+        assert (event.kind, event.rank, event.reason) == ("failed", 1, "ValueError: bad")
+        context.close_group()
+    with pytest.raises(GroupInUseError) as refused:
+        join(request(rank, world_size, where))
+    return str(refused.value)
 
 
 @kinds
-def test_ranks_that_live_on_after_a_failure_meet_again(kind: str, tmp_path: Path) -> None:
-    """A failure releases those who wait in a collective, with its cause, and everybody can form a new group."""
+def test_ranks_that_live_on_after_a_failure_are_told_to_start_again(kind: str, tmp_path: Path) -> None:
+    """A failure releases those who wait in a collective, with its cause; there is no second group in its place."""
     results = run_ranks(fail_and_join_again, 3, place(kind, tmp_path), time_limit=60.0)
-    for rank, found in enumerate(results):
-        told = [item for item in found if isinstance(item, tuple)]
-        assert told == [("failed", other, "ValueError: bad") for other in range(3) if other != rank]
-        assert [item for item in found if isinstance(item, float)] == [3.0] * 4
+    assert set(results) == {
+        "the ranks cannot work together again after a failure (rank 1: ValueError: bad); start the script again"
+    }
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,14 +242,14 @@ def sever_while_waiting(rank: int, world_size: int, where: Tcp | str) -> str:
     """Rank 0 waits in a collective until its group is closed from another thread; rank 1 never comes to it."""
     import threading
 
-    membership = join(request(rank, world_size, where))
-    assert membership is not None
+    context = join(request(rank, world_size, where))
+    assert context is not None
     if rank == 1:
         hold("joined")
         return ""
     work = dist.all_reduce(torch.ones(1), async_op=True)
     assert work is not None
-    threading.Thread(target=membership._sever_groups).start()
+    threading.Thread(target=context._groups.cut).start()
     with pytest.raises(RuntimeError) as caught:
         work.wait()
     return str(caught.value)
@@ -290,11 +266,11 @@ def test_a_blocked_collective_is_released_by_severing_its_sockets(tmp_path: Path
 
 def need_one_who_left(rank: int, world_size: int, where: Tcp | str) -> str:
     """Rank 1 ends in good order while rank 0 still wants to add something with it."""
-    membership = join(request(rank, world_size, where))
-    assert membership is not None
+    context = join(request(rank, world_size, where))
+    assert context is not None
     if rank == 1:
         return ""
-    news = membership.await_news(20.0)
+    news = context.peers.wait(20.0)
     assert news is not None
     with pytest.raises(RuntimeError):
         add_ones()

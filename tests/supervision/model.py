@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.rendezvous.process_group import current
-from lightning_ddp_ext.supervision import last_words
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.ranks import announce, hold
 
 BATCHES = 4
@@ -97,7 +96,7 @@ def outlast_the_others() -> None:
     """Go on until another rank has said goodbye."""
     membership = current()
     assert membership is not None
-    assert membership.await_news(60.0) is not None
+    assert membership.peers.wait(60.0) is not None
 
 
 @dataclass(frozen=True)
@@ -213,11 +212,10 @@ def make_trainer(
     )
 
 
-def print_at_once() -> None:
-    """Have this rank wait for no other one before it prints, where what is printed last is not what a test is about."""
-    last_words._ANNOUNCED_WITHIN = last_words._PRINTED_WITHIN = 0.1
-
-
-def by_hand(rank: int, world_size: int, url: str, **options: Any) -> ddpx.DDPExtStrategy:
-    """The strategy of a rank that was started by hand."""
-    return ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
+def by_hand(
+    rank: int, world_size: int, url: str, *, grace: Mapping[str, float] | None = None, **options: Any
+) -> ddpx.DDPExtStrategy:
+    """The strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
+    strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
+    strategy.timeouts = replace(strategy.timeouts, grace={**strategy.timeouts.grace, **(grace or {})})
+    return strategy

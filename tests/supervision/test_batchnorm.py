@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import BatchNormMismatchError, RankDiedError, RankFailedError
 from tests.ranks import launch_ranks, run_ranks
-from tests.supervision.model import BoomError, Fault, Model, by_hand, die, make_trainer, print_at_once
+from tests.supervision.model import BoomError, Fault, Model, by_hand, die, make_trainer
 
 NAMES = ("first", "middle", "last")
 
@@ -62,7 +62,6 @@ class Normalised(Model):
 
 
 def fit(rank: int, world_size: int, url: str, model: Normalised, *, by: str = "callback") -> None:
-    print_at_once()
     callbacks = [ddpx.SyncBatchNormConversion()] if by == "callback" else []
     strategy = by_hand(rank, world_size, url, find_unused_parameters=True)
     make_trainer(world_size, strategy=strategy, callbacks=callbacks, sync_batchnorm=by == "flag").fit(model)

@@ -6,24 +6,35 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
-from lightning_ddp_ext.rendezvous import membership
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.network import Network
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, free_port, hold, launch_ranks
 from tests.supervision.model import Fault, Model, announce_third_step, by_hand, make_trainer, vanish, wait_for_ever
 
-WITHOUT_GOODBYE = "its process ended without a goodbye"
+UNEXPECTEDLY = "its process ended unexpectedly"
 
 
-def fit(rank: int, world_size: int, url: str, *faults: Fault, endless: bool = False, num_workers: int = 0) -> None:
+def fit(
+    rank: int,
+    world_size: int,
+    url: str,
+    *faults: Fault,
+    endless: bool = False,
+    num_workers: int = 0,
+    **options: Any,
+) -> None:
     trainer = make_trainer(
-        world_size, strategy=by_hand(rank, world_size, url), max_epochs=-1 if endless else 1, limit_val_batches=0
+        world_size,
+        strategy=by_hand(rank, world_size, url, **options),
+        max_epochs=-1 if endless else 1,
+        limit_val_batches=0,
     )
     trainer.fit(Model(faults, num_workers=num_workers))
 
@@ -35,7 +46,7 @@ def expect_told(told: Outcome, culprit: int, pid: int, host: str = socket.gethos
     assert type(error) is RankDiedError, told.story()
     assert (error.rank, error.host, error.pid) == (culprit, host, pid)
     who = f"rank {culprit} (host {host}, pid {pid})"
-    assert str(error).startswith(f"{who} died: {reason or WITHOUT_GOODBYE}; every rank stops.")
+    assert str(error).startswith(f"{who} died: {reason or UNEXPECTEDLY}; every rank stops.")
     assert told.exit_code == 1
 
 
@@ -75,7 +86,7 @@ def test_workers_of_a_killed_rank_hide_nothing(url: str) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("place", ["setup", "training_step", "on_fit_end"])
-def test_leaving_without_goodbye_is_a_death(place: str, culprit: int, url: str) -> None:
+def test_leaving_without_notice_is_a_death(place: str, culprit: int, url: str) -> None:
     """``os._exit`` ends a rank for the others as a kill does, whatever its status says."""
     outcomes = launch_ranks(fit, 2, url, Fault(place, vanish).on(culprit), Fault("on_fit_end", wait_for_news))
     assert outcomes[culprit].exit_code == 0
@@ -85,14 +96,13 @@ def test_leaving_without_goodbye_is_a_death(place: str, culprit: int, url: str) 
 def wait_for_news() -> None:
     mine = current()
     assert mine is not None
-    news = mine.await_news(20.0)
+    news = mine.peers.wait(20.0)
     assert news is not None
     raise news.to_error()
 
 
 def fit_with_little_patience(rank: int, world_size: int, url: str, *faults: Fault) -> None:
-    membership._EXIT_GRACE["died"] = 0.3
-    fit(rank, world_size, url, *faults)
+    fit(rank, world_size, url, *faults, grace={"died": 0.3})
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -111,7 +121,7 @@ def test_a_rank_that_nothing_can_wake_is_ended(culprit: int, url: str) -> None:
         ranks.kill(culprit)
         outcomes = ranks.wait()
     who = f"rank {culprit} (host {socket.gethostname()}, pid {outcomes[culprit].pid})"
-    assert f"[rank {stuck}] RankDiedError: {who} died: {WITHOUT_GOODBYE}; every rank stops." in outcomes[stuck].output
+    assert f"[rank {stuck}] RankDiedError: {who} died: {UNEXPECTEDLY}; every rank stops." in outcomes[stuck].output
     assert outcomes[stuck].exit_code == 1
 
 
@@ -123,12 +133,11 @@ def announce_and_stay() -> None:
 
 
 def work_on_after_fit(rank: int, world_size: int, url: str, *, again: bool) -> str:
-    membership._EXIT_GRACE["died"] = 0.3
-    fit(rank, world_size, url)
+    fit(rank, world_size, url, grace={"died": 0.3})
     hold("after fit")
     mine = current()
     assert mine is not None
-    assert mine.await_news(20.0) is not None
+    assert mine.peers.wait(20.0) is not None
     while timers := [thread for thread in threading.enumerate() if thread.name == "ddpx-exit"]:
         with suppress(RuntimeError):  # not started yet
             timers[0].join()  # it ends a process that is at work
@@ -164,7 +173,7 @@ def test_a_fit_after_a_death_names_the_dead_rank(culprit: int, url: str) -> None
         assert error is not None, outcomes[rank].story()
         assert error.type_name == "RankDiedError", outcomes[rank].story()
         who = f"rank {culprit} (host {socket.gethostname()}, pid {outcomes[culprit].pid})"
-        assert error.message.startswith(f"{who} died: {WITHOUT_GOODBYE}; every rank stops.")
+        assert error.message.startswith(f"{who} died: {UNEXPECTEDLY}; every rank stops.")
 
 
 # --- two machines ---------------------------------------------------------------------------------
@@ -183,7 +192,7 @@ def test_a_cut_link_is_a_death_on_both_sides(method: str, two_hosts: Network, sh
             ranks.wait_for("in step 3", rank)
         two_hosts.cut()
         outcomes = ranks.wait()
-    silent = "no sign of life from its host for 5 s"
+    silent = "no sign of life from its host for 4 s"
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, outcome.story()
         culprit = outcome.error.exception.rank  # type: ignore[union-attr]
@@ -209,5 +218,6 @@ def test_a_kill_on_another_machine_is_named(culprit: int, two_hosts: Network, sh
 
 
 def fit_on_two_nodes(rank: int, world_size: int, url: str, *faults: Fault) -> None:
-    trainer = make_trainer(2, strategy=by_hand(rank, world_size, url), num_nodes=2, max_epochs=-1, limit_val_batches=0)
+    strategy = by_hand(rank, world_size, url, heartbeat_timeout=4)
+    trainer = make_trainer(2, strategy=strategy, num_nodes=2, max_epochs=-1, limit_val_batches=0)
     trainer.fit(Model(faults))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 
 from lightning_ddp_ext.errors import RankFailedError
-from lightning_ddp_ext.rendezvous import membership
-from lightning_ddp_ext.rendezvous.news import RemoteTraceback
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.supervision.model import (
@@ -28,7 +28,6 @@ from tests.supervision.model import (
     interrupt,
     leave,
     make_trainer,
-    print_at_once,
     stay,
     stay_and_fail,
     wait_for_ever,
@@ -48,9 +47,8 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def fit(rank: int, world_size: int, url: str, *faults: Fault) -> None:
-    print_at_once()
-    make_trainer(world_size, strategy=by_hand(rank, world_size, url)).fit(Model(faults))
+def fit(rank: int, world_size: int, url: str, *faults: Fault, **options: Any) -> None:
+    make_trainer(world_size, strategy=by_hand(rank, world_size, url, **options)).fit(Model(faults))
 
 
 def expect_told(told: Outcome, culprit: int, pid: int, reason: str) -> RankFailedError:
@@ -74,7 +72,6 @@ def expect_told(told: Outcome, culprit: int, pid: int, reason: str) -> RankFaile
 
 def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, directory: Path | None) -> list[BaseException]:
     """The rank that fails catches its exception and lives on, and returns what ``on_exception`` has seen."""
-    print_at_once()
     witness = Witness()
     saver = [] if directory is None else [OnExceptionCheckpoint(directory)]
     strategy = by_hand(rank, world_size, url)
@@ -136,8 +133,7 @@ def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
 
 
 def fit_with_little_patience(rank: int, world_size: int, url: str, *faults: Fault) -> None:
-    membership._EXIT_GRACE["failed"] = 0.1
-    fit(rank, world_size, url, *faults)
+    fit(rank, world_size, url, *faults, grace={"failed": 0.1})
 
 
 def test_a_rank_that_nothing_can_wake_is_ended_after_a_failure(url: str) -> None:

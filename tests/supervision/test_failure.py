@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankDiedError
-from lightning_ddp_ext.rendezvous.news import RemoteTraceback, reason_of
+from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback, reason_of
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, supervised
 from tests.ranks import RankProcesses, free_port, hold

@@ -73,7 +73,7 @@ def test_a_kill_of_a_rank_ends_all_and_is_named(victim: int) -> None:
         (outcome,) = launching.wait()
     assert outcome.exit_code == 1
     lines = lines_of(outcome.output)
-    death = f"{who(victim, pids)} died: its process ended without a goodbye; every rank stops."
+    death = f"{who(victim, pids)} died: its process ended unexpectedly; every rank stops."
     assert any(line.startswith(f"[rank {1 - victim}] RankDiedError: {death}") for line in lines), outcome.output
     verdict = f"local {who(victim, pids)} died: it was ended by SIGKILL; the other ranks were stopped"
     assert lines[-1] == f"lightning_ddp_ext.errors.RankDiedError: {verdict}", outcome.output

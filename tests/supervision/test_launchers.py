@@ -113,7 +113,7 @@ def test_a_kill_of_a_rank_ends_all_and_is_named(launcher: Launcher, victim: int)
     with train(launcher, "--endless", "--num-workers", "2" if launcher is POPEN else "0") as script:
         pids = wait_for_ranks(script, "in step 3")
         os.kill(pids[victim], signal.SIGKILL)
-        death = f"{who(victim, pids)} died: its process ended without a goodbye; every rank stops."
+        death = f"{who(victim, pids)} died: its process ended unexpectedly; every rank stops."
         script.wait_for_line(re.escape(f"[rank {1 - victim}] RankDiedError: {death}"))
         done = script.wait()
     assert done.returncode == (-signal.SIGKILL if pids[victim] == script.pid else 1), done.output

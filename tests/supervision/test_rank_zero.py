@@ -157,7 +157,7 @@ def test_all_ranks_end_with_the_error(work: Callable[[], Any], message: str, url
 @pytest.mark.parametrize(
     ("work", "name", "reason"),
     [
-        (die, "RankDiedError", "died: its process ended without a goodbye"),
+        (die, "RankDiedError", "died: its process ended unexpectedly"),
         (interrupt, "RankFailedError", "failed, so this rank stops: KeyboardInterrupt"),
     ],
 )

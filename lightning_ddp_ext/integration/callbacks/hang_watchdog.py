@@ -19,7 +19,7 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 from lightning_ddp_ext.integration.whereabouts import doing, progress
-from lightning_ddp_ext.rendezvous.process_group import current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.courts import Court, LifelineCourt, LoneCourt, StoreCourt, this_process
 from lightning_ddp_ext.supervision.flight import enable
 from lightning_ddp_ext.supervision.verdict import Who
@@ -160,9 +160,9 @@ for _name in _MOVES:
 
 
 def _court(who: Who, world_size: int) -> Court:
-    membership = current()
-    if membership is not None:
-        return membership.part(LifelineCourt)
+    context = current()
+    if context is not None:
+        return context.component(LifelineCourt)
     store = _default_store() if world_size > 1 else None
     if store is None:
         return LoneCourt(who.rank)

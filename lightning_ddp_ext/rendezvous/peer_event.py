@@ -1,4 +1,4 @@
-"""What became of a rank, as the others are told, and the error that they raise because of it."""
+"""What happened to a rank, as the others are told, and the error that they raise because of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from lightning_ddp_ext.errors import (
     RankLeftError,
     RankMismatchError,
 )
-from lightning_ddp_ext.rendezvous.claims import Claim
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+
+Kind = Literal["died", "failed", "left", "absent", "mismatched", "hung"]
 
 _LONGEST_REASON = 2000
+_LONGEST_TEXT = 1 << 15
 _ERRORS = {
     "died": RankDiedError,
     "failed": RankFailedError,
@@ -34,10 +37,10 @@ class RemoteTraceback(Exception):
 
 
 @dataclass(frozen=True)
-class News:
-    """What became of a rank: it died, failed, left, is stuck, or did not come to a call, or to another."""
+class PeerEvent:
+    """What happened to a rank: it died, failed, left, hangs, or did not make a call that the others made."""
 
-    kind: Literal["died", "failed", "left", "absent", "mismatched", "hung"]
+    kind: Kind
     rank: int
     host: str
     pid: int
@@ -45,7 +48,7 @@ class News:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """The exception that other ranks raise because of it, with the traceback, if there is one, as its cause."""
+        """The exception that other ranks raise because of it; its cause is the traceback, if there is one."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         sentence = {
             "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
@@ -63,9 +66,20 @@ class News:
         return error
 
 
-def death_of(claim: Claim, reason: str) -> News:
-    """The news that a rank died, and how that is known."""
-    return News("died", claim.rank, claim.host, claim.pid, reason)
+def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
+    """The event for a rank of the table, short enough for one message."""
+    return PeerEvent(
+        kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
+    )
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, or its two ends with a note on what was left out between them."""
+    left_out = len(text) - longest
+    if left_out <= 0:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
 
 
 def reason_of(exception: BaseException) -> str:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ddp_ext.integration.lightning_tree import GlobalStateSnapshot
-from lightning_ddp_ext.integration.meeting import Meeting
 from lightning_ddp_ext.supervision.orphans import watch_launcher
 
 
 @dataclass(frozen=True)
-class Ticket:
+class ChildStart:
     """What a started process needs to know of the one that started it."""
 
-    meeting: Meeting
     launcher_pid: int
     environment: dict[str, str]
     global_state: GlobalStateSnapshot | None

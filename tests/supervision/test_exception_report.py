@@ -14,8 +14,8 @@ from types import TracebackType
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_ext.rendezvous.process_group import current
-from lightning_ddp_ext.supervision.last_words import install_last_words
+from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, hold, launch_ranks, run_ranks
 from tests.supervision.model import BoomError, Fault, Model, boom, by_hand, die, make_trainer, stay
@@ -96,7 +96,7 @@ def fail_otherwise_once_told() -> None:
     """Raise something else as soon as there is news of another rank's failure."""
     membership = current()
     assert membership is not None
-    assert membership.await_news(20.0) is not None
+    assert membership.peers.wait(20.0) is not None
     raise LookupError("no such file")
 
 
@@ -163,7 +163,7 @@ def test_what_a_callback_raises_on_another_rank_comes_before(terminal: Path) -> 
 def test_of_a_death_every_rank_prints_a_line(terminal: Path) -> None:
     """Nobody has the traceback of a process that was killed, and how far the others were explains nothing."""
     outcomes = launch_ranks(fit, 3, terminal, Fault("training_step", die).on(1))
-    who = f"rank 1 (host {HERE}, pid {outcomes[1].pid}) died: its process ended without a goodbye; every rank stops."
+    who = f"rank 1 (host {HERE}, pid {outcomes[1].pid}) died: its process ended unexpectedly; every rank stops."
     assert sorted(line.partition(" Look")[0] for line in read(terminal)) == [
         f"[rank {rank}] RankDiedError: {who}" for rank in (0, 2)
     ]
@@ -188,7 +188,7 @@ def form_group(directory: Path, number: int) -> None:
         dist.destroy_process_group()
     store = dist.FileStore(f"{directory}/store-{number}", 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    install_last_words()
+    install_excepthook()
 
 
 class Recorder:
@@ -214,7 +214,7 @@ def count_calls(rank: int, world_size: int, directory: Path, *, new_group: bool,
     if new_group:
         form_group(directory, 2)
     else:
-        install_last_words()
+        install_excepthook()
     assert sys.excepthook is ours
     error = raise_and_catch()
     sys.excepthook(type(error), error, error.__traceback__)
@@ -235,7 +235,7 @@ def print_through_hooks(rank: int, world_size: int, directory: Path, groups: int
     sys.excepthook = user
     for number in range(groups):
         form_group(directory, number)
-        install_last_words()
+        install_excepthook()
     error = raise_and_catch()
     sys.excepthook(type(error), error, error.__traceback__)
     return user.seen

@@ -1,0 +1,138 @@
+"""Where rank 0 will listen: decided from init method and environment, before the first rank is started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.integration.environment import WorldEnvironment
+from lightning_ddp_ext.integration.lightning_tree import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file
+from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
+
+# The file in which rank 0 of this host publishes its address, where the ranks were started without one.
+PRIVATE_FILE = "DDPX_PRIVATE_FILE"
+
+# What Lightning's launcher, or somebody's shell, puts into the environment of ranks.
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def endpoint_of(
+    method: InitMethod | None,
+    environment: ClusterEnvironment,
+    environ: Mapping[str, str],
+    *,
+    run_id: str | None,
+    num_nodes: int,
+) -> Endpoint:
+    """The endpoint that an init method stands for in this process.
+
+    Raises:
+        InitMethodError: the file cannot be made or seen by all nodes.
+        StoreError: nobody has said at which port rank 0 listens.
+    """
+    if isinstance(method, File):
+        check_file(method, num_nodes=num_nodes)
+        return FileEndpoint(method.file_for(run_id or run_id_from_launcher(environ)))
+    if isinstance(method, Tcp):
+        return TcpEndpoint(method)
+    if PRIVATE_FILE in environ and num_nodes == 1:
+        return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
+    where = _address_in(environment, environ)
+    if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun's agent listens there itself, so that rank 0 cannot.
+        return StoreEndpoint(where, environ.get("TORCHELASTIC_RUN_ID", ""))
+    return TcpEndpoint(where)
+
+
+@dataclass(frozen=True)
+class StartVariables:
+    """What ranks that this process starts find in their environment, and nobody else.
+
+    Attributes:
+        variables: their names and values.
+        leftover: a file or directory to remove when all ranks have ended.
+    """
+
+    variables: dict[str, str]
+    leftover: str | None = None
+
+    def clean_up(self) -> None:
+        """Remove what ranks leave that were killed."""
+        if self.leftover is not None:
+            shutil.rmtree(self.leftover, ignore_errors=True)
+            Path(self.leftover).unlink(missing_ok=True)
+
+
+def start_variables(
+    method: InitMethod | None, environment: ClusterEnvironment, *, run_id: str | None, num_nodes: int
+) -> StartVariables:
+    """What ranks need to find each other, besides the init method.
+
+    On one node without an address the kernel chooses a port, so it is never guessed, nor lost to another job. In a
+    directory the file gets a name of its own.
+    """
+    if isinstance(method, File):
+        if num_nodes > 1 or not method.is_directory or method.run_id or run_id or os.environ.get(RUN_ID_VARIABLE):
+            return StartVariables({})
+        made_up = secrets.token_hex(8)
+        return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))
+    if num_nodes > 1 or isinstance(method, Tcp) or _has_address(environment):
+        return StartVariables({})
+    directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
+    return StartVariables({PRIVATE_FILE: os.path.join(directory, "rank-0")}, leftover=directory)
+
+
+def shown_init_method(method: InitMethod | None) -> str:
+    """The init method as messages show it."""
+    return str(method or Env())
+
+
+def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
+    """The address that ``env://`` stands for; without a port, every process would choose another one."""
+    if "MASTER_PORT" not in environ and not _says_by_itself("main_port", environment):
+        raise StoreError(
+            "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
+            f"one by one (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both, the same on "
+            "every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
+        )
+    return Tcp(environment.main_address, int(environment.main_port))
+
+
+def _has_address(environment: ClusterEnvironment) -> bool:
+    return _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment)
+
+
+def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
+    """Whether ``main_address`` or ``main_port`` is more than what the variables ``MASTER_...`` say."""
+    from_variables = (getattr(LightningEnvironment, name), getattr(WorldEnvironment, name))
+    return getattr(type(environment), name) not in from_variables
+
+
+@contextmanager
+def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
+    """The environment in which ranks are started; afterwards these variables are what they were."""
+    before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *variables)}
+    # A RANK that somebody exported would make every started process believe that it is that one.
+    os.environ.pop("RANK", None)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
