@@ -52,9 +52,9 @@ from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.orphans import watch_parent
 from lightning_ddp_ext.supervision.places import calling_place
+from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.world import World, check_devices, read_world
 
 P = ParamSpec("P")
@@ -357,7 +357,7 @@ class DDPExtStrategy(DDPStrategy):
                 f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
             )
         if context is not None:
-            context.component(Inquiry)  # so that it answers the others
+            context.component(Survey)  # so that it answers the others
         install_excepthook()
         super().setup_distributed()  # finds the group that is open and leaves it alone
 

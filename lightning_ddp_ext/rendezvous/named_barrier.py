@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _TOPIC = "barrier"
 _LONGEST_TEXT = 500
-# Seconds that rank 0's thread has to answer a rank that has waited too long.
-_ANSWERS_WITHIN = 5.0
 
 _GONE_ON = "has gone on without it"
 _MAKE_IT = "call it on every rank, not for one rank alone, and give every rank as many batches"
@@ -112,7 +110,7 @@ class NamedBarriers:
             self._answer_overdue(call)
         else:
             self._send({"overdue": asdict(call)})
-        if not self._is_open(call, _ANSWERS_WITHIN):
+        if not self._is_open(call, self._context.timeouts.answer):
             raise self._report_absence(call, [0], "has not answered", _BE_THERE).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:

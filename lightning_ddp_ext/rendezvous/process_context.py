@@ -28,7 +28,7 @@ from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of, reason_
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, alone
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, abort_group
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.rendezvous.sockets import Sockets
 from lightning_ddp_ext.rendezvous.wire import Message
 
@@ -123,6 +123,11 @@ class ProcessContext:
             raise GroupInUseError(
                 f"the ranks cannot work together again after a failure ({why}); start the script again"
             )
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Those of the control channel."""
+        return self._request.timeouts
 
     @property
     def collective_timeout(self) -> timedelta:
@@ -294,7 +299,7 @@ def _joined(request: Request) -> ProcessContext:
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
     """The error of the rank that broke the forming of the group, or this rank's own, of which the others are told."""
     is_own = isinstance(error, DDPExtError)
-    event = context.peers.wait(0.0 if is_own else context._request.timeouts.first_cause)
+    event = context.peers.wait(0.0 if is_own else context.timeouts.first_cause)
     if event is None:
         context.announce_failure(error, "")
     else:

@@ -13,7 +13,7 @@ from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousErr
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
-from lightning_ddp_ext.supervision.inquiry import Inquiry
+from lightning_ddp_ext.supervision.survey import Survey
 
 T = TypeVar("T")
 
@@ -76,9 +76,9 @@ def explain(exception: BaseException) -> Any:
 def _cause(context: ProcessContext, what_is_said: str) -> PeerEvent | None:
     """What has broken a collective or a store off, waiting for the news of that."""
     if _TIMED_OUT.search(what_is_said):
-        return context.component(Inquiry).why_in_vain()
+        return context.component(Survey).after_timeout()
     if _CLOSED.search(what_is_said):
-        return context.component(Inquiry).why_closed(_NEWS_WITHIN)
+        return context.component(Survey).after_closed_connection(_NEWS_WITHIN)
     return context.peers.wait(_NEWS_WITHIN)
 
 

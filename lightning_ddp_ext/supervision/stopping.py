@@ -21,9 +21,9 @@ from signal import Signals
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.wire import Message
-from lightning_ddp_ext.supervision.inquiry import Inquiry
 from lightning_ddp_ext.supervision.places import place_of_main_thread
 from lightning_ddp_ext.supervision.signals import status_of
+from lightning_ddp_ext.supervision.survey import Survey
 
 # Seconds until a rank that was about to begin an evaluation is asked again.
 _ASK_AGAIN_AFTER = 0.05
@@ -115,7 +115,7 @@ class Stopping:
         self._deadline: timedelta | None = None
         self._on_request: Callable[[Request], object] = lambda _: None
         self._timer: threading.Timer | None = None
-        self._inquiry = context.component(Inquiry)
+        self._survey = context.component(Survey)
         context.listen("stop", self._hear)
 
     def expect(self, signum: int) -> None:
@@ -194,7 +194,7 @@ class Stopping:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_asked_here or self._context.peers.cause)
         # Callbacks may take long at the end, and their rank answers all the same.
-        self._context.barriers.enter("the end of its work", patience=self._inquiry.check_that_all_answer)
+        self._context.barriers.enter("the end of its work", patience=self._survey.check_that_all_answer)
         # Who is asked only now must not wait for that to come round: rank 0 may be gone from here, and never answer.
         self._place = Place(self._place.passed + 1)
         return self._decide() if self._is_holding else None

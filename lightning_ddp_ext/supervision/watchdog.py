@@ -1,8 +1,7 @@
-"""Notices that nothing moves any more on this rank, and has one verdict given for all of them."""
+"""Notice that nothing moves any more on this rank, and have the rank named that the others wait for."""
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -13,20 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from lightning_ddp_ext.supervision.courts import Court
+from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.supervision.diagnosis import Findings, Report
 from lightning_ddp_ext.supervision.flight import flights, why_unknown
 from lightning_ddp_ext.supervision.places import place_of
 from lightning_ddp_ext.supervision.stacks import all_stacks, is_waiting_for_ranks, main_frame
-from lightning_ddp_ext.supervision.verdict import Case, Report, Verdict, Who
+from lightning_ddp_ext.supervision.survey import Survey
 
 OnHang = Literal["abort", "continue"]
 
 # Seconds that no thread waits for the processor; longer, and the whole process has stood still.
 _OVERSLEPT = 1.0
-_ELSEWHERE = "code after the Trainer's"
 
 # What the main thread does, and how far it has come, given its innermost frame.
-Whereabouts = Callable[["FrameType | None"], "tuple[str, str]"]
+Describe = Callable[["FrameType | None"], "tuple[str, str]"]
 
 
 class Watchdog:
@@ -34,11 +34,11 @@ class Watchdog:
 
     Args:
         who: this process.
-        court: where the ranks tell each other what they do.
+        survey: asks the other ranks; ``None`` where there is no channel, and this rank reports itself alone.
         timeout: seconds.
-        on_hang: whether all ranks end after a verdict.
-        directory: where verdicts are written to.
-        whereabouts: says what the main thread does.
+        on_hang: whether all ranks end after a diagnosis.
+        directory: where diagnoses are written to.
+        describe: says what the main thread does.
 
     Attributes:
         moved_at: when something has last moved, as ``time.monotonic()`` has it; set by whoever moves.
@@ -46,89 +46,80 @@ class Watchdog:
 
     def __init__(
         self,
-        who: Who,
-        court: Court,
+        who: RankInfo,
+        survey: Survey | None,
         *,
         timeout: float,
         on_hang: OnHang,
         directory: Path,
-        whereabouts: Whereabouts,
+        describe: Describe,
     ) -> None:
         self.moved_at = time.monotonic()
         self._who = who
-        self._court = court
+        self._survey = survey
         self._timeout = timeout
         self._on_hang = on_hang
         self._directory = directory
-        self._whereabouts = whereabouts
+        self._describe = describe
         self._reported_at = self.moved_at
-        self._judges_again_at = math.inf
-        self._is_ending = False
+        self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ddpx-watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
-        self._court.open(self._report)
+        if self._survey is not None:
+            self._survey.describe, self._survey.publish = self._report, self._publish
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer; whoever asks for this rank is told that it is somewhere else."""
-        self._is_ending = True
-        self._court.close(_elsewhere(self._who))
-        self._court.wake()
+        """Watch no longer; surveys are told that this rank has left what is watched."""
+        self._is_stopping.set()
+        if self._survey is not None:
+            self._survey.describe = _report_outside(self._who)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        while not self._is_ending:
-            finding = self._sleep_or_call(self._seconds_left())
-            if isinstance(finding, Case):
-                self._judge(finding)
-            elif isinstance(finding, Verdict) and not self._is_ending:
-                self._court.obey(finding)
-
-    def _sleep_or_call(self, seconds: float) -> Case | Verdict | None:
-        if seconds <= 0:
-            self._judges_again_at = math.inf
-            return self._court.call()
-        due = time.monotonic() + seconds
-        finding = self._court.sit(seconds)
-        if time.monotonic() > due + _OVERSLEPT:  # it was stopped, and goes on: it is to have another timeout
-            self._reported_at = time.monotonic()
-        return finding
+        while not self._is_stopping.wait(self._seconds_left()):
+            late = -self._seconds_left()
+            if late > _OVERSLEPT:  # the process was stopped, and goes on: it gets another timeout
+                self._reported_at = time.monotonic()
+            elif late >= 0:
+                self._ask()
 
     def _seconds_left(self) -> float:
-        """Until this rank is stuck, or another one that others wait for."""
-        due = max(self.moved_at, self._reported_at) + self._timeout
-        return min(due, self._judges_again_at) - time.monotonic()
+        return max(self.moved_at, self._reported_at) + self._timeout - time.monotonic()
 
-    def _judge(self, case: Case) -> None:
-        verdict = case.verdict
-        longest = max((report.idle for report in case.reports if not report.is_still), default=0.0)
-        self._judges_again_at = math.inf if verdict else time.monotonic() + self._timeout - longest
-        if verdict is not None and not self._is_ending:
-            self._publish(verdict, case)
-        self._court.conclude(verdict if self._on_hang == "abort" and not self._is_ending else None)
+    def _ask(self) -> None:
+        self._reported_at = time.monotonic()
+        if self._survey is not None:
+            self._survey.after_standstill()
+        elif self._publish(Findings([self._report()])):
+            end_at_once(1)  # nothing wakes the main thread
 
-    def _publish(self, verdict: Verdict, case: Case) -> None:
+    def _publish(self, findings: Findings) -> bool:
+        diagnosis = findings.diagnosis
+        if diagnosis is None:
+            return False
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"
-        text = f"{now:%Y-%m-%d %H:%M:%S} {verdict.sentence}\n\n{case}\n"
+        text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.sentence}\n\n{findings}\n"
         outcome = "every rank stops" if self._on_hang == "abort" else "going on, as was asked for"
-        # The file system may be what hangs, and the verdict is not to wait for it.
+        # The file system may be what hangs, and the diagnosis is not to wait for it.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         sys.stderr.write(
-            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {verdict.sentence}; {outcome}. "
+            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.sentence}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
         sys.stderr.flush()
         written.join(2.0)
+        return self._on_hang == "abort"
 
     def _report(self) -> Report:
-        self._reported_at = time.monotonic()  # a case is heard: the next one is due after another timeout
+        self._reported_at = time.monotonic()  # a survey is under way: the next one is due after another timeout
         frame = main_frame()
-        doing, progress = self._whereabouts(frame)
+        doing, progress = self._describe(frame)
         idle = time.monotonic() - self.moved_at
         recorded = flights()
         return Report(
@@ -144,8 +135,8 @@ class Watchdog:
         )
 
 
-def _elsewhere(who: Who) -> Callable[[], Report]:
-    """What is reported of a rank that is not watched: it has left, and nothing is known of when it moves."""
+def _report_outside(who: RankInfo) -> Callable[[], Report]:
+    """The report of a rank that is not watched any more: nothing is known of when it moves."""
     left_at = time.monotonic()
 
     def report() -> Report:
@@ -154,7 +145,7 @@ def _elsewhere(who: Who) -> Callable[[], Report]:
             who=who,
             idle=time.monotonic() - left_at,
             is_still=True,
-            doing=_ELSEWHERE,
+            doing="code after the Trainer's",
             place=place_of(frame),
             is_waiting=is_waiting_for_ranks(frame),
             is_outside=True,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
 from types import FrameType
 from typing import Any, get_args
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
 from typing_extensions import override
 
 from lightning_ddp_ext.durations import to_timedelta
@@ -20,9 +17,9 @@ from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 from lightning_ddp_ext.integration.whereabouts import doing, progress
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.courts import Court, LifelineCourt, LoneCourt, StoreCourt, this_process
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import enable
-from lightning_ddp_ext.supervision.verdict import Who
+from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
 
@@ -31,33 +28,33 @@ class HangWatchdog(Callback):
 
     A rank moves when it ends a batch of training, validation, test or prediction, begins or ends one of these, an epoch
     or the sanity check, has restored a checkpoint, or begins or ends a save. When nothing of that has happened for
-    ``timeout`` on a rank, every rank is asked what it does: Python stacks of all threads, what Lightning's loop is in,
-    how far it is, and its collectives, as torch's Flight Recorder has them (on NCCL and gloo). Out of that comes one
-    verdict, printed by one rank and written to a file with all stacks::
+    ``timeout`` on a rank, rank 0 asks every rank what it does: Python stacks of all threads, what Lightning's loop is
+    in, how far it is, and its collectives, as torch's Flight Recorder has them (on NCCL and gloo). It prints one
+    sentence, and writes it to a file with all stacks::
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
-        ranks 0, 1, 2 have waited for it there since 61 s
+        ranks 0, 1, 2 have waited for it for 61 s
 
-    A rank that waits for one that moves is not stuck. One that does not answer in 5 s, because its process is stopped
-    (SIGSTOP) or C code holds the GIL, is named without its stacks; that may be rank 0, too.
+    A rank that waits for one that moves does not hang. One that does not answer in 5 s, because its process is stopped
+    (SIGSTOP) or C code holds the GIL, is named without its stacks. If that is rank 0, each rank that has waited for
+    ``timeout`` says so, with its own stacks.
 
     With ``on_hang="abort"`` every rank then raises ``RankHungError``; one that cannot be woken is ended some seconds
-    later with status 1. A stopped process on the judging rank's host is continued so that it ends, too; on another host
-    it ends as soon as it is continued. What holds the GIL for ever is left to its launcher.
+    later with status 1. A stopped process on the same host is continued so that it ends, too; on another host it ends
+    as soon as it is continued. A process that holds the GIL for ever is left to its launcher.
 
-    With strategies that are not ours the ranks report through the default process group's store, which each rank looks
-    into every 5 s, and end by ``os._exit(1)``, without an exception. If rank 0 hosts that store and is stopped, each
-    rank names itself alone.
+    With strategies that are not ours there is no channel between the ranks: a rank reports its own stacks and where it
+    waits, and ends by ``os._exit(1)``, without an exception.
 
     It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step, save and pause between batches.
     Put the callback first, as it watches from its ``setup`` on. Where torch records no collectives (gloo before it had
-    the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), a verdict says only where the ranks are.
+    the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), the sentence says only where the ranks are.
 
     Args:
         timeout: seconds or ``timedelta`` in which something must move.
         on_hang: ``"abort"``; or ``"continue"``: go on, and report again after another ``timeout``. That is also for
             work with a debugger.
-        directory: where verdicts are written, ``hang-<time>-rank<n>.txt``; ``None``: ``trainer.default_root_dir``.
+        directory: where reports are written, ``hang-<time>-rank<n>.txt``; ``None``: ``trainer.default_root_dir``.
 
     Raises:
         DurationError: ``timeout`` is no positive number of seconds.
@@ -88,18 +85,18 @@ class HangWatchdog(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave(trainer)
-        who = this_process(trainer.global_rank)
+        context = current()
 
-        def whereabouts(frame: FrameType | None) -> tuple[str, str]:
+        def describe(frame: FrameType | None) -> tuple[str, str]:
             return doing(frame, trainer), progress(trainer)
 
         self._watchdog = Watchdog(
-            who,
-            _court(who, trainer.world_size),
+            RankInfo(trainer.global_rank),
+            None if context is None else context.component(Survey),
             timeout=self.timeout.total_seconds(),
             on_hang=self.on_hang,
             directory=Path(self.directory or trainer.default_root_dir),
-            whereabouts=whereabouts,
+            describe=describe,
         )
         self._note_saves(trainer)
         self._watchdog.start()
@@ -157,21 +154,3 @@ _MOVES = (
 )
 for _name in _MOVES:
     setattr(HangWatchdog, _name, HangWatchdog._move)
-
-
-def _court(who: Who, world_size: int) -> Court:
-    context = current()
-    if context is not None:
-        return context.component(LifelineCourt)
-    store = _default_store() if world_size > 1 else None
-    if store is None:
-        return LoneCourt(who.rank)
-    # Whose host and process the others are is not worth a collective: their reports say so.
-    whos = [who if rank == who.rank else Who(rank) for rank in range(world_size)]
-    return StoreCourt(PrefixStore("lightning_ddp_ext/watchdog", store), who.rank, whos)
-
-
-def _default_store() -> Store | None:
-    """The store by which the default process group was formed, where this torch tells."""
-    find: Callable[[], Store] | None = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return find() if find is not None and dist.is_available() and dist.is_initialized() else None

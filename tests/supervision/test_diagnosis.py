@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.flight import Flight, flights_in
-from lightning_ddp_ext.supervision.verdict import Case, Report, Silence, Who
 
 
-def who(rank: int) -> Who:
-    return Who(rank, f"host{rank}", 100 + rank)
+def who(rank: int) -> RankInfo:
+    return RankInfo(rank, f"host{rank}", 100 + rank, "network")
 
 
 def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Report:
@@ -30,29 +31,29 @@ def flight(entered: int, pending: int | None = None, name: str = "all_reduce", l
 
 WAITING = {"doing": "backward", "place": "train.py:7"}
 MOVING = {"is_still": False, "idle": 0.5}
-CASES: dict[str, tuple[Case, str | None]] = {
+CASES: dict[str, tuple[Findings, str | None]] = {
     "one never came": (
-        Case([report(0, [flight(512, 512)], **WAITING), report(1, [flight(512, 512)]), report(3, [flight(511)])]),
+        Findings([report(0, [flight(512, 512)], **WAITING), report(1, [flight(512, 512)]), report(3, [flight(511)])]),
         "rank 3 (host host3, pid 103) never entered all_reduce #512; it is in train_dataloader_next, dataset.py:41; "
         "ranks 0, 1 have waited for it for 61 s",
     ),
     "others are one collective further": (
-        Case([report(0, [flight(6, 5)]), report(1, [flight(4)]), report(2, [flight(6, 6)])]),
+        Findings([report(0, [flight(6, 5)]), report(1, [flight(4)]), report(2, [flight(6, 6)])]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in train_dataloader_next, dataset.py:41; "
         "ranks 0, 2 have waited for it for 61 s",
     ),
     "several never came": (
-        Case([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
+        Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
         "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
     ),
     "one is in another group": (
-        Case([report(0, [flight(5, 5)]), report(1, [flight(4), flight(1, 1, "barrier", "side")], **WAITING)]),
+        Findings([report(0, [flight(5, 5)]), report(1, [flight(4), flight(1, 1, "barrier", "side")], **WAITING)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in barrier #1 of group side, backward, "
         "train.py:7; rank 0 has waited for it for 61 s",
     ),
     "a group of some ranks": (
-        Case(
+        Findings(
             [
                 report(0, [flight(3)]),
                 report(1, [flight(3), flight(2, 2, label="tp")]),
@@ -63,38 +64,38 @@ CASES: dict[str, tuple[Case, str | None]] = {
         "train_dataloader_next, dataset.py:41; rank 1 has waited for it for 61 s",
     ),
     "one makes another call": (
-        Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
+        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
         "ranks are in different collectives: rank 0 (host host0, pid 100) in all_reduce #5, train_dataloader_next, "
         "dataset.py:41; rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, dataset.py:41; rank 2 (host "
         "host2, pid 102) in all_reduce #5, train_dataloader_next, dataset.py:41; let every rank make the same calls",
     ),
     "all are in it": (
-        Case([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
+        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
         "ranks 0, 1 have all been in all_reduce #5 for 62 s, and it does not end; look at the network between the "
         "hosts",
     ),
     "nothing is recorded": (
-        Case([report(0, is_waiting=True, **WAITING), report(1)]),
+        Findings([report(0, is_waiting=True, **WAITING), report(1)]),
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
         "rank 0 has been in backward, train.py:7 for 61 s",
     ),
     "another one has left": (
-        Case([report(0, is_outside=True, idle=70.0), report(1)]),
+        Findings([report(0, is_outside=True, idle=70.0), report(1)]),
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
         "rank 0 has been in train_dataloader_next, dataset.py:41 for 70 s",
     ),
     "one does not answer": (
-        Case([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
+        Findings([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
         "rank 1 (host host1, pid 101) has not answered for 5 s; rank 2 (host host2, pid 102) has not answered for 5 s "
         "and its process is stopped (SIGSTOP); rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 "
         "for 61 s",
     ),
-    "waiting for one that moves": (Case([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
+    "waiting for one that moves": (Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
     "stuck while another moves": (
-        Case([report(0), report(1, [flight(4)], **MOVING)]),
+        Findings([report(0), report(1, [flight(4)], **MOVING)]),
         "rank 0 (host host0, pid 100) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41",
     ),
-    "all move": (Case([report(0, **MOVING), report(1, [flight(4, 4)], **MOVING)]), None),
+    "all move": (Findings([report(0, **MOVING), report(1, [flight(4, 4)], **MOVING)]), None),
 }
 
 
@@ -102,7 +103,7 @@ CASES: dict[str, tuple[Case, str | None]] = {
 def test_the_sentence(name: str) -> None:
     """As a user reads it."""
     case, expected = CASES[name]
-    assert (case.verdict.sentence if case.verdict else None) == expected
+    assert (case.diagnosis.sentence if case.diagnosis else None) == expected
 
 
 @given(
@@ -115,8 +116,8 @@ def test_whoever_is_named_has_a_reason(ranks: list[tuple[int, bool, bool]], sile
         report(rank, [flight(entered, entered if waits else None)], is_still=still)
         for rank, (entered, waits, still) in enumerate(ranks)
     ]
-    case = Case(reports, [Silence(who(rank), 5.0) for rank in sorted(silent)])
-    verdict = case.verdict
+    case = Findings(reports, [Silence(who(rank), 5.0) for rank in sorted(silent)])
+    verdict = case.diagnosis
     if silent:
         assert verdict is not None
         assert verdict.who.rank == min(silent)

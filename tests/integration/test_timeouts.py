@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
-from lightning_ddp_ext.supervision import inquiry
 from tests.integration.training import Batch, Net, make_trainer
 from tests.outcomes import Outcome
 from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold
@@ -44,8 +44,8 @@ class Late(Net):
 
 
 def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int = -1) -> None:
-    inquiry._ANSWERS_WITHIN = 1.0
     strategy = DDPExtStrategy(url, timeout=2)
+    strategy.timeouts = replace(strategy.timeouts, answer=1.0)
     settings: dict[str, Any] = {"devices": world_size, "max_epochs": max_epochs, "limit_val_batches": 0}
     make_trainer(strategy, **settings).fit(model)
 

@@ -7,38 +7,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import Flight
 
 _LONGEST_LIST = 8
 
 
 @dataclass(frozen=True)
-class Who:
-    """A rank's process."""
-
-    rank: int
-    host: str = ""
-    pid: int = 0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})" if self.host else f"rank {self.rank}"
-
-
-@dataclass(frozen=True)
 class Report:
     """What a rank says of itself."""
 
-    who: Who
-    idle: float
+    who: RankInfo
+    idle: float = 0.0
     """Seconds since something has moved on it."""
-    is_still: bool
+    is_still: bool = False
     """Whether that is longer than the timeout."""
-    doing: str
+    doing: str = ""
     """What its main thread does, such as ``train_dataloader_next``."""
     place: str = ""
     """File and line of the user's."""
     is_waiting: bool = False
-    """Whether its main thread waits for other ranks, be it in a collective or not."""
+    """Whether its main thread waits for other ranks, in a collective or elsewhere."""
     is_outside: bool = False
     """Whether it has left what is watched, and may have nothing to do with the others any more."""
     progress: str = ""
@@ -66,14 +55,14 @@ class Report:
         """The report that ``dataclasses.asdict`` has taken apart."""
         flights = values["flights"]
         restored = None if flights is None else [Flight(**flight) for flight in flights]
-        return cls(**{**values, "who": Who(**values["who"]), "flights": restored})
+        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": restored})
 
 
 @dataclass(frozen=True)
 class Silence:
     """A rank that has not answered."""
 
-    who: Who
+    who: RankInfo
     seconds: float
     is_stopped: bool = False
 
@@ -83,22 +72,22 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Which rank is stuck, and why that is thought."""
 
-    who: Who
+    who: RankInfo
     sentence: str
 
 
 @dataclass(frozen=True)
-class Case:
+class Findings:
     """What is known of all ranks."""
 
     reports: list[Report] = field(default_factory=list)
     silences: list[Silence] = field(default_factory=list)
 
     @property
-    def verdict(self) -> Verdict | None:
+    def diagnosis(self) -> Diagnosis | None:
         """The rank that the others wait for; ``None`` if it moves, or nobody waits."""
         still = [report for report in self.reports if report.is_still]
         if self.silences:
@@ -114,12 +103,12 @@ class Case:
         return "\n\n".join([*map(str, self.silences), *parts])
 
 
-def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> Verdict:
+def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> Diagnosis:
     others = "".join(f"; {silence}" for silence in silences[1:_LONGEST_LIST])
-    return Verdict(silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
+    return Diagnosis(silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
 
 
-def _in_collectives(reports: Sequence[Report]) -> Verdict | None:
+def _in_collectives(reports: Sequence[Report]) -> Diagnosis | None:
     """What the first collectives that do not end tell, those of the default group first."""
     pending = {
         (not flight.is_default, flight.group, flight.pending)
@@ -131,11 +120,11 @@ def _in_collectives(reports: Sequence[Report]) -> Verdict | None:
     for _, group, number in sorted(pending, reverse=True):
         first[group] = number
     found = [_in_collective(group, number, reports) for group, number in sorted(first.items())]
-    found = [verdict for verdict in found if verdict is not None]
+    found = [diagnosis for diagnosis in found if diagnosis is not None]
     return found[0] if found else _in_one_collective(first, reports)
 
 
-def _in_collective(group: str, number: int, reports: Sequence[Report]) -> Verdict | None:
+def _in_collective(group: str, number: int, reports: Sequence[Report]) -> Diagnosis | None:
     """The rank that is not in a collective that others wait in, or is in another one of the same number."""
     inside, absent = [], []
     for report in reports:
@@ -155,28 +144,28 @@ def _is_default(group: str, reports: Sequence[Report]) -> bool:
     return any(flight.is_default for report in reports if (flight := report.flight(group)) is not None)
 
 
-def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> Verdict:
+def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> Diagnosis:
     # One that does not wait for others itself is nearer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
     also = f" ({_ranks(others)} did not, either)" if others else ""
     seconds = max(report.idle for report in waiting)
     wait = f"{_ranks(report.who.rank for report in waiting)} {'has' if len(waiting) == 1 else 'have'} waited for it"
-    return Verdict(
+    return Diagnosis(
         first.who,
-        f"{first.who} never entered {collective}{also}; it is in {_whereabouts(first)}; {wait} for {seconds:.0f} s",
+        f"{first.who} never entered {collective}{also}; it is in {_activity(first)}; {wait} for {seconds:.0f} s",
     )
 
 
-def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> Verdict:
+def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> Diagnosis:
     calls = [(flight.describe(number), report) for report, flight in inside]
     frequency = Counter(call for call, _ in calls)
     odd = min(calls, key=lambda call: (frequency[call[0]], -call[1].who.rank))[1]
     places = "; ".join(f"{report.who} in {call}, {report.where}" for call, report in calls[:_LONGEST_LIST])
-    return Verdict(odd.who, f"ranks are in different collectives: {places}; let every rank make the same calls")
+    return Diagnosis(odd.who, f"ranks are in different collectives: {places}; let every rank make the same calls")
 
 
-def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verdict | None:
+def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Diagnosis | None:
     """All are where they should be, and yet nothing comes of it."""
     for group, number in sorted(first.items()):
         inside = [report for report in reports if (flight := report.flight(group)) and flight.pending == number]
@@ -185,7 +174,7 @@ def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verd
             flight = inside[0].flight(group)
             assert flight is not None
             slowest = max(inside, key=lambda report: report.idle)
-            return Verdict(
+            return Diagnosis(
                 slowest.who,
                 f"{_ranks(report.who.rank for report in inside)} have all been in {flight.describe(number)} for "
                 f"{slowest.idle:.0f} s, and it does not end; look at the network between the hosts",
@@ -193,14 +182,14 @@ def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Verd
     return None
 
 
-def _stuck(still: Sequence[Report]) -> Verdict:
+def _stuck(still: Sequence[Report]) -> Diagnosis:
     """Without a collective to go by: who does not wait for others is the one they wait for."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    return Verdict(
+    return Diagnosis(
         first.who,
-        f"{first.who} has not moved for {first.idle:.0f} s; it is in {_whereabouts(first)}"
+        f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
         f"{_waiting([report for report in still if report is not first])}",
     )
 
@@ -208,11 +197,11 @@ def _stuck(still: Sequence[Report]) -> Verdict:
 def _waiting(still: Sequence[Report]) -> str:
     shown = sorted(still, key=lambda report: report.who.rank)[:_LONGEST_LIST]
     return "".join(
-        f"; rank {report.who.rank} has been in {_whereabouts(report)} for {report.idle:.0f} s" for report in shown
+        f"; rank {report.who.rank} has been in {_activity(report)} for {report.idle:.0f} s" for report in shown
     )
 
 
-def _whereabouts(report: Report) -> str:
+def _activity(report: Report) -> str:
     pending = [flight.describe(flight.pending) for flight in report.flights or () if flight.pending is not None]
     return f"{pending[0]}, {report.where}" if pending else report.where
 
