@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, PortInUse
 from lightning_ddp_ext.rendezvous.peer_event import reason_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable, difference_between, ranks_in_words
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.rendezvous.sockets import is_loopback, sockets_opened
+from lightning_ddp_ext.rendezvous.sockets import sockets_opened
 from lightning_ddp_ext.rendezvous.store import host_store
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, Connection, Message, decode, encode
 
@@ -63,7 +63,7 @@ class Coordinator:
             self._refuse_second(left)
         listener, self._address = self._listen()
         with sockets_opened() as self.store_sockets:
-            self.store, self._store_port = host_store(on_loopback=is_loopback(listener.getsockname()[0]))
+            self.store, self._store_port = host_store(listener.getsockname()[0])
         self._challenged.add(self._address.nonce)
         channel.listen("handshake", self._hear)
         channel.on_closed(self._on_closed)

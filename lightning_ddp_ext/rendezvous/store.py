@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.sockets import listen
+from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
 
 # Of one operation on a key that is known to be there.
 _OPERATION = timedelta(seconds=10)
@@ -17,14 +17,17 @@ _OPERATION = timedelta(seconds=10)
 _EXCEEDS_BY = 1.5
 
 
-def host_store(*, on_loopback: bool) -> tuple[TCPStore, int]:
+def host_store(bound_to: str) -> tuple[TCPStore, int]:
     """Open a store's server and return it with its port.
 
     Nothing should be forked once this has returned: the server has a thread.
+
+    Args:
+        bound_to: a loopback address, on which it listens, too; for any other it listens on all interfaces.
     """
-    listener = listen("127.0.0.1" if on_loopback else "", 0)
+    listener = listen(bound_to if is_loopback(bound_to) else "", 0)
     port = int(listener.getsockname()[1])
-    host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    host = bound_to if is_loopback(bound_to) else "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
     store = TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_OPERATION, master_listen_fd=listener.detach()
     )

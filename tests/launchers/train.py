@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.integration.endpoints import PRIVATE_FILE
 from lightning_ddp_ext.rendezvous.process_context import leave
 
 SAMPLES, BATCH_SIZE = 32, 2
@@ -111,6 +112,8 @@ def look_at(init_method: str | None) -> object:
         return sorted(path.name for path in directory.iterdir())
     if url.scheme == "tcp":
         return _listens(str(url.hostname), url.port or 0)
+    if PRIVATE_FILE in os.environ:
+        return Path(os.environ[PRIVATE_FILE]).exists()
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return _listens(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return None

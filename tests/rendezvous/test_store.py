@@ -13,11 +13,11 @@ from lightning_ddp_ext.rendezvous.store import connect_store, host_store
 from tests.rendezvous.strangers import hangs_up, server, silent, web
 
 
-@pytest.mark.parametrize("on_loopback", [True, False])
-def test_host_and_client_share_a_store(on_loopback: bool) -> None:
+@pytest.mark.parametrize("bound_to", ["127.0.0.1", "127.0.1.1", "::1", "0.0.0.0"])
+def test_host_and_client_share_a_store(bound_to: str) -> None:
     """What one sets the other gets."""
-    store, port = host_store(on_loopback=on_loopback)
-    client = connect_store("127.0.0.1", port, Deadline(10.0))
+    store, port = host_store(bound_to)
+    client = connect_store("127.0.0.1" if bound_to == "0.0.0.0" else bound_to, port, Deadline(10.0))
     client.set("key", "value")
     assert store.get("key") == b"value"
 

@@ -138,7 +138,7 @@ def expect_orphans_to_end(script: Script) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "verdict"),
-    [(POPEN, "ended by SIGKILL before it answered the roll call"), (SPAWN, "died: it was ended by SIGKILL")],
+    [(POPEN, "ended by SIGKILL before all ranks had connected"), (SPAWN, "died: it was ended by SIGKILL")],
     ids=str,
 )
 def test_a_kill_during_start_up_is_known_to_the_launcher(launcher: Launcher, verdict: str) -> None:

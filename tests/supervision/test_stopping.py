@@ -49,9 +49,9 @@ def test_it_is_the_next_one(places: list[Place]) -> None:
 
 def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | None, bool]:
     """Rank 1 is at the end long before rank 0, and gets a signal there that rank 0 is not told of."""
-    membership = join(request(rank, world_size, where, timeout=0.2))
-    assert membership is not None
-    stopping, meetings, store = membership.component(Stopping), membership.barriers, membership.store
+    context = join(request(rank, world_size, where, timeout=0.2))
+    assert context is not None
+    stopping, barriers, store = context.component(Stopping), context.barriers, context.store
     stopping.begin(timedelta(seconds=60))
 
     def signal_at_the_end() -> None:
@@ -62,9 +62,9 @@ def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | N
     if rank == 1:
         threading.Thread(target=signal_at_the_end).start()
     else:
-        while meetings._calls.absent([1], 1):
+        while 1 in barriers._counter.absent(2, 1):
             time.sleep(0.01)
-        time.sleep(2 * membership.collective_timeout.total_seconds())
+        time.sleep(2 * context.collective_timeout.total_seconds())
         store.set("is there", "")
         store.wait(["signalled"])
     found = stopping.at_last_place()
@@ -77,14 +77,14 @@ def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | N
 
 def asked_after_the_end(rank: int, world_size: int, where: str) -> list[Request | None]:
     """Rank 1 is asked to stop when the first job is over, and again in the second."""
-    membership = join(request(rank, world_size, where))
-    assert membership is not None
-    stopping, meetings = membership.component(Stopping), membership.barriers
+    context = join(request(rank, world_size, where))
+    assert context is not None
+    stopping, barriers = context.component(Stopping), context.barriers
 
     def ask() -> None:
         if rank == 1:
             stopping.ask(15)
-        meetings.meet("the request is on its way before this")
+        barriers.enter("the request is on its way before this")
 
     found = []
     for number in range(2):
