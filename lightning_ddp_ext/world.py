@@ -255,11 +255,14 @@ def _from_slurm(environ: Environ, devices: int | None) -> World | None:
     remedy = "start with srun, or name the job 'interactive' (--job-name=interactive) to start processes otherwise"
     _require(environ, ("SLURM_PROCID", "SLURM_LOCALID"), beside="SLURM_NTASKS", remedy=remedy)
     world_size = _integer(environ, "SLURM_NTASKS")
+    local_rank = _integer(environ, "SLURM_LOCALID")
+    tasks_on_node = _slurm_tasks_on_node(environ, world_size)
     return _complete(
         _integer(environ, "SLURM_PROCID"),
         world_size,
-        local_rank=_integer(environ, "SLURM_LOCALID"),
-        local_world_size=_slurm_tasks_on_node(environ, world_size),
+        local_rank=local_rank,
+        # Lightning accepts a local rank beyond what SLURM_NTASKS_PER_NODE says.
+        local_world_size=None if tasks_on_node is None else max(tasks_on_node, local_rank + 1),
         node_rank=_known(environ, "SLURM_NODEID"),
         devices=devices,
         source="SLURM",

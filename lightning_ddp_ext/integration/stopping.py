@@ -19,7 +19,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.loop_state import Stopped
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, status_of
+from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, has_handler, status_of
 from lightning_ddp_ext.supervision.stopping import Request, Stopping
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
@@ -76,19 +76,23 @@ class Stops:
         if context is None:
             return
         self._trainer = trainer
-        self._stopping = context.component(Stopping)
         self._is_running = self._has_trained = False
         self._noted = None
         self._replace_lightnings(trainer)
+        stopping = context.component(Stopping)
+        if stopping.is_active:
+            return  # this Trainer works inside of another one's hook, and that one stops
+        self._stopping = stopping
         self._stopping.begin(self.deadline, self._acknowledge)
-        self._signals.install(signal.SIGTERM, signal.SIGINT, self._warning)
+        self._signals.install(signal.SIGTERM, signal.SIGINT, *self._warnings)
 
     @property
-    def _warning(self) -> signal.Signals:
-        """The signal by which schedulers say that they will end the job soon."""
-        environment = self._slurm
-        requeue_signal = None if environment is None else environment.requeue_signal
-        return requeue_signal or signal.SIGUSR1
+    def _warnings(self) -> list[signal.Signals]:
+        """The signal by which schedulers say that they will end the job soon, unless the user handles it."""
+        requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
+        if requeue_signal is None and has_handler(signal.SIGUSR1):
+            return []
+        return [requeue_signal or signal.SIGUSR1]
 
     @property
     def _slurm(self) -> SLURMEnvironment | None:
@@ -105,10 +109,10 @@ class Stops:
 
     def detach(self) -> None:
         """The Trainer has ended: signals are given back to whoever handled them before."""
-        if self._stopping is None:
-            return
         self._strategy.data.training.before_batch = _nothing  # type: ignore[attr-defined]
         self._replaced.put_back()
+        if self._stopping is None:
+            return
         # Lightning takes its handlers, which came after ours, away a little later; a signal until then would be lost.
         self._trainer._signal_connector.teardown()
         self._signals.restore()
@@ -196,7 +200,7 @@ class Stops:
 
     def _save(self, request: Request) -> str:
         connector = self._trainer._signal_connector
-        if self._slurm is not None and request.signum == self._warning:
+        if self._slurm is not None and request.signum in self._warnings:
             connector._slurm_sigusr_handler_fn(request.signum, None)  # saves on all ranks, and requeues
             return "saved where the requeued job will find it"
         if self._file is None:

@@ -53,7 +53,7 @@ from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.orphans import watch_parent
-from lightning_ddp_ext.supervision.places import calling_place
+from lightning_ddp_ext.supervision.places import called_by_lightning, calling_place
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -576,7 +576,8 @@ class DDPExtStrategy(DDPStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.checkpoints.is_handling_exception:
             return obj
-        self._begin(f"broadcast from rank {src}")
+        if not called_by_lightning():  # its loops ask rank 0's clock at every batch, alike on all ranks
+            self._begin(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
     @override

@@ -6,6 +6,8 @@ import sys
 import threading
 from types import FrameType
 
+_LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
+
 # Packages in between, whose lines say nothing to whoever looks for a mistake of his own.
 _BETWEEN = sys.stdlib_module_names | {
     "lightning",
@@ -21,6 +23,11 @@ _BETWEEN = sys.stdlib_module_names | {
 def calling_place() -> str:
     """File and line of the innermost call that is neither ours nor Lightning's nor torch's; empty if there is none."""
     return place_of(sys._getframe(1))
+
+
+def called_by_lightning() -> bool:
+    """Whether the function that asks was called by Lightning's own code."""
+    return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
 
 
 def place_of(frame: FrameType | None) -> str:

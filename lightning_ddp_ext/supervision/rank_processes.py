@@ -21,6 +21,8 @@ from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
 # Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
+# sys.exit(1) of this process looks like a good end here, so a child that is stuck must not keep it.
+_AT_MOST = 600.0
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class ChildScripts:
         return None
 
     def wait(self) -> None:
-        """Wait for the children, as anybody who starts processes does; not for long after a failure."""
+        """Wait for the children; not for long after an exception, and never for ever."""
         failed = getattr(sys, "last_value", None) is not None
         alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
         if alive and not failed:
-            sys.stderr.write(f"waiting for {', '.join(alive)} to end as this process has; Ctrl-C ends them\n")
+            sys.stderr.write(
+                f"waiting up to {_AT_MOST:.0f} s for {', '.join(alive)} to end as this process has; Ctrl-C ends them\n"
+            )
             with suppress(KeyboardInterrupt):
-                self._alive_after(float("inf"))
+                self._alive_after(_AT_MOST)
         for child in self.children:
             if child.poll() is None:
                 child.kill()
@@ -61,7 +65,7 @@ class ChildScripts:
         for child in self.children:
             remaining = moment - time.monotonic()
             with suppress(subprocess.TimeoutExpired):
-                child.wait(None if remaining == float("inf") else max(0.0, remaining))
+                child.wait(max(0.0, remaining))
         return [
             f"local rank {local_rank} (pid {child.pid})"
             for local_rank, child in enumerate(self.children, start=1)

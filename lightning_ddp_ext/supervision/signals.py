@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning_ddp_ext.at_exit import end_at_once
 
 # Seconds in which a process that ends because of another rank has said so.
 _SAYS_WHY_WITHIN = 6.0
+_deferred_at = 0.0
 
 
 class StopSignals:
@@ -116,6 +119,21 @@ def _give_back() -> None:
 os.register_at_fork(after_in_child=_give_back)
 
 
+def has_handler(signum: signal.Signals) -> bool:
+    """Whether a signal has been given to somebody: a function, or C code such as ``faulthandler``'s.
+
+    Python does not know of the latter; the kernel does, on Linux.
+    """
+    if signal.getsignal(signum) is not signal.SIG_DFL:
+        return True
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
 def deliver(signum: int) -> None:
     """Send this process a signal, for whoever handles it now."""
     os.kill(os.getpid(), signum)
@@ -127,11 +145,14 @@ def defer_sigterm() -> None:
     A launcher sends it to the other ranks as soon as one of them has died, and these have yet to say which.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        global _deferred_at
+        _deferred_at = time.monotonic()
         signal.signal(signal.SIGTERM, _end_soon)
 
 
 def _end_soon(signum: int, frame: FrameType | None) -> None:
-    timer = threading.Timer(_SAYS_WHY_WITHIN, end_at_once, [status_of(signum)])
+    seconds = max(0.0, _deferred_at + _SAYS_WHY_WITHIN - time.monotonic())
+    timer = threading.Timer(seconds, end_at_once, [status_of(signum)])
     timer.name = "ddpx-sigterm"
     timer.daemon = True
     timer.start()

@@ -164,6 +164,11 @@ class Stopping:
             self._timer = None
 
     @property
+    def is_active(self) -> bool:
+        """Whether a Trainer of this process heeds requests."""
+        return self._is_active
+
+    @property
     def is_overruled(self) -> bool:
         """Whether a rank died or failed: then the others end because of that, whatever they are asked."""
         return self._context.peers.cause is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from pathlib import Path
@@ -215,12 +216,57 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> None:
-    """To the handler that the user had put there before, which is there again afterwards."""
+    """To the handler that the user had put there before, which is there again afterwards; SIGUSR1 is theirs alone."""
     for rank, found in enumerate(run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))):
-        for signum, status, files, heard, is_restored in found:
-            assert (status, files, is_restored) == (128 + signum, ["preempted.ckpt"], True)
+        for number, (signum, status, files, heard, is_restored) in enumerate(found):
+            is_theirs = signum == signal.SIGUSR1 and number % 2 == 1
+            expected = (None, []) if is_theirs else (128 + signum, ["preempted.ckpt"])
+            assert ((status, files), is_restored) == (expected, True)
             assert heard in ([], [signum] if rank == 1 else [])
         assert [len(heard) for *_, heard, _ in found] == [0, rank, 0, rank, 0, rank]
+
+
+def with_faulthandler(rank: int, world_size: int, directory: Path) -> tuple[int | None, str]:
+    """A user prints stacks at SIGUSR1; the run's status, and what has been printed."""
+    with (directory / f"stacks-{rank}").open("w+") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
+        status = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks).status
+        faulthandler.unregister(signal.SIGUSR1)
+        stacks.seek(0)
+        return status, stacks.read()
+
+
+def test_a_signal_of_faulthandlers_stays_its_own(tmp_path: Path) -> None:
+    """Python knows nothing of handlers in C; the run goes on."""
+    (first, _), (second, stacks) = run_ranks(with_faulthandler, 2, tmp_path, env=by_hand_env(2))
+    assert (first, second) == (None, None)
+    assert "most recent call first" in stacks
+
+
+class ValidatesElsewhere(L.Callback):
+    """Runs another Trainer within a step of this one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            inner = make_trainer(make_strategy("ours", self.directory), limit_val_batches=2)
+            inner.validate(Evaluated(), verbose=False)
+
+
+def stopped_after_a_nested_run(rank: int, world_size: int, directory: Path) -> tuple[int | None, list[str], list[int]]:
+    callbacks = [ValidatesElsewhere(directory), *on_rank_one(rank, "on_train_batch_end", 2)]
+    run = fit(make_strategy("ours", directory), directory / "run", shuffled(), callbacks=callbacks)
+    return run.status, run.files, run.steps
+
+
+def test_a_nested_run_leaves_the_outer_ones_signals_in_place(tmp_path: Path) -> None:
+    """SIGTERM after a validation inside of a callback stops and saves the run around it."""
+    for status, files, steps in run_ranks(stopped_after_a_nested_run, 2, tmp_path, env=by_hand_env(2)):
+        assert (status, files) == (143, ["preempted.ckpt"])
+        assert len(steps) == 3
 
 
 class Impatient(L.Callback):

@@ -27,7 +27,7 @@ class HangWatchdog(Callback):
     """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
 
     A rank moves when it ends a batch of training, validation, test or prediction, begins or ends one of these, an epoch
-    or the sanity check, has restored a checkpoint, or begins or ends a save. When nothing of that has happened for
+    or the sanity check, has restored a checkpoint, or begins a save. When nothing of that has happened for
     ``timeout`` on a rank, rank 0 asks every rank what it does: Python stacks of all threads, what Lightning's loop is
     in, how far it is, and its collectives, as torch's Flight Recorder has them (on NCCL and gloo). It prints one
     sentence, and writes it to a file with all stacks::
@@ -46,7 +46,7 @@ class HangWatchdog(Callback):
     With strategies that are not ours there is no channel between the ranks: a rank reports its own stacks and where it
     waits, and ends by ``os._exit(1)``, without an exception.
 
-    It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step, save and pause between batches.
+    It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step and save together.
     Put the callback first, as it watches from its ``setup`` on. Where torch records no collectives (gloo before it had
     the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), the sentence says only where the ranks are.
 
@@ -84,7 +84,7 @@ class HangWatchdog(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave(trainer)
+        self._leave()
         context = current()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
@@ -98,18 +98,7 @@ class HangWatchdog(Callback):
             directory=Path(self.directory or trainer.default_root_dir),
             describe=describe,
         )
-        self._note_saves(trainer)
         self._watchdog.start()
-
-    def _note_saves(self, trainer: Trainer) -> None:
-        """No hook comes after a save."""
-        save = trainer.save_checkpoint
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            save(*args, **kwargs)
-            self._move()
-
-        trainer.save_checkpoint = save_checkpoint  # type: ignore[method-assign]
 
     def _move(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
@@ -117,14 +106,13 @@ class HangWatchdog(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave(trainer)
+        self._leave()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave(trainer)
+        self._leave()
 
-    def _leave(self, trainer: Trainer) -> None:
-        vars(trainer).pop("save_checkpoint", None)
+    def _leave(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
