@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from measuring import fork_ranks, free_port, print_table, scratch_directory, spread, statuses
 from worker import fit
 
+from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, parse
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Request
@@ -185,7 +185,7 @@ def request(rank: int, world_size: int, init_method: str, init_timeout: float = 
             rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, source="bench"
         ),
         init_method=init_method,
-        where=method.path if isinstance(method, File) else method,  # type: ignore[arg-type]
+        endpoint=FileEndpoint(method.path) if isinstance(method, File) else TcpEndpoint(method),  # type: ignore[arg-type]
         backend="gloo",
         device=torch.device("cpu"),
         timeout=None,
@@ -211,7 +211,7 @@ def measure_stale_files(repeats: int) -> None:
 
         for number in range(repeats):
             killed = fork_ranks(2, meet_and_hang)
-            wait_until_long(path, 200 * (number % 7))
+            wait_until_published(path, 0.01 * (number % 7))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
             statuses(killed)
@@ -225,14 +225,11 @@ def measure_stale_files(repeats: int) -> None:
     )
 
 
-def wait_until_long(path: str, length: int) -> None:
-    """Wait until the store's file holds ``length`` bytes, or for a second: the kill comes at different points."""
-    moment = time.monotonic() + 1.0
-    while time.monotonic() < moment:
-        with suppress(FileNotFoundError):
-            if os.path.getsize(path) > length:
-                return
+def wait_until_published(path: str, seconds: float) -> None:
+    """Wait until rank 0 has published its address, and a little longer: the kill comes at different points."""
+    while not os.path.exists(path):
         time.sleep(0.001)
+    time.sleep(seconds)
 
 
 # 5. Death.

@@ -47,7 +47,7 @@ class ProcessContext:
         start: what the handshake has brought.
     """
 
-    def __init__(self, request: Request, start: _Start) -> None:
+    def __init__(self, request: Request, start: Start) -> None:
         self.world = request.world
         self.table = start.table
         self.store: Store = PrefixStore(start.table.start_id, start.store)
@@ -206,7 +206,7 @@ class ProcessContext:
             self.peers.close()
 
 
-class _Start:
+class Start:
     """What the handshake has brought, open as long as the process is a rank."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ def join(request: Request) -> ProcessContext | None:
 
 def _joined(request: Request) -> ProcessContext:
     deadline = Deadline(request.init_timeout.total_seconds())
-    start = _Start()
+    start = Start()
     try:
         start.run(request, deadline)
     except BaseException:
