@@ -373,7 +373,7 @@ class DDPExtStrategy(DDPStrategy):
             timeout=self._timeout,
             init_timeout=self._init_timeout,
             versions=_versions(),
-            child_failure=started.scripts.failure if started is not None else lambda: None,
+            absence=started.scripts.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )
 

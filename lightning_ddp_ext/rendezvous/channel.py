@@ -95,6 +95,22 @@ class Channel:
         self._listener, self._admit = listener, admit
         self._run(lambda: self._watch_listener(listener))
 
+    def stop_accepting(self) -> None:
+        """Close the listening socket; its port is free when this returns."""
+        if self._listener is None or self._is_closing:
+            return
+        listener, is_closed = self._listener, threading.Event()
+
+        def close() -> None:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(listener)
+            listener.close()
+            self._listener = None
+            is_closed.set()
+
+        self._run(close)
+        is_closed.wait(_FLUSH_WITHIN)
+
     def send(self, topic: str, body: Message) -> None:
         """Send a message to rank 0, or from rank 0 to all others. Never waits, never raises."""
         line = _line(topic, body)
@@ -233,7 +249,10 @@ class Channel:
             if listener is None:
                 self._unclaimed.setdefault(topic, []).append(body)
         if listener is not None:
-            listener(body)
+            try:
+                listener(body)
+            except Exception:
+                _logger.exception("the control channel goes on after an error in a listener for %r", topic)
 
     def _end(self, connection: Connection) -> None:
         rank, reason = connection.rank, connection.close_reason
@@ -257,7 +276,7 @@ class Channel:
     # New connections, on rank 0.
 
     def _watch_listener(self, listener: socket.socket) -> None:
-        if not self._is_closing:
+        if not self._is_closing and listener.fileno() >= 0:
             self._selector.register(listener, selectors.EVENT_READ, lambda _events: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:

@@ -70,11 +70,11 @@ class Coordinator:
         channel.accept(listener, self._admit)
         endpoint.publish(self._address)
 
-    def wait(self, child_failure: Callable[[], str | None] = lambda: None) -> RankTable:
+    def wait(self, absence: Callable[[], str | None] = lambda: None) -> RankTable:
         """Wait until every rank has connected.
 
         Args:
-            child_failure: asked now and then; a sentence if a rank has ended that this process had started.
+            absence: asked now and then; a sentence if it is known that a rank cannot come.
 
         Returns:
             All ranks.
@@ -87,7 +87,7 @@ class Coordinator:
         """
         try:
             while not self._is_decided(_POLL):
-                sentence = child_failure()
+                sentence = absence()
                 if self._deadline.expired:
                     self._refuse(self._missing())
                 elif sentence is not None:
@@ -105,7 +105,8 @@ class Coordinator:
         return self.table
 
     def close(self) -> None:
-        """Remove what was published."""
+        """Take no more connections, and remove what was published."""
+        self._channel.stop_accepting()
         self._endpoint.withdraw(self._address)
 
     # Opening.
@@ -176,6 +177,10 @@ class Coordinator:
             return  # it is no rank; it may stay connected until there are too many of its kind
 
     def _take(self, connection: Connection, hello: Hello) -> None:
+        if self.table is not None and hello.info in self.table.ranks:
+            # This process is a rank already, and wants to begin anew before rank 0 does.
+            self._channel.reply(connection, "handshake", {"stranger": True})
+            return
         with self._changed:
             error = self._objection_to(hello)
             if error is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 
 from torch.distributed import TCPStore
 
-from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.errors import RendezvousError, StoreError
 from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up
@@ -58,8 +59,11 @@ class Handshake:
         self.route = ""
         """The address of this host on the way to rank 0."""
 
-    def run(self) -> tuple[RankTable, TCPStore]:
+    def run(self, absence: Callable[[], str | None] = lambda: None) -> tuple[RankTable, TCPStore]:
         """Wait until all ranks have connected; returns them, and a client of rank 0's store.
+
+        Args:
+            absence: asked now and then; a sentence if it is known that rank 0 cannot come.
 
         Raises:
             StoreError: there is no rank 0.
@@ -68,7 +72,7 @@ class Handshake:
         self._channel.listen("handshake", self._hear)
         self._channel.on_closed(self._on_closed)
         try:
-            self._find_rank_zero()
+            self._find_rank_zero(absence)
             threading.Thread(target=self._open_store, name="ddpx-store", daemon=True).start()
             self._await_welcome()
             table = self._table_in(self._answers["welcome"])
@@ -80,8 +84,11 @@ class Handshake:
 
     # Finding rank 0.
 
-    def _find_rank_zero(self) -> None:
+    def _find_rank_zero(self, absence: Callable[[], str | None]) -> None:
         for _ in self._deadline.ticks(longest=_RETRY):
+            sentence = absence()
+            if sentence is not None:
+                raise RendezvousError(sentence)
             address = self._endpoint.look_up(self._deadline)
             if address is None:
                 self._obstacle = self._endpoint.not_found()

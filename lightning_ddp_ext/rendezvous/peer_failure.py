@@ -85,6 +85,11 @@ class PeerFailure:
         """Whether a rank's process is known to have ended."""
         return rank in self._ended
 
+    @property
+    def ended(self) -> list[RankInfo]:
+        """The ranks whose processes are known to have ended."""
+        return [self._table[rank] for rank in sorted(self._ended)]
+
     def wait(self, seconds: float) -> PeerEvent | None:
         """The cause, or else a departure, waiting up to ``seconds`` for it."""
         with self.arrived:

@@ -91,9 +91,9 @@ class ProcessContext:
         """Serve another Trainer with the same ranks.
 
         Raises:
-            GroupInUseError: it wants other ranks, or the ranks have lived through a failure.
+            GroupInUseError: it wants other ranks, or another init method.
         """
-        self._check(request)
+        self.check(request)
         request = replace(request, init_method=self._request.init_method, endpoint=self._request.endpoint)
         if request.backend != self._request.backend:
             self._groups.close(is_broken=False)
@@ -103,7 +103,12 @@ class ProcessContext:
             self._groups.set_timeout(request.timeout)
         self._request = request
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
+        """Refuse a Trainer that wants other ranks than these.
+
+        Raises:
+            GroupInUseError: world size, rank or init method differ.
+        """
         if (request.world.rank, request.world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
                 f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
@@ -115,14 +120,43 @@ class ProcessContext:
                 f"this process's group was formed with init_method {self._request.init_method!r}, and this Trainer "
                 f"asks for {request.init_method!r}; use one init method in a script"
             )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the group stands and every rank is still in it, as far as this rank knows."""
+        return self.peers.cause is None and self.failure is None and dist.is_initialized()
+
+    def prepare_restart(self, request: Request) -> Request:
+        """Let go of what a new start of the same ranks needs, after a failure that this process has lived through.
+
+        Returns:
+            The request of the new start, which knows from this context's channel which ranks have ended.
+
+        Raises:
+            RankDiedError: a rank has died.
+            GroupInUseError: the request wants other ranks.
+        """
+        self.check(request)
         cause = self.peers.cause
         if cause is not None and cause.kind == "died":
             raise cause.to_error()
-        if cause is not None or not dist.is_initialized():
-            why = f"rank {cause.rank}: {cause.reason}" if cause is not None else "the process group has been destroyed"
-            raise GroupInUseError(
-                f"the ranks cannot work together again after a failure ({why}); start the script again"
-            )
+        self.close_group()
+        self._start.stop_accepting()
+        return replace(
+            request,
+            init_method=self._request.init_method,
+            endpoint=self._request.endpoint,
+            absence=lambda: request.absence() or self._absence(),
+        )
+
+    def _absence(self) -> str | None:
+        ended = ", ".join(map(str, self.peers.ended))
+        if not ended:
+            return None
+        return (
+            f"{ended} ended after the ranks had worked together, and cannot come again; look at its output, or catch "
+            "the failure on every rank if all are to go on"
+        )
 
     @property
     def timeouts(self) -> Timeouts:
@@ -227,20 +261,24 @@ class Start:
         self.channel = Channel(request.timeouts.heartbeat)
         if rank == 0:
             self.coordinator = Coordinator(hello, request.endpoint, self.channel, deadline, request.timeouts)
-            self.table = self.coordinator.wait(request.child_failure)
+            self.table = self.coordinator.wait(request.absence)
             found: Coordinator | Handshake = self.coordinator
             self.store = self.coordinator.store
         else:
             found = handshake = Handshake(hello, request.endpoint, self.channel, deadline, request.timeouts)
-            self.table, self.store = handshake.run()
+            self.table, self.store = handshake.run(request.absence)
         self.route, self.store_sockets = found.route, found.store_sockets
 
-    def close(self, *, in_order: bool) -> None:
-        """End the channel, and remove what rank 0 has published."""
-        if self.channel is not None:
-            self.channel.close(in_order=in_order)
+    def stop_accepting(self) -> None:
+        """On rank 0, take no more connections, and remove what was published."""
         if self.coordinator is not None:
             self.coordinator.close()
+
+    def close(self, *, in_order: bool) -> None:
+        """End the channel."""
+        self.stop_accepting()
+        if self.channel is not None:
+            self.channel.close(in_order=in_order)
 
 
 _context: ProcessContext | None = None
@@ -256,7 +294,8 @@ def join(request: Request) -> ProcessContext | None:
     """Find the other ranks and form the process group with them. Collective: every rank must call it.
 
     A process joins once. Later calls use the same ranks again: with another backend a new group is formed, another
-    timeout is set, and everything else that differs is refused. A world of one rank is left for another one.
+    timeout is set, and everything else that differs is refused. A world of one rank is left for another one. After a
+    failure that all ranks have lived through they start anew.
 
     Returns:
         The context; ``None`` where somebody else has opened the default process group already, which is then used.
@@ -268,14 +307,18 @@ def join(request: Request) -> ProcessContext | None:
     global _context
     if _context is not None and len(_context.table) == 1 and request.world.world_size != 1:
         leave()
-    if _context is not None:
-        _context.reuse(request)
-        return _context
-    if dist.is_initialized():
+    if _context is None and dist.is_initialized():
         _adopt_foreign_group(request)
         return None
-    _context = _joined(request)
-    at_exit(leave)
+    if _context is None:
+        _context = _joined(request)
+        at_exit(leave)
+    elif _context.is_usable:
+        _context.reuse(request)
+    else:
+        before = _context
+        _context = _joined(before.prepare_restart(request))
+        before.close()
     return _context
 
 

@@ -35,6 +35,7 @@ class ProcessGroups:
         self._store = store
         self._route = route
         self._formed = 0
+        self._is_open = False
         self._default: object = None
         self._others: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._kept: list[object] = []
@@ -44,6 +45,7 @@ class ProcessGroups:
         """Form the default group. Collective."""
         self._request = request
         self._formed += 1
+        self._is_open = True
         self._sockets = []
         with self._noted_sockets(), self._interface_for_gloo():
             dist.init_process_group(
@@ -91,8 +93,9 @@ class ProcessGroups:
             is_broken: whether other ranks may have abandoned a collective. NCCL's groups are aborted then: to destroy
                 one is to wait for its kernels.
         """
-        if not dist.is_initialized():
+        if not self._is_open or not dist.is_initialized():
             return
+        self._is_open = False
         # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
         # their owner and abort the process at its end: 9 of 50 processes without these two lines.
         gc.collect()

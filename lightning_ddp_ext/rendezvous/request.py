@@ -50,7 +50,7 @@ class Request:
         init_timeout: of the whole start-up.
         is_explicit: whether the user chose the init method.
         versions: of the packages that must be the same on all ranks.
-        child_failure: a sentence once the launching process knows that a rank has ended before it connected.
+        absence: a sentence once this process knows that a rank has ended and cannot connect.
         timeouts: of the control channel.
     """
 
@@ -63,5 +63,5 @@ class Request:
     init_timeout: timedelta
     is_explicit: bool = True
     versions: dict[str, str] = field(default_factory=dict)
-    child_failure: Callable[[], str | None] = lambda: None
+    absence: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)

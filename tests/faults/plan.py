@@ -18,7 +18,7 @@ WRITES = 10
 HOOKS: dict[Stage, dict[str, int]] = {
     "start": {
         "begin": 1,
-        "roll_call": 1,
+        "handshake": 1,
         "setup": 1,
         "configure_optimizers": 1,
         "on_fit_start": 1,
@@ -55,7 +55,7 @@ _WITHOUT_EXCEPTIONS = ("exit",)
 SIGNALS: dict[Kind, int] = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
 _BY_EXCEPTION: tuple[Kind, ...] = ("exit", "raise", "interrupt")
 # Before the ranks have met, and when no rank needs another one any more.
-UNMET = ("begin", "roll_call")
+UNMET = ("begin", "handshake")
 BEFORE_THE_FIRST_STEP = ("setup", "configure_optimizers", "on_fit_start", "reading", "on_load_checkpoint")
 LAST_TO_BE_MET = (("on_train_epoch_end", 1), ("on_train_end", 0))
 LATE = ("on_fit_end", "teardown", "after_fit", "exit")
@@ -89,7 +89,7 @@ class Injection:
     def long_wait(self) -> str | None:
         """What makes it take many seconds, if it does."""
         if self.launch == "script" or self.is_unmet:
-            return "script" if self.launch == "script" else "roll call"
+            return "script" if self.launch == "script" else "handshake"
         return self.kind if self.kind in ("cut", "stop") else None
 
     @property

@@ -159,17 +159,17 @@ class StruckIO(RankZeroCheckpointIO):
 
 
 class StruckStrategy(DDPExtStrategy):
-    """Brings the fault to the roll call, in which a rank asks again and again whether there is bad news."""
+    """Brings the fault to the handshake, in which a rank asks again and again whether a rank cannot come."""
 
     fault: Fault
 
     def _request(self) -> Request:
-        def bad_news() -> str | None:
-            self.fault.at("roll_call")
-            return request.bad_news()
+        def absence() -> str | None:
+            self.fault.at("handshake")
+            return request.absence()
 
         request = super()._request()
-        return replace(request, bad_news=bad_news)
+        return replace(request, absence=absence)
 
 
 def train(

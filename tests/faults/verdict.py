@@ -54,7 +54,7 @@ def expected_statuses(plan: Injection, rank: int) -> set[int]:
         return {0, 1} if plan.is_late else {1}
     if plan.kind == "interrupt" and plan.is_late:
         return {-signal.SIGINT, 1, 130}
-    if plan.kind == "interrupt" and plan.hook == "roll_call":
+    if plan.kind == "interrupt" and plan.hook == "handshake":
         return {1}  # Lightning's, for Ctrl-C in a Trainer
     return {_STATUS_OF_CULPRIT[plan.kind]}
 

@@ -175,7 +175,7 @@ def meet_but_stop_at(
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("tcp", 2), ("file", 1)])
 def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim: int, tmp_path: Path) -> None:
-    """After the roll call a death is known from the lifelines, long before init_timeout, with host and pid."""
+    """A death is known from the channel, long before init_timeout, with host and pid."""
     options: dict[str, Any] = {"step": "process_group:ProcessGroups.form_default", "who": [victim]}
     settings = [{"init_timeout": LONG}] * 3
     with started(meet_but_stop_at, place(kind, tmp_path), settings, time_limit=limit(), **options) as ranks:

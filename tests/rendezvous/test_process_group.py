@@ -49,7 +49,7 @@ def test_ranks_meet_and_end_in_good_order(kind: str, world_size: int, tmp_path: 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1:5])
 def test_ranks_may_start_in_any_order(order: Sequence[int], tmp_path: Path) -> None:
-    """Each rank answers the roll call before the next one is started."""
+    """Each rank looks for rank 0 before the next one is started."""
     with RankProcesses(join_and_add, 3, str(tmp_path / "store"), start=[], time_limit=30.0) as ranks:
         for rank in order:
             ranks.start(rank)
@@ -185,31 +185,37 @@ def test_a_group_that_somebody_else_opened_is_used_or_refused(tmp_path: Path) ->
 # Failures.
 
 
-def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> str:
-    """Rank 1 fails while the rest wait for it in a collective; all join again."""
-    context = join(request(rank, world_size, where))
-    assert context is not None
-    if rank == 1:
-        context.announce_failure(ValueError("bad"), "Traceback ...")
-    else:
+def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> list[Any]:
+    """One rank after the other fails while the rest wait for it in a collective; all join again each time."""
+    found: list[Any] = []
+    for failing in range(world_size):
+        context = join(request(rank, world_size, where))
+        assert context is not None
+        found.append(add_ones())
+        context.store.set(f"past it/{rank}", "")
+        if rank == failing:
+            for other in range(world_size):  # else one that is still in that collective is released from it, too
+                context.store.get(f"past it/{other}")
+            context.announce_failure(ValueError("bad"), "Traceback ...")
+            continue
         with pytest.raises(RuntimeError):
             add_ones()
-        event = context.peers.wait(20.0)
-        assert event is not None
-        assert (event.kind, event.rank, event.reason) == ("failed", 1, "ValueError: bad")
+        news = context.peers.wait(20.0)
+        assert news is not None
         context.close_group()
-    with pytest.raises(GroupInUseError) as refused:
-        join(request(rank, world_size, where))
-    return str(refused.value)
+        found.append((news.kind, news.rank, news.reason))
+    found.append(join_and_add(rank, world_size, where))
+    return found
 
 
 @kinds
-def test_ranks_that_live_on_after_a_failure_are_told_to_start_again(kind: str, tmp_path: Path) -> None:
-    """A failure releases those who wait in a collective, with its cause; there is no second group in its place."""
+def test_ranks_that_live_on_after_a_failure_meet_again(kind: str, tmp_path: Path) -> None:
+    """A failure releases those who wait in a collective, with its cause, and everybody can form a new group."""
     results = run_ranks(fail_and_join_again, 3, place(kind, tmp_path), time_limit=60.0)
-    assert set(results) == {
-        "the ranks cannot work together again after a failure (rank 1: ValueError: bad); start the script again"
-    }
+    for rank, found in enumerate(results):
+        told = [item for item in found if isinstance(item, tuple)]
+        assert told == [("failed", other, "ValueError: bad") for other in range(3) if other != rank]
+        assert [item for item in found if isinstance(item, float)] == [3.0] * 4
     assert list(tmp_path.iterdir()) == []
 
 

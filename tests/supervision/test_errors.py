@@ -238,19 +238,54 @@ def test_a_rank_that_ends_early_is_named(early: int, url: str) -> None:
     assert needy.exit_code == 1
 
 
-def catch_and_fit_again(rank: int, world_size: int, url: str) -> None:
-    with pytest.raises((BoomError, RankFailedError)):
+def fit_again_and_again(rank: int, world_size: int, url: str, *culprits: int) -> dict[str, object]:
+    """Fits that fail on one rank after another, all caught, then one that does not."""
+    reports = []
+    for culprit in culprits:
+        try:
+            fit(rank, world_size, url, Fault("training_step").on(culprit))
+        except (BoomError, RankFailedError) as error:
+            reports.append(f"{type(error).__name__} {getattr(error, 'rank', rank)}")
+    model = Model()
+    trainer = make_trainer(world_size, strategy=by_hand(rank, world_size, url))
+    trainer.fit(model)
+    return {
+        "reports": reports,
+        "steps": trainer.global_step,
+        "weights": model.layer.weight.tolist(),
+        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")],
+    }
+
+
+def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:
+    """After a failure that every rank has caught, the same processes find each other anew, again and again."""
+    first, second, third = run_ranks(fit_again_and_again, 3, url, 1, 0, 0)
+    assert first["reports"] == ["RankFailedError 1", "BoomError 0", "BoomError 0"]
+    assert second["reports"] == ["BoomError 1", "RankFailedError 0", "RankFailedError 0"]
+    assert third["reports"] == ["RankFailedError 1", "RankFailedError 0", "RankFailedError 0"]
+    assert first["weights"] == second["weights"] == third["weights"]
+    for report in (first, second, third):
+        assert report["steps"] == BATCHES
+        assert report["threads"] == ["ddpx-channel"], "nothing is left of the groups that have failed"
+
+
+def catch_and_fit_again(rank: int, world_size: int, url: str, *, tolerant: int) -> None:
+    try:
         fit(rank, world_size, url, Fault("training_step").on(1))
+    except (BoomError, RankFailedError):
+        if rank != tolerant:
+            raise
     fit(rank, world_size, url)
 
 
-def test_processes_that_have_caught_a_failure_are_told_to_start_again(url: str) -> None:
-    """At once, and what the failure was: ranks cannot work together again in the same processes."""
-    for outcome in launch_ranks(catch_and_fit_again, 2, url):
-        assert outcome.error is not None
-        assert outcome.error.type_name in ("GroupInUseError", "RankDiedError"), outcome.story()
-        if outcome.error.type_name == "GroupInUseError":
-            assert "after a failure (rank 1: BoomError: no such layer); start the script again" in outcome.error.message
+@pytest.mark.parametrize("tolerant", [0, 1])
+def test_whoever_tries_again_alone_is_told_who_is_gone(tolerant: int, url: str) -> None:
+    """A rank that has caught a failure does not wait for those who have ended because of it."""
+    outcomes = launch_ranks(catch_and_fit_again, 2, url, tolerant=tolerant)
+    error = outcomes[tolerant].error
+    assert error is not None
+    assert error.type_name in ("RankDiedError", "RankLeftError", "RendezvousError"), outcomes[tolerant].story()
+    assert f"rank {1 - tolerant} (host {socket.gethostname()}, pid {outcomes[1 - tolerant].pid})" in error.message
 
 
 # --- no failure -----------------------------------------------------------------------------------

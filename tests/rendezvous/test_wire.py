@@ -1,0 +1,101 @@
+"""JSON objects over a connection, whatever the other end does."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ddp_ext.rendezvous.wire import (
+    CLOSED,
+    MALFORMED,
+    MAX_UNSENT,
+    NOT_READING,
+    Connection,
+    decode,
+    encode,
+)
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection, and the socket at its other end."""
+    here, there = socket.socketpair()
+    with here, there:
+        yield Connection(here, longest=100), there
+
+
+@given(st.dictionaries(st.text(), JSON))
+def test_what_is_encoded_can_be_decoded(message: dict[str, Any]) -> None:
+    """Any JSON object, as one line."""
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert decode(line) == message
+
+
+def test_messages_arrive_however_they_are_cut(ends: tuple[Connection, socket.socket]) -> None:
+    """A message is received when its line is whole."""
+    connection, there = ends
+    found = []
+    for byte in encode({"a": 1}) + encode({"b": [2]}):
+        there.send(bytes([byte]))
+        found += connection.receive()
+    assert found == [{"a": 1}, {"b": [2]}]
+    assert connection.is_open
+    assert connection.receive() == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"HTTP/1.1 200 OK\n", b"[]\n", b"\xff\xfe\n", b'{"a": 1\n', b"[" * 99 + b"\n", b"x" * 101, b'{"a": "' + b"x" * 99],
+    ids=["web", "list", "bytes", "half", "deep", "endless", "long"],
+)
+def test_what_is_no_message_ends_the_connection(sent: bytes, ends: tuple[Connection, socket.socket]) -> None:
+    """Messages before it count."""
+    connection, there = ends
+    there.send(encode({"good": 1}) + sent)
+    assert connection.receive() == [{"good": 1}]
+    assert connection.close_reason == MALFORMED
+
+
+def test_a_closed_connection_is_known_by_its_end(ends: tuple[Connection, socket.socket]) -> None:
+    """What was sent before arrives; what is sent afterwards is dropped."""
+    connection, there = ends
+    there.send(encode({"last": 1}))
+    there.close()
+    assert connection.receive() == [{"last": 1}]
+    assert connection.receive() == []
+    assert connection.close_reason == CLOSED
+    assert not connection.send(encode({"late": 1}))
+
+
+def test_a_peer_that_does_not_read_is_given_up(ends: tuple[Connection, socket.socket]) -> None:
+    """Sending never waits: what the kernel does not take is kept, up to a limit."""
+    connection, _ = ends
+    line = encode({"text": "x" * (MAX_UNSENT // 4)})
+    assert connection.send(line), "something is left"
+    for _ in range(5):
+        connection.send(line)
+    assert connection.close_reason == NOT_READING
+
+
+def test_what_is_left_is_sent_once_there_is_room(ends: tuple[Connection, socket.socket]) -> None:
+    """In its order."""
+    connection, there = ends
+    line = encode({"text": "x" * 300_000})
+    assert connection.send(line)
+    received = b""
+    while len(received) < len(line):
+        received += there.recv(1 << 16)
+        connection.flush()
+    assert received == line
+    assert not connection.flush()
