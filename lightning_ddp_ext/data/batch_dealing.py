@@ -73,13 +73,6 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
         """Batches of an epoch, of all ranks together."""
         return length_of(self.batch_sampler, "batch_sampler", "give it a __len__ that says how many batches it yields")
 
-    def first(self) -> Any:
-        """Return the epoch's first batch, which any rank can use that has no batch itself.
-
-        The same on every rank, whatever ``position`` is; an empty epoch has none.
-        """
-        return next(self._draw(self.length))
-
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches from ``position`` on, as the batch sampler makes them."""
         count = self._progress = _Count()
