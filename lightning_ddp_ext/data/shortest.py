@@ -9,15 +9,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
-
-from lightning_ddp_ext.data.loader import index_sampler_of
-from lightning_ddp_ext.data.streams import with_wrapped
 
 T = TypeVar("T")
 
 _AHEAD = 2  # with one, a rank would wait for the others before each batch to know whether it is the last
-_COUNTED_BY = ("torch.", "lightning_ddp_ext.")
 
 
 class AsyncMin:
@@ -57,13 +52,12 @@ class StopAtShortest(Iterator[T], Generic[T]):
     Args:
         items: this rank's own iterator; not asked again after its end.
         group: see :class:`AsyncMin`; a group that nobody else uses.
-        at_most: at most so many items are yielded; the same on every rank.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> list(StopAtShortest(iter("abc"))), list(StopAtShortest(iter("abc"), at_most=2))
-        (['a', 'b', 'c'], ['a', 'b'])
+        >>> list(StopAtShortest(iter("abc")))
+        ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
 
@@ -72,12 +66,10 @@ class StopAtShortest(Iterator[T], Generic[T]):
         items: Iterator[T],
         group: dist.ProcessGroup | None = None,
         *,
-        at_most: float = float("inf"),
         on_last: Callable[[], object] = lambda: None,
     ) -> None:
         self._items = items
         self._group = group
-        self._left = at_most
         self._on_last = on_last
         self._ahead: deque[tuple[list[T], AsyncMin]] = deque()
         self._has_ended = False
@@ -100,27 +92,11 @@ class StopAtShortest(Iterator[T], Generic[T]):
             smallest.wait()
 
     def _all_have_one(self) -> bool:
-        return bool(self._ahead) and self._ahead[0][1].wait() == [1.0]
+        return self._ahead[0][1].wait() == [1.0]
 
     def _draw_ahead(self) -> None:
-        while len(self._ahead) < _AHEAD and self._left > 0 and not self._has_ended:
-            self._left -= 1
+        while len(self._ahead) < _AHEAD and not self._has_ended:
             drawn = list(islice(self._items, 1))
             if not drawn:
                 self._items = iter(())
             self._ahead.append((drawn, AsyncMin([len(drawn)], self._group)))
-
-
-def is_counted(loader: object) -> bool:
-    """Whether a loader yields as many batches as it says, because torch or this package counts them.
-
-    What anybody else counts may be an estimate: a batch sampler that fills batches up to a number of tokens, or an
-    iterable dataset with a length.
-
-    >>> is_counted(DataLoader(range(4))), is_counted(DataLoader(range(4), sampler=[0, 1])), is_counted([1, 2])
-    (True, False, False)
-    """
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return False
-    counting = with_wrapped(index_sampler_of(loader))
-    return all(type(each).__module__.startswith(_COUNTED_BY) for each in counting)
