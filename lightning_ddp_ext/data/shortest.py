@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
 _AHEAD = 2  # with one, a rank would wait for the others before each batch to know whether it is the last
 
 
-class AsyncMin:
-    """The smallest value of any rank, number by number: started now, waited for later. Collective.
+@dataclass(frozen=True)
+class _Drawn(Generic[T]):
+    """This rank's next item, if it has one, and the answer, under way, whether all ranks have one."""
 
-    Args:
-        numbers: this rank's values; equally many on every rank. ``inf`` may be among them.
-        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
-    """
+    item: list[T]
+    smallest: Tensor
+    work: Any
 
-    def __init__(self, numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> None:
-        self._numbers = torch.tensor(numbers, dtype=torch.float64)
-        self._work: Any = dist.all_reduce(self._numbers, dist.ReduceOp.MIN, group=group, async_op=True)
-
-    def wait(self) -> list[float]:
-        """Return the smallest values once every rank has started.
-
-        Raises:
-            RuntimeError: a rank has ended.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
+    def is_everywhere(self) -> bool:
+        """Wait for the answer of every rank."""
+        self.work.wait()
+        return bool(self.smallest)
 
 
 class StopAtShortest(Iterator[T], Generic[T]):
@@ -51,7 +42,7 @@ class StopAtShortest(Iterator[T], Generic[T]):
 
     Args:
         items: this rank's own iterator; not asked again after its end.
-        group: see :class:`AsyncMin`; a group that nobody else uses.
+        group: all ranks, with a backend that reduces CPU tensors, for nobody else; ``None`` for the default group.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
@@ -71,32 +62,31 @@ class StopAtShortest(Iterator[T], Generic[T]):
         self._items = items
         self._group = group
         self._on_last = on_last
-        self._ahead: deque[tuple[list[T], AsyncMin]] = deque()
+        self._ahead: deque[_Drawn[T]] = deque()
         self._has_ended = False
 
     def __next__(self) -> T:
         self._draw_ahead()
-        if self._has_ended or not self._all_have_one():
+        if self._has_ended or not self._ahead[0].is_everywhere():
             self._has_ended = True
             raise StopIteration
-        (item,), _ = self._ahead.popleft()
+        (item,) = self._ahead.popleft().item
         self._draw_ahead()
-        if not self._all_have_one():
+        if not self._ahead[0].is_everywhere():
             self._on_last()
         return item
 
     def finish(self) -> None:
         """Wait for the answers that nobody has needed, so that no collective is under way. Collective."""
         self._has_ended = True
-        for _, smallest in self._ahead:
-            smallest.wait()
-
-    def _all_have_one(self) -> bool:
-        return self._ahead[0][1].wait() == [1.0]
+        for each in self._ahead:
+            each.is_everywhere()
 
     def _draw_ahead(self) -> None:
         while len(self._ahead) < _AHEAD and not self._has_ended:
-            drawn = list(islice(self._items, 1))
-            if not drawn:
+            item = list(islice(self._items, 1))
+            if not item:
                 self._items = iter(())
-            self._ahead.append((drawn, AsyncMin([len(drawn)], self._group)))
+            smallest = torch.tensor(len(item))
+            work = dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group, async_op=True)
+            self._ahead.append(_Drawn(item, smallest, work))

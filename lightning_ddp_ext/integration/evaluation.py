@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Literal, cast
 
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -27,6 +26,7 @@ from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
+from lightning_ddp_ext.integration.uneven import lengths_by_rank
 
 IdleRanks = Literal["repeat", "skip"]
 
@@ -86,9 +86,7 @@ class Evaluation:
         """Return how many batches each rank has, by rank; equally many for streams without a length. Collective."""
         sampler = _index_sampler_of(loader)
         sized = loader if sampler is None else sampler
-        length = batches_of(sized)
-        own = torch.tensor(-1 if length == float("inf") else int(length), device=self._strategy.root_device)
-        batches = tuple(self._strategy.all_gather(own).flatten().tolist())
+        batches = lengths_by_rank(self._strategy, sized)
         if -1 in batches and (sampler is not None or max(batches) > -1):
             raise ExactEvaluationError(
                 f"an evaluated loader must have a length on every rank (got {type(sized).__name__}, "

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.digest import digest, same_on
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
-from lightning_ddp_ext.data.shortest import AsyncMin, StopAtShortest
+from lightning_ddp_ext.data.shortest import StopAtShortest
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
@@ -66,16 +67,13 @@ class UnevenInputs:
         self._has_new_loaders = True
         if not self._stops_at_shortest:
             return
-        length = batches_of(loader)
-        has_length = length != math.inf
-        most, fewest, shortest = AsyncMin([-has_length, has_length, length], self._side_group()).wait()
-        if -most != fewest:
+        lengths = lengths_by_rank(self._strategy, loader)
+        if min(lengths) < 0 <= max(lengths):
             raise UnevenInputsError(
-                f"training loader {type(loader.loader).__name__} has a length on some ranks and none on others (here "
-                f"{'one' if has_length else 'none'}), for which Lightning waits for ever; give it __len__ on every "
-                "rank or on none"
+                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
+                f"{lengths}, by rank, where -1 is none), or Lightning waits for ever; give it __len__ on every rank"
             )
-        loader.length = int(shortest) if has_length else None
+        loader.length = None if -1 in lengths else min(lengths)
 
     def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Begin a pass over a loader: all ranks end it together, if that was asked for. Collective then."""
@@ -125,6 +123,13 @@ class UnevenInputs:
         if any(streams_by_rank) and not self._has_compared:
             self._has_compared = True
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
+
+
+def lengths_by_rank(strategy: Any, sized: Any) -> tuple[int, ...]:
+    """Return the length on each rank, by rank; -1 for none. Collective: every rank must call it."""
+    length = batches_of(sized)
+    own = torch.tensor(-1 if length == math.inf else int(length), device=strategy.root_device)
+    return tuple(strategy.all_gather(own).flatten().tolist())
 
 
 def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
