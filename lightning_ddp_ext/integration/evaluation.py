@@ -132,12 +132,12 @@ class Evaluation:
             ExactEvaluationError: some rank is idle in a step in which that cannot be told from a batch that counts.
         """
         if loader.balance is not None:
-            self._refuse_unknown_idle_ranks()
+            self._refuse_unknown_idle_ranks(loader.balance)
         for step, batch in enumerate(loader.loader):
             self._batches, self._step = loader.balance, step
             yield batch
 
-    def _refuse_unknown_idle_ranks(self) -> None:
+    def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._trainer))
         if self._is_in_step:
             where = "a step takes dataloader_iter"
@@ -147,11 +147,9 @@ class Evaluation:
             where = "another loader has no length"
         else:
             return
-        for loader, limit in zip(combined.flattened, combined.limits, strict=True):
-            if loader.balance is not None and min(loader.balance) < min(max(loader.balance), limit):
-                # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
-                self._strategy.barrier("the refusal of idle ranks")
-                raise _idle_rank_error(loader.balance, where)
+        # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
+        self._strategy.barrier("the refusal of idle ranks")
+        raise _idle_rank_error(batches, where)
 
     # Steps.
 

@@ -50,7 +50,6 @@ class UnevenInputs:
         """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._has_compared = False
         self._group: dist.ProcessGroup | None = None
         self._passes: list[StopAtShortest[Any]] = []
 
@@ -120,8 +119,7 @@ class UnevenInputs:
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         if self._uneven is None:
             _refuse_uneven(trainer, lengths)
-        if any(streams_by_rank) and not self._has_compared:
-            self._has_compared = True
+        if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
 
 
