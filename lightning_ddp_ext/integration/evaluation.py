@@ -51,7 +51,6 @@ class Evaluation:
         self._strategy = strategy
         self._is_exact = is_exact
         self._skips = idle_ranks == "skip"
-        self._has_warned = False
         self._batches: tuple[int, ...] | None = None  # by rank, of the loader that is read, where they differ
         self._step = 0
         self._is_in_step = False
@@ -72,33 +71,24 @@ class Evaluation:
         Raises:
             ExactEvaluationError: a loader has no length, or cannot give a rank a batch that does not count.
         """
-        self._warn_of_repeats(loader.loader)
+        _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
         elif self._is_exact and dist.is_initialized() and self._strategy.world_size > 1:
-            batches = self._batches_by_rank(loader.loader)
-            if len(set(batches)) > 1:
-                loader.balance, loader.length = batches, max(batches)
-                self._pad(loader, batches)
+            self._pad(loader)
 
-    def _batches_by_rank(self, loader: Any) -> tuple[int, ...]:
-        """Return how many batches each rank has, by rank; equally many for streams without a length. Collective."""
-        sampler = _index_sampler_of(loader)
-        sized = loader if sampler is None else sampler
-        batches = lengths_by_rank(self._strategy, sized)
-        if -1 in batches and (sampler is not None or max(batches) > -1):
-            raise ExactEvaluationError(
-                f"an evaluated loader must have a length on every rank (got {type(sized).__name__}, "
-                f"lengths {batches}, by rank, where -1 is none); give it a __len__, or set exact_evaluation=False"
-            )
-        return batches
-
-    def _pad(self, loader: DistributedLoader, batches: tuple[int, ...]) -> None:
+    def _pad(self, loader: DistributedLoader) -> None:
         """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
         sampler = _index_sampler_of(loader.loader)
-        if sampler is None:
-            raise _idle_rank_error(batches, f"no sampler says what {type(loader.loader).__name__} reads")
+        batches = lengths_by_rank(self._strategy, loader.loader if sampler is None else sampler)
+        has_length = -1 not in batches
+        if len(set(batches)) == 1 and (has_length or sampler is None):
+            return
+        if sampler is None or not has_length:
+            name = type(loader.loader).__name__
+            raise _idle_rank_error(batches, f"no sampler with a length (-1: none) says what {name} reads")
+        loader.balance, loader.length = batches, max(batches)
         if self._skips:
             if min(batches) == 0:
                 raise _idle_rank_error(batches, "idle_ranks='skip' is set")
@@ -109,19 +99,6 @@ class Evaluation:
         loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
         forget_workers(loader.loader)
         set_index_sampler(loader.loader, PaddedSampler(sampler, length=max(batches), spare=spare))
-
-    def _warn_of_repeats(self, loader: Any) -> None:
-        """Say so, once, where a sampler that the user chose repeats samples."""
-        sampler = getattr(loader, "sampler", None)
-        if type(sampler) is not DistributedSampler or sampler.drop_last or self._has_warned:
-            return
-        samples = len(cast(Any, sampler.dataset))
-        if sampler.total_size != samples:
-            self._has_warned = True
-            rank_zero_warn(
-                f"the loader's own DistributedSampler evaluates {sampler.total_size - samples} of {samples} samples "
-                "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
-            )
 
     # Reading.
 
@@ -192,6 +169,19 @@ def _index_sampler_of(loader: Any) -> Any:
     """The sampler of batches, or of samples, that decides what a loader reads; ``None`` if there is none."""
     has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     return index_sampler_of(loader) if has_indices else None
+
+
+def _warn_of_repeats(loader: Any) -> None:
+    """Say so where a sampler that the user chose repeats samples."""
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) is not DistributedSampler or sampler.drop_last:
+        return
+    samples = len(cast(Any, sampler.dataset))
+    if sampler.total_size != samples:
+        rank_zero_warn(
+            f"the loader's own DistributedSampler evaluates {sampler.total_size - samples} of {samples} samples "
+            "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
+        )
 
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> ExactEvaluationError:

@@ -372,8 +372,8 @@ def test_what_cannot_work_is_refused_on_every_rank(ranks: list[dict[str, Any]]) 
         *["every rank needs a batch of its own in every step where a CombinedLoader has a mode other"] * 2,
         "every rank needs a batch of its own in every step where a step takes dataloader_iter",
         "every rank needs a batch of its own in every step where another loader has no length",
-        "every rank needs a batch of its own in every step where no sampler says what DataLoader reads",
-        "an evaluated loader must have a length on every rank (got Unsized, lengths (-1, -1, -1)",
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
         "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
     ]
     assert [message[: len(start)] for message, start in zip(ranks[0]["refused"], starts, strict=True)] == starts
