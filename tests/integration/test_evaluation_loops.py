@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -56,7 +57,10 @@ def fitted(make: Make, **options: Any) -> Found:
 
 
 def read_by_a_worker(make: Make) -> Found:
-    return validate(make(), loader(8, 1, num_workers=1, multiprocessing_context="fork"))
+    trainer, model = make(max_epochs=2, num_sanity_val_steps=0), Measured()
+    read = loader(8, 1, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    trainer.fit(model, loader(6, 1), read)
+    return Found(measured(trainer, model), model.sizes)
 
 
 def of_a_subset(make: Make) -> Found:
@@ -108,6 +112,15 @@ def by_the_users_exact_sampler(make: Make) -> Found:
     mine = loader(10, 3, sampler=ExactDistributedSampler(Scores(10)))
     validate(make(), mine)
     assert type(mine.batch_sampler) is BatchSampler
+    return validate(make(), mine)
+
+
+def of_a_loader_with_a_state(make: Make) -> Found:
+    """A loader that is not copied, used twice, and found again as it was."""
+    mine = StatefulDataLoader(Scores(10), 3, sampler=ExactDistributedSampler(Scores(10)))
+    batch_sampler = mine.batch_sampler
+    validate(make(), mine)
+    assert mine.batch_sampler is batch_sampler
     return validate(make(), mine)
 
 
@@ -165,8 +178,8 @@ def watched_without_reduction(make: Make) -> Found:
 
 SAME = (
     fitted, read_by_a_worker, of_a_subset, shuffled, by_a_users_batch_sampler, without_batches,
-    by_the_users_exact_sampler, by_dealt_batches, in_max_size_mode, in_min_size_mode_of_equal_loaders,
-    watched_without_reduction,
+    by_the_users_exact_sampler, of_a_loader_with_a_state, by_dealt_batches, in_max_size_mode,
+    in_min_size_mode_of_equal_loaders, watched_without_reduction,
 )  # fmt: skip
 
 # Evaluations on several ranks alone.
