@@ -18,7 +18,7 @@ from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.streams import Streams, mix, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
 
-MAX_AHEAD = 64  # batches drawn at once: swapping the generators in and out takes as long as drawing twenty
+AHEAD = 64  # batches drawn at once: swapping the generators in and out takes as long as drawing twenty
 
 
 @dataclass
@@ -73,13 +73,6 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
         """Batches of an epoch, of all ranks together."""
         return length_of(self.batch_sampler, "batch_sampler", "give it a __len__ that says how many batches it yields")
 
-    def first(self) -> Any:
-        """Return the epoch's first batch, which any rank can use that has no batch itself.
-
-        The same on every rank, whatever ``position`` is; an empty epoch has none.
-        """
-        return next(self._draw(self.length))
-
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches from ``position`` on, as the batch sampler makes them."""
         count = self._progress = _Count()
@@ -93,18 +86,17 @@ class DistributedBatchSamplerWrapper(Resumable, Sampler[list[int]]):
         streams = Streams(mix(self.seed, self.epoch), *with_wrapped(self.batch_sampler))
         with streams.running():
             batches = iter(self.batch_sampler)
-        drawn, size = 0, 1
+        drawn = 0
         while drawn < length:
             with streams.running():
-                some = [copy.copy(batch) for batch in islice(batches, min(size, length - drawn))]
-            yield from some
-            drawn += len(some)
-            if len(some) < size and drawn < length:
+                some = [copy.copy(batch) for batch in islice(batches, min(AHEAD, length - drawn))]
+            if not some:
                 raise SamplerError(
                     f"batch_sampler must yield as many batches as its length, {length} (got {drawn});"
                     f" correct {type(self.batch_sampler).__name__}.__len__"
                 )
-            size = min(2 * size, MAX_AHEAD)
+            drawn += len(some)
+            yield from some
 
     @override
     def _tell_wrapped(self) -> None:

@@ -28,7 +28,7 @@ class DistributedLoader:
         loader: what is read: a copy of ``source``, if that is a ``DataLoader``.
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
         position: how far training is in it; ``None`` for a loader that is evaluated.
-        balance: who has how many batches in an evaluation; ``None`` where nothing has to be known of that.
+        balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
 
     >>> loader = DistributedLoader.around([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)

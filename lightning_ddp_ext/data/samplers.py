@@ -71,13 +71,6 @@ class GlobalOrderSampler(Resumable, DistributedSampler[int]):  # type: ignore[ov
         """What all ranks together read in an epoch."""
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
-    def first(self) -> Any:
-        """Return the first sample of the epoch's global order, which any rank can use that has no sample itself.
-
-        The same on every rank, whatever ``position`` is; an empty order has none.
-        """
-        return self._order()(np.zeros(1, dtype=np.int64)).tolist()[0]
-
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices from ``position`` on; nothing is computed before the first one is asked for."""
         return chain.from_iterable(self._chunks())

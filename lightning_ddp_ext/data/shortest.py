@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
-
-from lightning_ddp_ext.data.loader import index_sampler_of
-from lightning_ddp_ext.data.streams import with_wrapped
+from torch import Tensor
 
 T = TypeVar("T")
 
 _AHEAD = 2  # with one, a rank would wait for the others before each batch to know whether it is the last
-_COUNTED_BY = ("torch.", "lightning_ddp_ext.")
 
 
-class AsyncMin:
-    """The smallest value of any rank, number by number: started now, waited for later. Collective.
+@dataclass(frozen=True)
+class _Drawn(Generic[T]):
+    """This rank's next item, if it has one, and the answer, under way, whether all ranks have one."""
 
-    Args:
-        numbers: this rank's values; equally many on every rank. ``inf`` may be among them.
-        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
-    """
+    item: list[T]
+    smallest: Tensor
+    work: Any
 
-    def __init__(self, numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> None:
-        self._numbers = torch.tensor(numbers, dtype=torch.float64)
-        self._work: Any = dist.all_reduce(self._numbers, dist.ReduceOp.MIN, group=group, async_op=True)
-
-    def wait(self) -> list[float]:
-        """Return the smallest values once every rank has started.
-
-        Raises:
-            RuntimeError: a rank has ended.
-        """
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        numbers: list[float] = self._numbers.tolist()
-        return numbers
+    def is_everywhere(self) -> bool:
+        """Wait for the answer of every rank."""
+        self.work.wait()
+        return bool(self.smallest)
 
 
 class StopAtShortest(Iterator[T], Generic[T]):
@@ -56,14 +42,13 @@ class StopAtShortest(Iterator[T], Generic[T]):
 
     Args:
         items: this rank's own iterator; not asked again after its end.
-        group: see :class:`AsyncMin`; a group that nobody else uses.
-        at_most: at most so many items are yielded; the same on every rank.
+        group: all ranks, with a backend that reduces CPU tensors, for nobody else; ``None`` for the default group.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> list(StopAtShortest(iter("abc"))), list(StopAtShortest(iter("abc"), at_most=2))
-        (['a', 'b', 'c'], ['a', 'b'])
+        >>> list(StopAtShortest(iter("abc")))
+        ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
 
@@ -72,55 +57,36 @@ class StopAtShortest(Iterator[T], Generic[T]):
         items: Iterator[T],
         group: dist.ProcessGroup | None = None,
         *,
-        at_most: float = float("inf"),
         on_last: Callable[[], object] = lambda: None,
     ) -> None:
         self._items = items
         self._group = group
-        self._left = at_most
         self._on_last = on_last
-        self._ahead: deque[tuple[list[T], AsyncMin]] = deque()
+        self._ahead: deque[_Drawn[T]] = deque()
         self._has_ended = False
 
     def __next__(self) -> T:
         self._draw_ahead()
-        if self._has_ended or not self._all_have_one():
+        if self._has_ended or not self._ahead[0].is_everywhere():
             self._has_ended = True
             raise StopIteration
-        (item,), _ = self._ahead.popleft()
+        (item,) = self._ahead.popleft().item
         self._draw_ahead()
-        if not self._all_have_one():
+        if not self._ahead[0].is_everywhere():
             self._on_last()
         return item
 
     def finish(self) -> None:
         """Wait for the answers that nobody has needed, so that no collective is under way. Collective."""
         self._has_ended = True
-        for _, smallest in self._ahead:
-            smallest.wait()
-
-    def _all_have_one(self) -> bool:
-        return bool(self._ahead) and self._ahead[0][1].wait() == [1.0]
+        for each in self._ahead:
+            each.is_everywhere()
 
     def _draw_ahead(self) -> None:
-        while len(self._ahead) < _AHEAD and self._left > 0 and not self._has_ended:
-            self._left -= 1
-            drawn = list(islice(self._items, 1))
-            if not drawn:
+        while len(self._ahead) < _AHEAD and not self._has_ended:
+            item = list(islice(self._items, 1))
+            if not item:
                 self._items = iter(())
-            self._ahead.append((drawn, AsyncMin([len(drawn)], self._group)))
-
-
-def is_counted(loader: object) -> bool:
-    """Whether a loader yields as many batches as it says, because torch or this package counts them.
-
-    What anybody else counts may be an estimate: a batch sampler that fills batches up to a number of tokens, or an
-    iterable dataset with a length.
-
-    >>> is_counted(DataLoader(range(4))), is_counted(DataLoader(range(4), sampler=[0, 1])), is_counted([1, 2])
-    (True, False, False)
-    """
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
-        return False
-    counting = with_wrapped(index_sampler_of(loader))
-    return all(type(each).__module__.startswith(_COUNTED_BY) for each in counting)
+            smallest = torch.tensor(len(item))
+            work = dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group, async_op=True)
+            self._ahead.append(_Drawn(item, smallest, work))

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.entering import rewind
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
@@ -173,7 +172,6 @@ class DataPath:
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
             return loader
-        self.evaluation.check_training(loader)
         self.uneven.agree_on_length(loader)
         self.training.add(loader)
         self.epochs.warn_of_same_orders(loader.loader)
@@ -198,7 +196,7 @@ def is_shared_out(loader: Any) -> bool:
     """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(each, (Resumable, PaddedBatchSampler)) for each in owned)
+    return any(isinstance(each, Resumable) for each in owned)
 
 
 def _check_weights(loader: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +21,11 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 T = TypeVar("T")
-Group = dist.ProcessGroup | None
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
     "tuples of these"
 )
-_PAD = "; pad them in predict_step, or return a list with an item for each sample"
 _NO_PREDICTIONS = (
     "trainer has no predictions; call trainer.predict on every rank first, with data, and by a strategy that neither "
     "spawns nor forks its ranks"
@@ -69,11 +67,17 @@ def gather_predictions(trainer: Any) -> Any:
         if trainer.is_global_zero:
             torch.save(predictions, "predictions.pt")
     """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return _join_loaders(*_own_batches(trainer))
     with _cpu_group() as group:
         loaders, batches = _on_every_rank(lambda: _own_batches(trainer), group, "predictions cannot be read")
-        if _is_distributed():
-            batches = _to_rank_zero(batches, group)
-        join = partial(_join_loaders, loaders, batches) if _rank() == 0 else lambda: None
+        problem = "predictions must be picklable to be gathered"
+        pickled = _on_every_rank(lambda: [pickle.dumps(batch) for batch in batches], group, problem)
+        gathered = _to_rank_zero(pickled, group)
+
+        def join() -> Any:
+            return _join_loaders(loaders, [pickle.loads(each) for each in gathered]) if dist.get_rank() == 0 else None
+
         return _on_every_rank(join, group, "predictions cannot be joined")
 
 
@@ -107,19 +111,11 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
 # Among the ranks.
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if _is_distributed() else 0
-
-
 @contextmanager
-def _cpu_group() -> Iterator[Group]:
+def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
     """Yield a group of all ranks with messages in CPU memory, so that rank 0's GPU need not hold what it receives."""
     context = current()
-    if not _is_distributed() or dist.get_backend() == "gloo":
+    if dist.get_backend() == "gloo":
         yield None
     elif context is not None:
         yield context.side_group()
@@ -131,16 +127,7 @@ def _cpu_group() -> Iterator[Group]:
             dist.destroy_process_group(group)
 
 
-def _all_gather(value: Any, group: Group) -> list[Any]:
-    """Return the values of all ranks, by rank. Collective."""
-    if not _is_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _on_every_rank(work: Callable[[], T], group: Group, problem: str) -> T:
+def _on_every_rank(work: Callable[[], T], group: dist.ProcessGroup | None, problem: str) -> T:
     """Run ``work`` on each rank; what goes wrong on one rank is raised on all. Collective."""
 
     def explained() -> T:
@@ -152,23 +139,27 @@ def _on_every_rank(work: Callable[[], T], group: Group, problem: str) -> T:
             raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}") from error
 
     gather = partial(_all_gather, group=group)
-    return side_by_side(explained, rank=_rank(), gather=gather, what="gathering predictions")
+    return side_by_side(explained, rank=dist.get_rank(), gather=gather, what="gathering predictions")
 
 
-def _to_rank_zero(batches: list[_Batch], group: Group) -> list[_Batch]:
+def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return the values of all ranks, by rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _to_rank_zero(pickled: list[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the batches of all ranks, by rank, on rank 0, and none on other ranks. Collective.
 
     One batch of each rank travels at a time, so that memory holds them once.
     """
-    problem = "predictions must be picklable to be gathered"
-    pickled = _on_every_rank(lambda: [pickle.dumps(batch) for batch in batches], group, problem)
     steps: list[list[Any]] = []
     for number in range(max(_all_gather(len(pickled), group))):
-        received = [None] * dist.get_world_size() if _rank() == 0 else None
+        received = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(pickled[number] if number < len(pickled) else None, received, group=group)
         steps.append(received or [])
-    by_rank = [each for of_rank in zip(*steps, strict=True) for each in of_rank if each is not None]
-    return _on_every_rank(lambda: [pickle.loads(each) for each in by_rank], group, "predictions cannot be read")
+    return [each for of_rank in zip(*steps, strict=True) for each in of_rank if each is not None]
 
 
 # Joining.
@@ -197,59 +188,50 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
 
     A part is what one batch's step has returned, or an item of that; it has a row for each sample of its batch.
     """
-    _check_one([type(part).__name__ for part in parts], f"{name} must be of one type in every batch")
-    first = parts[0]
 
     def join_items(key: Any) -> Any:
         return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
 
+    _check_alike(parts, lambda part: type(part).__name__, f"{name} must be of one type in every batch")
+    first = parts[0]
     if isinstance(first, Mapping):
-        _check_one([sorted(map(str, part)) for part in parts], f"{name} must have the same keys in every batch")
+        _check_alike(parts, lambda part: sorted(map(str, part)), f"{name} must have the same keys in every batch")
         return {key: join_items(key) for key in first}
-    if isinstance(first, tuple) or (isinstance(first, list) and _is_structure(parts, sizes)):
-        _check_one([len(part) for part in parts], f"{name} must have one length in every batch")
+    if isinstance(first, tuple) or _are_structures(parts, sizes):
+        _check_alike(parts, len, f"{name} must have one length in every batch")
         joined = [join_items(index) for index in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    if not isinstance(first, (Tensor, np.ndarray, list)):
-        raise ExactEvaluationError(
-            f"{name} must have a first dimension by sample (got {type(first).__name__}); {_REMEDY}"
-        )
-    _check_rows(parts, sizes, name)
+    for part, size in zip(parts, sizes, strict=True):
+        if _rows_of(part) != size:
+            raise ExactEvaluationError(
+                f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
+                f"rows: {_rows_of(part) or 'none'}); {_REMEDY}"
+            )
     if isinstance(first, list):
         items = [item for part in parts for item in part]
         return [items[row] for row in rows]
-    rule = f"{name} must have one shape after the first dimension"
-    _check_one([tuple(part.shape[1:]) for part in parts], rule, _PAD)
+    _check_alike(parts, lambda part: tuple(part.shape[1:]), f"{name} must have one shape after the first dimension")
     return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
 
 
-def _is_structure(parts: list[list[Any]], sizes: list[int]) -> bool:
-    """Whether a list has tensors or arrays with a row for each sample, rather than one item for each sample."""
-    has_one_length = len({len(part) for part in parts}) == 1 and len(parts[0]) > 0
-    return has_one_length and all(
-        isinstance(item, (Tensor, np.ndarray)) and _row_count(item) == size
+def _are_structures(parts: list[Any], sizes: list[int]) -> bool:
+    """Whether lists have tensors or arrays with a row for each sample, rather than one item for each sample."""
+    return all(isinstance(part, list) and len(part) == len(parts[0]) > 0 for part in parts) and all(
+        isinstance(item, (Tensor, np.ndarray)) and _rows_of(item) == size
         for part, size in zip(parts, sizes, strict=True)
         for item in part
     )
 
 
-def _row_count(part: Any) -> int | None:
-    if isinstance(part, list):
-        return len(part)
-    return int(part.shape[0]) if part.ndim else None
+def _rows_of(part: Any) -> int | None:
+    has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
+    return len(part) if has_rows else None
 
 
-def _check_rows(parts: list[Any], sizes: list[int], name: str) -> None:
-    for part, size in zip(parts, sizes, strict=True):
-        rows = _row_count(part)
-        if rows != size:
-            got = "no dimension" if rows is None else f"length {rows}"
-            raise ExactEvaluationError(
-                f"{name} must have a first dimension by sample, {size} in this batch (got {got}); {_REMEDY}"
-            )
-
-
-def _check_one(found: Iterable[object], rule: str, remedy: str = "") -> None:
-    different = sorted({str(each) for each in found})
-    if len(different) > 1:
-        raise ExactEvaluationError(f"{rule} (got {', '.join(different)}){remedy}")
+def _check_alike(parts: list[Any], trait: Callable[[Any], object], rule: str) -> None:
+    found = sorted({str(trait(part)) for part in parts})
+    if len(found) > 1:
+        raise ExactEvaluationError(
+            f"{rule} (got {', '.join(found)}); have predict_step return what is alike in every batch, padded where "
+            "shapes differ, or a list with an item for each sample"
+        )

@@ -115,7 +115,7 @@ class DDPExtStrategy(DDPStrategy):
         exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
             a loader; stock Lightning repeats samples until the ranks have equally many.
         idle_ranks: what a rank does in a step of an evaluation for which it has no batch: with ``"repeat"`` it
-            makes the step with a sample that metrics do not count, with ``"skip"`` it makes no step and calls no hook,
+            makes the step with a batch that metrics do not count, with ``"skip"`` it makes no step and calls no hook,
             for steps without collectives. ``strategy.is_idle`` says whether this rank is idle in the present step.
         uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
             loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
@@ -545,7 +545,7 @@ class DDPExtStrategy(DDPStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch in an evaluation repeats a sample that does not count, in hooks, too."""
+        """Whether this rank's present batch in an evaluation is one that does not count, in hooks, too."""
         return self.data.evaluation.is_idle
 
     @override

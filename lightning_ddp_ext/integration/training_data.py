@@ -135,7 +135,7 @@ class TrainingData:
                 own = self.resume.own("loaders", index)
                 batches = position.resume(epoch, self.resume.done, state, own, self._world_size)
             batches = _unless_empty(batches, lambda: position.begin(epoch)) if state["number"] else batches
-        batches = self._uneven.in_step(loader, batches, self._trainer, given=position.given)
+        batches = self._uneven.begin(batches)
         return position.give(self._announce(batches) if index == 0 else batches)
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.digest import digest, same_on
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
-from lightning_ddp_ext.data.shortest import AsyncMin, StopAtShortest, is_counted
+from lightning_ddp_ext.data.shortest import StopAtShortest
 from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
@@ -50,15 +50,12 @@ class UnevenInputs:
         """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._has_compared = False
         self._group: dist.ProcessGroup | None = None
-        self._in_step: list[StopAtShortest[Any]] = []
+        self._passes: list[StopAtShortest[Any]] = []
 
     @property
     def _stops_at_shortest(self) -> bool:
         return self._uneven is not None and dist.is_initialized() and self._strategy.world_size > 1
-
-    # A new loader.
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Give a training loader the length that it has on the shortest rank. Collective, if it is to stop there.
@@ -69,51 +66,33 @@ class UnevenInputs:
         self._has_new_loaders = True
         if not self._stops_at_shortest:
             return
-        length = batches_of(loader)
-        has_length = length != math.inf
-        most, fewest, shortest = AsyncMin([-has_length, has_length, length], self._side_group()).wait()
-        if -most != fewest:
+        lengths = lengths_by_rank(self._strategy, loader)
+        if min(lengths) < 0 <= max(lengths):
             raise UnevenInputsError(
-                f"training loader {type(loader.loader).__name__} has a length on some ranks and none on others (here "
-                f"{'one' if has_length else 'none'}), for which Lightning waits for ever; give it __len__ on every "
-                "rank or on none"
+                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
+                f"{lengths}, by rank, where -1 is none), or Lightning waits for ever; give it __len__ on every rank"
             )
-        loader.length = int(shortest) if has_length else None
+        loader.length = None if -1 in lengths else min(lengths)
 
-    # A new pass.
-
-    def in_step(self, loader: DistributedLoader, batches: Iterator[Any], trainer: Any, *, given: int) -> Iterator[Any]:
-        """End a pass on all ranks together, if that was asked for. Collective then.
-
-        Args:
-            loader: what is read.
-            batches: this rank's batches of the pass.
-            trainer: who reads.
-            given: batches of the epoch that were given before.
-        """
+    def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Begin a pass over a loader: all ranks end it together, if that was asked for. Collective then."""
         if not self._stops_at_shortest:
             return batches
-        own = [batches_of(loader.loader), is_counted(loader.loader)]
-        length, is_counted_everywhere = AsyncMin(own, self._side_group()).wait()
-        if is_counted_everywhere and length == loader.length:
-            return islice(batches, int(length) - given)
-        in_step = StopAtShortest(
-            batches, self._side_group(), at_most=length - given, on_last=lambda: self._end_epoch(trainer)
-        )
-        self._in_step.append(in_step)
-        return in_step
+        self._passes.append(StopAtShortest(batches, self._side_group(), on_last=self._end_epoch))
+        return self._passes[-1]
 
-    def _end_epoch(self, trainer: Any) -> None:
+    def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
+        trainer = self._strategy.lightning_module.trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
     def finish(self) -> None:
         """Wait for what is still under way. Collective, unless the Trainer is interrupted."""
         if not self._strategy.checkpoints.is_interrupted:
-            for in_step in self._in_step:
-                in_step.finish()
-        self._in_step.clear()
+            for each in self._passes:
+                each.finish()
+        self._passes.clear()
 
     def _side_group(self) -> dist.ProcessGroup:
         """A group of its own, as answers are under way while gradients are. Collective, the first time."""
@@ -123,8 +102,6 @@ class UnevenInputs:
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         return self._group
-
-    # The first batch.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
         """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
@@ -141,20 +118,25 @@ class UnevenInputs:
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         if self._uneven is None:
-            _refuse_uneven(trainer, list(lengths))
-        if any(streams_by_rank) and not self._has_compared:
-            self._has_compared = True
-            _warn_of_same_batches(list(digests), sorted({name for names in streams_by_rank for name in names}))
+            _refuse_uneven(trainer, lengths)
+        if any(streams_by_rank):
+            _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
 
 
-def _refuse_uneven(trainer: Any, lengths: list[float]) -> None:
+def lengths_by_rank(strategy: Any, sized: Any) -> tuple[int, ...]:
+    """Return the length on each rank, by rank; -1 for none. Collective: every rank must call it."""
+    length = batches_of(sized)
+    own = torch.tensor(-1 if length == math.inf else int(length), device=strategy.root_device)
+    return tuple(strategy.all_gather(own).flatten().tolist())
+
+
+def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
     fewest = min(lengths)
     if max(lengths) == fewest or math.inf in lengths or _ends_within(trainer, fewest):
         return
-    by_rank = ", ".join(f"{length} on rank {rank}" for rank, length in enumerate(lengths[:_NAMED]))
-    more = f", {min(lengths)} to {max(lengths)} on all" if len(lengths) > _NAMED else ""
+    by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     raise UnevenInputsError(
-        f"the ranks have different numbers of training batches ({by_rank}{more}), and after the first {fewest} "
+        f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
         "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
         "drop_last=True give all ranks equally many"
     )
@@ -167,7 +149,7 @@ def _ends_within(trainer: Any, batches: float) -> bool:
     return most != -1 and bool(trainer.global_step + steps >= most)
 
 
-def _warn_of_same_batches(digests: list[str | None], names: list[str]) -> None:
+def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> None:
     for ranks in same_on(digests):
         rank_zero_warn(
             f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
@@ -177,8 +159,8 @@ def _warn_of_same_batches(digests: list[str | None], names: list[str]) -> None:
         )
 
 
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:_NAMED])) + (", ..." if len(ranks) > _NAMED else "")
+def _listed(items: list[Any]) -> str:
+    return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")
 
 
 def _is_stream(loader: DistributedLoader) -> bool:

@@ -13,7 +13,7 @@ _WAITING = {"torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.
 # Those that wait in C++, and that call code of the user's as well.
 _WAITING_ITSELF = {
     "lightning_ddp_ext.batchnorm.exchange",
-    "lightning_ddp_ext.data.in_step",
+    "lightning_ddp_ext.data.shortest",
     "torch.distributed.utils",
     "torch.nn.parallel.distributed",
 }

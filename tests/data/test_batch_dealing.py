@@ -191,18 +191,6 @@ def test_a_batch_sampler_that_yields_too_little_is_named() -> None:
     assert len(in_turn(dealt(lambda w, r: DistributedBatchSamplerWrapper(Buckets(LENGTHS, 6), w, r), 2))) == 6
 
 
-def test_the_first_batch_is_the_one_that_the_epoch_begins_with() -> None:
-    """On every rank, also one without batches, and wherever in the epoch it stands; drawing it disturbs nobody."""
-    for epoch in range(3):
-        expected = dealt(buckets(), 1, epoch)[0][0]
-        for rank in (0, 1, 12):
-            sampler = buckets(uneven="exact")(13, rank)
-            sampler.resume_at(epoch, 2)
-            before = torch.get_rng_state()
-            assert sampler.first() == expected
-            assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_no_batches_are_none() -> None:
     """An empty epoch is empty for every policy."""
     for uneven in ("pad", "drop", "exact"):

@@ -303,23 +303,6 @@ def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
         assert list(copy) == list(sampler)
 
 
-@pytest.mark.parametrize("length", [1, 7, 100_003])
-def test_the_first_sample_is_one_that_the_epoch_begins_with(length: int) -> None:
-    """On every rank, also one without samples, and wherever in the epoch the sampler stands."""
-    for kind in (
-        lambda rank: ScalableDistributedSampler(Sized(length), 8, rank, uneven="exact"),
-        lambda rank: TorchOrderSampler(Sized(length), 8, rank),
-        lambda rank: SharedSampler(RandomSampler(range(length)), 8, rank),
-        lambda rank: DistributedWeightedSampler(np.arange(1, 1 + length), 9, num_replicas=8, rank=rank),
-    ):
-        samplers: list[Any] = [kind(rank) for rank in range(8)]
-        for sampler in samplers:
-            sampler.resume_at(2, 1)
-        beginning = kind(0)
-        beginning.set_epoch(2)
-        assert [sampler.first() for sampler in samplers] == [next(iter(beginning))] * 8
-
-
 # Ranks.
 
 

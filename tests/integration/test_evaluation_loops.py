@@ -13,11 +13,12 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
 from tests.ranks import by_hand_env, run_ranks
@@ -56,7 +57,10 @@ def fitted(make: Make, **options: Any) -> Found:
 
 
 def read_by_a_worker(make: Make) -> Found:
-    return validate(make(), loader(8, 1, num_workers=1, multiprocessing_context="fork"))
+    trainer, model = make(max_epochs=2, num_sanity_val_steps=0), Measured()
+    read = loader(8, 1, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
+    trainer.fit(model, loader(6, 1), read)
+    return Found(measured(trainer, model), model.sizes)
 
 
 def of_a_subset(make: Make) -> Found:
@@ -111,6 +115,15 @@ def by_the_users_exact_sampler(make: Make) -> Found:
     return validate(make(), mine)
 
 
+def of_a_loader_with_a_state(make: Make) -> Found:
+    """A loader that is not copied, used twice, and found again as it was."""
+    mine = StatefulDataLoader(Scores(10), 3, sampler=ExactDistributedSampler(Scores(10)))
+    batch_sampler = mine.batch_sampler
+    validate(make(), mine)
+    assert mine.batch_sampler is batch_sampler
+    return validate(make(), mine)
+
+
 def by_dealt_batches(make: Make) -> Found:
     """Whole batches that are dealt out: five of the first loader, and one of the second, which is evaluated twice."""
     batches = [DistributedBatchSamplerWrapper(BatchSampler(range(n), 3, False), uneven="exact") for n in (13, 3)]
@@ -139,7 +152,7 @@ def in_max_size_mode(make: Make) -> Found:
 
 
 def in_min_size_mode_of_equal_loaders(make: Make) -> Found:
-    return validate(make(), combined("min_size", 7, 8), Combined(2))
+    return validate(make(), combined("min_size", 9, 9), Combined(2))
 
 
 class Unreduced(Measured):
@@ -165,8 +178,8 @@ def watched_without_reduction(make: Make) -> Found:
 
 SAME = (
     fitted, read_by_a_worker, of_a_subset, shuffled, by_a_users_batch_sampler, without_batches,
-    by_the_users_exact_sampler, by_dealt_batches, in_max_size_mode, in_min_size_mode_of_equal_loaders,
-    watched_without_reduction,
+    by_the_users_exact_sampler, of_a_loader_with_a_state, by_dealt_batches, in_max_size_mode,
+    in_min_size_mode_of_equal_loaders, watched_without_reduction,
 )  # fmt: skip
 
 # Evaluations on several ranks alone.
@@ -218,17 +231,8 @@ def of_each_step(make: Make) -> Found:
     return validate(make(), loader(4, 1), Steps())
 
 
-def in_training(make: Make) -> Found:
-    """A user's exact sampler in training, of which ranks have 5, 4 and 4 samples."""
-    trainer, model = make(max_epochs=1), Measured()
-    exact = ScalableDistributedSampler(Scores(13), seed=3, uneven="exact")
-    trainer.fit(model, loader(13, 2, sampler=exact))
-    return Found({"steps": trainer.global_step}, [])
-
-
 ALONE = (
     limited_to_two, limited_to_three_quarters, dropping, by_the_users_sampler, with_stocks_samplers, of_each_step,
-    in_training,
 )  # fmt: skip
 
 # What cannot work.
@@ -247,6 +251,23 @@ class Unsized(Ragged):
     __len__ = None  # type: ignore[assignment]
 
 
+class Stream(IterableDataset[Any]):
+    """No sampler says what is read."""
+
+    def __init__(self, samples: int = 2) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return (Scores(8)[index] for index in range(self.samples))
+
+
+class SizedStream(Stream):
+    """The same, with a length."""
+
+    def __len__(self) -> int:
+        return self.samples
+
+
 def refused(make: Make) -> list[str]:
     unsized = DataLoader(Scores(4), batch_sampler=Unsized(range(4), 2, False))  # type: ignore[arg-type]
     uneven = loader(4, 1, sampler=ExactDistributedSampler(Scores(4)))
@@ -254,6 +275,8 @@ def refused(make: Make) -> list[str]:
         message_of(lambda: validate(make(), combined("max_size", 12, 2), Combined(2))),
         message_of(lambda: validate(make(), combined("max_size_cycle", 12, 2), Combined(2))),
         message_of(lambda: validate(make(), loader(4, 1), Pulls())),
+        message_of(lambda: validate(make(), [loader(4, 1), DataLoader(Stream())], Measured(2))),
+        message_of(lambda: validate(make(), DataLoader(SizedStream(1 + make().global_rank)))),
         message_of(lambda: validate(make(), unsized)),
         message_of(lambda: make().fit(Measured(), uneven)),
     ]
@@ -328,7 +351,8 @@ def test_limits_leave_whole_batches(limit: str, ranks: list[dict[str, Found]]) -
 
 def test_incomplete_batches_are_dropped(ranks: list[dict[str, Found]]) -> None:
     """With drop_last each rank drops its own incomplete batch."""
-    assert [rank["dropping"].sizes for rank in ranks] == [[3], [3], [3]]
+    assert [rank["dropping"].sizes for rank in ranks] == [[3, 3]] * RANKS
+    assert ranks[0]["dropping"].values["seen"] == [[*range(10), 12, 15]]
 
 
 def test_the_users_sampler_is_left_alone(ranks: list[dict[str, Found]]) -> None:
@@ -354,18 +378,15 @@ def test_steps_are_reduced_over_the_ranks_that_count(ranks: list[dict[str, Found
         assert second == {"mean_step": 4.0, "sum_step": 4.0, "min_step": 4.0, "max_step": 4.0, "int": 3.0}
 
 
-def test_training_on_an_exact_sampler_is_balanced(ranks: list[dict[str, Found]]) -> None:
-    """Ranks with different numbers of samples train on equally many batches."""
-    assert [rank["in_training"].values["steps"] for rank in ranks] == [3, 3, 3]
-
-
 def test_what_cannot_work_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     """Where a batch cannot be left out of account, every rank raises at once, and says what to do instead."""
     assert ranks[0]["refused"] == ranks[1]["refused"] == ranks[2]["refused"]
     starts = [
         *["every rank needs a batch of its own in every step where a CombinedLoader has a mode other"] * 2,
-        "every rank needs a batch of its own in every step where a CombinedLoader has a step that takes",
-        "batch_sampler must have a length on every rank (got Unsized without one); give it a __len__",
-        "training needs equally many batches on every rank (got (2, 1, 1), by rank); use a sampler with uneven=",
+        "every rank needs a batch of its own in every step where a step takes dataloader_iter",
+        "every rank needs a batch of its own in every step where another loader has no length",
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
+        "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
     ]
     assert [message[: len(start)] for message, start in zip(ranks[0]["refused"], starts, strict=True)] == starts

@@ -187,10 +187,10 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert first == second
     starts = [
         "trainer has no predictions; call trainer.predict on every rank first",
-        "predictions must have a first dimension by sample, 2 in this batch (got no dimension); have predict_step",
-        "predictions must have a first dimension by sample (got int); have predict_step return",
-        "predictions['x'] must have a first dimension by sample, 2 in this batch (got length 1);",
-        "predictions must have one shape after the first dimension (got (1,), (2,)); pad them",
+        "predictions must have a first dimension by sample, 2 in this batch (got Tensor, rows: none); have",
+        "predictions must have a first dimension by sample, 2 in this batch (got int, rows: none); have",
+        "predictions['x'] must have a first dimension by sample, 2 in this batch (got Tensor, rows: 1);",
+        "predictions must have one shape after the first dimension (got (1,), (2,)); have predict_step return",
         "predictions must have the same keys in every batch (got ['key 1'], ['key 2'])",
         "predictions must be of one type in every batch (got Tensor, list)",
         "predictions cannot be joined: ",

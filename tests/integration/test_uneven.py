@@ -346,8 +346,8 @@ def test_lengths_that_differ_are_refused_when_training_begins(tmp_path: Path) ->
         "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
         "drop_last=True give all ranks equally many"
     )
-    assert "has a length on some ranks and none on others (here none)" in first[2]
-    assert "has a length on some ranks and none on others (here one)" in second[2]
+    assert "must have a length on every rank or on none (got (-1, 3), by rank, where -1 is none)" in first[2]
+    assert "must have a length on every rank or on none (got (-1, 3), by rank, where -1 is none)" in second[2]
 
 
 def test_lengths_that_differ_are_allowed_where_nobody_would_wait(tmp_path: Path) -> None:
