@@ -128,7 +128,7 @@ class Resumable:
         if consumed is None:
             consumed = 0 if self._progress is None else self._progress.handed_out
         consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
-        return {**self._identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
+        return {**self.identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a state, saved on any number of ranks.
@@ -138,7 +138,7 @@ class Resumable:
         """
         if not isinstance(state, Mapping):
             raise SamplerError(f"state must be a dict (got {state!r}); pass what state_dict() returned")
-        mine = self._identity()
+        mine = self.identity()
         missing = [name for name in (*mine, "epoch", "position") if name not in state]
         if missing:
             raise SamplerError(
@@ -167,7 +167,7 @@ class Resumable:
         _check_rank(rank, num_replicas)
         return num_replicas, rank
 
-    def _identity(self) -> dict[str, int | bool | str]:
+    def identity(self) -> dict[str, int | bool | str]:
         """What must be equal for a position to mean the same."""
         return {
             "version": STATE_VERSION,

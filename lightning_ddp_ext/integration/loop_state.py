@@ -43,24 +43,20 @@ class Restart:
         return self.at in ("batch_end", "validation")
 
 
-def find_restart(
-    fit_loop: Mapping[str, Any], *, accumulated: int, batches: float | None, stopped: Stopped | None = None
-) -> Restart:
+def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
     """Find where training goes on from the state of a fit loop.
 
     Args:
         fit_loop: what ``FitLoop.state_dict()`` returned.
         accumulated: batches of an optimiser step.
-        batches: batches of an epoch; ``None`` if that is not known.
         stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
     """
     epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     done, is_last = batch["current"]["processed"], batch["is_last_batch"]
     if epoch["started"] == epoch["processed"]:
-        is_cut_short = batches is not None and 0 < done < batches and not is_last  # by max_steps
-        if not is_cut_short:
+        if is_last or not done:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated)
+        return _after_last_step(epoch["processed"] - 1, done, accumulated)  # cut short by max_steps
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)

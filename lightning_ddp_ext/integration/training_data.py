@@ -7,9 +7,7 @@ when their first batches are asked for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ import torch
 from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.random_state import RandomState, kept
+from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
 from lightning_ddp_ext.integration.epoch_seeding import epoch_of
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, find_restart
@@ -54,9 +52,7 @@ class TrainingData:
         self._timed_validation = TimedValidation()
         self._begun: Any = None
         self._begun_epoch = -1
-        self._random_at_epoch: RandomState | None = None
-        self._random_at_step: RandomState | None = None
-        self._random_at_validation: RandomState | None = None
+        self._random: dict[str, dict[str, Any]] = {}  # at the start of the last epoch, step and validation
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to go on where a checkpoint was saved, and change the state of its loops for that.
@@ -78,7 +74,7 @@ class TrainingData:
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
         if self._trainer.state.fn == "fit":
-            self._random_at_validation = RandomState.take(self._device)
+            self._random["validation"] = take_random(self._device)
 
     # Loaders.
 
@@ -101,42 +97,37 @@ class TrainingData:
         """
         combined = combined_iterator_of(self._trainer.fit_loop)
         if combined is self._begun:
-            return self._begin_pass(loader, epoch)
-        self._begun, self._begun_epoch = combined, epoch
-        for position in self._positions:
-            position.forget()  # Lightning 2.5.0 begins some epochs twice
-        self._uneven.finish()
-        if epoch > self.resume.restart.epoch:
-            self.resume = Resume(self._strategy, self._trainer)
-        restart = self.resume.restart
-        if restart.has_started:
-            self.resume.restore_random()
-        if restart.is_within:
-            self.resume.find_data(self._positions)
-        self._random_at_epoch = RandomState.take(self._device)
-        batches = self._begin_pass(loader, epoch)
+            return self._begin_pass(loader)
+        self._begun = combined
+        self._start_epoch(epoch)
+        batches = self._begin_pass(loader)
         for iterator in iterators_of(self._trainer.fit_loop):
             if iterator.loader is not loader:
-                iterator.start()
-        if restart.at == "batch_end":
+                iterator.begin()
+        if self.resume.restart.at == "batch_end":
             self.resume.restore_random()
         return batches
 
-    def _begin_pass(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
-        position: LoaderPosition = loader.position
-        index = self._loaders.index(loader)
-        if self.resume.is_over or self.resume.ends_first(index):
+    def _start_epoch(self, epoch: int) -> None:
+        self._uneven.finish()
+        if epoch > self.resume.restart.epoch:
+            self.resume = Resume(self._strategy, self._trainer)
+        if self.resume.restart.has_started:
+            self.resume.restore_random()
+        if self.resume.restart.is_within:
+            self.resume.find_data(self._positions)
+        for index, position in enumerate(self._positions):
+            state, own = self.resume.state_of(index)
+            position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
+        self._begun_epoch = epoch
+        self._random["epoch"] = take_random(self._device)
+
+    def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
+        if self.resume.is_over:
             return iter(())
-        state = self.resume.take_state(index)
-        if state is None:
-            batches = position.begin(epoch)
-        else:
-            with kept():  # the run that is resumed had this iterator already, and drew nothing here
-                own = self.resume.own("loaders", index)
-                batches = position.resume(epoch, self.resume.done, state, own, self._world_size)
-            batches = _unless_empty(batches, lambda: position.begin(epoch)) if state["number"] else batches
-        batches = self._uneven.in_step(loader, batches, self._trainer, given=position.given)
-        return position.give(self._announce(batches) if index == 0 else batches)
+        position: LoaderPosition = loader.position
+        batches = self._uneven.in_step(loader, position.begin(), self._trainer, given=position.given)
+        return position.give(self._announce(batches) if loader is self._loaders[0] else batches)
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""
@@ -146,7 +137,7 @@ class TrainingData:
             self.before_batch()
             self._timed_validation.before_batch(self._trainer)
             if accumulated > 1 and progress.ready % accumulated == 0:
-                self._random_at_step = RandomState.take(self._device)
+                self._random["step"] = take_random(self._device)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -169,12 +160,11 @@ class TrainingData:
         if "loops" not in checkpoint or combined_loader_of(trainer.fit_loop) is None:
             return
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        batches = None if trainer.num_training_batches == math.inf else trainer.num_training_batches
         accumulated = trainer.accumulate_grad_batches
-        restart = find_restart(loops, accumulated=accumulated, batches=batches, stopped=self.stopped)
+        restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
         positions = self._positions if restart.is_within else []
         own = {
-            "random": self._random_of(restart, loops).to_dict(),
+            "random": self._random_of(restart, loops),
             "loaders": [
                 position.own_state_dict(restart.done, now)
                 for position, now in zip(positions, self._own_states(loops), strict=False)
@@ -182,13 +172,10 @@ class TrainingData:
         }
         checkpoint[KEY] = {
             "version": VERSION,
-            "world_size": self._world_size,
             "seed": seed,
             "accumulate_grad_batches": accumulated,
-            "batches": batches,
-            "limit_train_batches": trainer.limit_train_batches,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done, self._world_size) for position in positions],
+            "loaders": [position.state_dict(restart.done, int(self._strategy.world_size)) for position in positions],
             "ranks": None if to_rank_zero is None else to_rank_zero(own),
         }
 
@@ -197,17 +184,16 @@ class TrainingData:
         states = iter(loops["state_dict"].get("combined_loader", ()))
         return [next(states, None) if is_stateful(loader) else None for loader in self._loaders]
 
-    def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> RandomState:
+    def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """The random numbers with which training goes on at a restart."""
-        processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
-        remembered = None
+        moment = "now"
         if restart.has_started and restart.epoch == self._begun_epoch:
-            remembered = self._random_at_epoch
+            moment = "epoch"
         elif restart.at == "validation":
-            remembered = self._random_at_validation
-        elif restart.at == "batch_end" and restart.done < processed:
-            remembered = self._random_at_step
-        return remembered or RandomState.take(self._device)
+            moment = "validation"
+        elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
+            moment = "step"
+        return self._random.get(moment) or take_random(self._device)
 
     # What the Trainer and the strategy have.
 
@@ -225,17 +211,8 @@ class TrainingData:
         return [loader.position for loader in self._loaders]
 
     @property
-    def _world_size(self) -> int:
-        return int(self._strategy.world_size)
-
-    @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
-
-
-def _unless_empty(batches: Iterator[Any], begin_again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    first = list(islice(batches, 1))
-    return chain(first, batches) if first else begin_again()
 
 
 def _nothing() -> None:

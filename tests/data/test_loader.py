@@ -83,11 +83,11 @@ def test_an_iterator_that_nobody_reads_begins_nothing() -> None:
 
 
 def test_a_pass_that_was_started_by_hand_is_not_begun_again() -> None:
-    """``start`` begins the pass without a batch, once, and reading goes on with that pass."""
+    """``begin`` begins the pass without a batch, once, and reading goes on with that pass."""
     begun = Begun()
     iterator = iter(DistributedLoader([1, 2, 3], begun))
     assert isinstance(iterator, LazyIterator)
-    assert iterator.start() is iterator.start()
+    assert iterator.begin() is iterator.begin()
     assert [*iterator] == [1, 2, 3]
     assert len(begun.passes) == 1
 

@@ -243,7 +243,10 @@ def of_epoch(runs: list[Run], epoch: int) -> list[int]:
 def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
     world_size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks."""
+    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks.
+
+    ``limit_train_batches`` counts batches of so many ranks in all epochs, in the one that was resumed, too.
+    """
     before = run_ranks(save_in_the_middle, 2, tmp_path, options, env=by_hand_env(2))
     path, done = before[0].saved[3]
     assert done == 4
@@ -251,9 +254,8 @@ def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
     after = run_ranks(resume, world_size, *args, env=by_hand_env(world_size))
     read = [Run(run.steps[:done], run.weights, ()) for run in before] + after
     counts = [of_epoch(read, 0).count(sample) for sample in range(37)]
-    samples = 32 if "limit_train_batches" in options else 37
-    assert len([count for count in counts if count]) == samples
-    assert sum(counts) - samples < 2 * world_size
+    assert len([count for count in counts if count]) == 37
+    assert sum(counts) - 37 < 2 * world_size
     batches = min(options.get("limit_train_batches", 37), -(-37 // (2 * world_size)))
     for epoch in (1, 2):
         assert [len([step for step in run.steps if step[0] == epoch]) for run in after] == [batches] * world_size
@@ -286,6 +288,18 @@ def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bo
     assert "cannot be shared out" in message
     assert "2 ranks" in message
     assert "resume with" in message
+
+
+def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> list[str]:
+    case = Case(lambda: DataLoader(Stream(9, rank), batch_size=2), max_epochs=2)
+    cut = case.run(directory, saver=Saver("train_end", directory), max_epochs=-1, max_steps=3)
+    path, done = cut.saved[0]
+    return case.differences("train_end", path, case.run(directory), done, case.run(directory, ckpt_path=path))
+
+
+def test_a_stream_without_a_length_goes_on_where_max_steps_has_cut_it_short(tmp_path: Path) -> None:
+    """The rest of the epoch comes, as it does of an epoch whose length is known."""
+    assert run_ranks(go_on_in_a_stream, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 def resumed_without_validation(rank: int, world_size: int, directory: Path) -> tuple[list[Any], list[Any]]:
