@@ -1,4 +1,4 @@
-"""Begin an epoch in loaders and their workers, and seed random generators for it."""
+"""Start an epoch in loaders and their workers, and seed random generators for it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
 from lightning_ddp_ext.data.loader import forget_workers
 from lightning_ddp_ext.data.streams import mix
 
-__all__ = ["StartWorker", "begin_epoch", "seed_generators", "seeds_for"]
+__all__ = ["StartWorker", "seed_generators", "start_epoch"]
 
 
-def seeds_for(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> tuple[int, ...]:
-    """Return seeds for the generators of Python, NumPy and torch, each a hash of all four numbers.
+def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
+    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices), each by a hash of all four.
 
     So nothing is added up: (seed 0, epoch 1) is not (seed 1, epoch 0), and practically no other epoch, rank or worker
-    has one of these seeds.
+    has one of these seeds. Not collective.
 
     Args:
         seed: the seed of the run.
@@ -30,26 +30,8 @@ def seeds_for(seed: int, *, epoch: int, rank: int, worker: int | None = None) ->
         rank: from 0.
         worker: the worker's id, or ``None`` for the rank's main process.
 
-    Returns:
-        Three whole numbers below 2^64.
-
     Raises:
         SamplerError: a number is negative.
-
-    Example:
-        >>> seeds_for(42, epoch=3, rank=0) == seeds_for(42, epoch=3, rank=0)
-        True
-        >>> seeds_for(42, epoch=3, rank=0) == seeds_for(42, epoch=3, rank=0, worker=0)
-        False
-    """
-    process = 0 if worker is None else worker + 1
-    return tuple(mix(seed, epoch, rank, process, generator) for generator in range(3))
-
-
-def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
-    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices) with ``seeds_for``'s seeds.
-
-    Not collective. Arguments and errors are those of ``seeds_for``.
 
     Example:
         >>> seed_generators(42, epoch=0, rank=1)
@@ -58,7 +40,8 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
         >>> first == (random.random(), float(torch.rand(())))
         True
     """
-    for_python, for_numpy, for_torch = seeds_for(seed, epoch=epoch, rank=rank, worker=worker)
+    process = 0 if worker is None else worker + 1
+    for_python, for_numpy, for_torch = (mix(seed, epoch, rank, process, generator) for generator in range(3))
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # it takes 32 bits at a time
     torch.manual_seed(for_torch)
@@ -66,7 +49,7 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that calls the loader's own one, and then begins an epoch in the worker.
+    """A ``worker_init_fn`` that calls the loader's own one, and then starts an epoch in the worker.
 
     Args:
         own: the loader's own ``worker_init_fn``, if it has one. The dataset is told the epoch after it, since it may
@@ -92,7 +75,7 @@ class StartWorker:
             set_epoch(info.dataset, self.epoch)
 
 
-def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
     """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before a pass over it begins.
 
     Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next pass starts new
@@ -113,7 +96,7 @@ def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         ...         yield self.epoch
         >>> loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
         >>> for epoch in range(3):
-        ...     begin_epoch(loader, epoch, rank=0)
+        ...     start_epoch(loader, epoch, rank=0)
         ...     print([int(epoch) for epoch in loader])
         [0]
         [1]

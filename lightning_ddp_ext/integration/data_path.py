@@ -18,15 +18,21 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.entering import rewind
+from lightning_ddp_ext.data.epochs import unseedable_shufflers
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
 from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
-from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_info, update_dataloader
+from lightning_ddp_ext.integration.lightning_tree import (
+    RunningStage,
+    rank_zero_info,
+    rank_zero_warn,
+    update_dataloader,
+)
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
@@ -72,7 +78,7 @@ class DataPath:
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
-        self.epochs = EpochSeeding()
+        self.worker_seed: int | None = None  # see SamplerEpochSeeding
 
     @property
     def _trainer(self) -> Any:
@@ -176,14 +182,14 @@ class DataPath:
         self.evaluation.check_training(loader)
         self.uneven.agree_on_length(loader)
         self.training.add(loader)
-        self.epochs.warn_of_same_orders(loader.loader)
+        warn_of_same_orders(loader.loader)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin a pass over a loader: its first batch has just been asked for."""
         trainer = self._trainer
         epoch = self.training.epoch
-        self.epochs.begin(loader.loader, epoch, trainer.global_rank)
+        start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
@@ -199,6 +205,15 @@ def is_shared_out(loader: Any) -> bool:
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, (Resumable, PaddedBatchSampler)) for each in owned)
+
+
+def warn_of_same_orders(loader: object) -> None:
+    """Name the samplers below a loader that shuffle and cannot be told the epoch."""
+    for name in sorted({type(sampler).__name__ for sampler in unseedable_shufflers(loader)}):
+        rank_zero_warn(
+            f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
+            "method set_epoch(epoch) that its order depends on"
+        )
 
 
 def _check_weights(loader: Any) -> None:

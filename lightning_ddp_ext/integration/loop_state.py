@@ -21,6 +21,12 @@ from typing import Any, Literal
 Stopped = Literal["batch", "validation"]
 
 
+def epoch_of(trainer: Any) -> int:
+    """The epoch that is trained, or that is trained next; ``trainer.current_epoch`` lags behind with ``max_steps``."""
+    epoch: int = trainer.fit_loop.epoch_progress.current.processed
+    return epoch
+
+
 @dataclass(frozen=True)
 class Restart:
     """Where training goes on.

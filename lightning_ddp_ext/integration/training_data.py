@@ -17,8 +17,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
-from lightning_ddp_ext.integration.epoch_seeding import epoch_of
-from lightning_ddp_ext.integration.loop_state import Restart, Stopped, find_restart
+from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
 from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
 from lightning_ddp_ext.integration.uneven import UnevenInputs
