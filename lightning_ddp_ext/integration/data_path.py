@@ -8,7 +8,6 @@ where training is, see ``training_data``, and others from their start, see ``eva
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal, get_args
@@ -27,12 +26,7 @@ from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import (
-    RunningStage,
-    rank_zero_info,
-    rank_zero_warn,
-    update_dataloader,
-)
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn, update_dataloader
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
@@ -72,7 +66,6 @@ class DataPath:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._agreed_seed: int | None = None
         self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
@@ -86,7 +79,6 @@ class DataPath:
 
     def attach(self, trainer: Any) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
-        self._agreed_seed = None
         self.training.attach(trainer)
         self.uneven.attach()
         connector = trainer._data_connector
@@ -100,20 +92,6 @@ class DataPath:
         """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
         self._replaced.put_back()
         self.uneven.finish()
-
-    # Checkpoints.
-
-    def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
-        checkpoints = self._strategy.checkpoints
-        gather = None if checkpoints.is_interrupted else lambda own: checkpoints.to_rank_zero(own, what)
-        self.training.save_to(checkpoint, seed=self._agreed_seed, to_rank_zero=gather)
-
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to go on where a checkpoint was saved."""
-        module = self._strategy.lightning_module
-        if module is not None and module._trainer is not None and module._trainer.state.fn == "fit":
-            self.training.load(checkpoint)
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
@@ -147,26 +125,15 @@ class DataPath:
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
         if stage in EVALUATED and self._exact_evaluation:
-            return self.evaluation.sampler_for(loader, shuffle, self.seed)
+            return self.evaluation.sampler_for(loader, shuffle, self.training.seed)
         return None
 
     def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
         ranks = self._strategy.distributed_sampler_kwargs
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            return SharedSampler(loader.sampler, seed=self.seed, **ranks)
+            return SharedSampler(loader.sampler, seed=self.training.seed, **ranks)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, shuffle=shuffle, seed=self.seed, **ranks)
-
-    @property
-    def seed(self) -> int:
-        """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
-        if self._agreed_seed is None:
-            self._agreed_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            resumed = self.training.resume.seed
-            if resumed is not None and resumed != self._agreed_seed:
-                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._agreed_seed}")
-                self._agreed_seed = resumed
-        return self._agreed_seed
+        return kind(loader.dataset, shuffle=shuffle, seed=self.training.seed, **ranks)
 
     # What is iterated over.
 

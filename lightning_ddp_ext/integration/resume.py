@@ -22,6 +22,12 @@ VERSION = 3
 _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
+def positions_of(trainer: Any) -> list[LoaderPosition]:
+    """How far each training loader is read, in the order in which they are combined."""
+    combined = combined_loader_of(trainer.fit_loop)
+    return [] if combined is None else [loader.position for loader in combined.flattened]
+
+
 class Resume:
     """One resume of a Trainer's training; of a Trainer that loads nothing, one that changes nothing.
 
@@ -94,7 +100,7 @@ class Resume:
 
     # Lightning's loops.
 
-    def on_train_start(self, positions: list[LoaderPosition]) -> None:
+    def on_train_start(self) -> None:
         """Set the random numbers and counters with which training goes on, before anything of it happens.
 
         Raises:
@@ -105,11 +111,11 @@ class Resume:
         if self.restart.at == "epoch_start":
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
-            self.find_data(positions)
+            self.find_data()
             # Lightning says next that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end" and self.done != self.restart.done:
-            self._set_counters(positions)
+            self._set_counters()
         if not self.restart.has_started:
             self.restore_random()
 
@@ -123,12 +129,12 @@ class Resume:
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
-    def _set_counters(self, positions: list[LoaderPosition]) -> None:
+    def _set_counters(self) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
-        last = self.done + self._count_left(positions)
+        last = self.done + self._count_left()
         if last < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(last))
 
@@ -146,7 +152,7 @@ class Resume:
             return None, None
         return self._states[index], self._own["loaders"][index] if self._own else None
 
-    def find_data(self, positions: list[LoaderPosition]) -> None:
+    def find_data(self) -> None:
         """Find out where each training loader goes on; a second call does nothing.
 
         Raises:
@@ -154,7 +160,7 @@ class Resume:
         """
         if self._states is not None:
             return
-        states = self._section.get("loaders")
+        positions, states = positions_of(self._trainer), self._section.get("loaders")
         if states is None:  # of a checkpoint that was not saved by us
             states = [position.assumed_state(self.restart.done, self._world_size) for position in positions]
         if len(states) != len(positions):
@@ -173,27 +179,27 @@ class Resume:
                     f"read twice or left out in this epoch; {FROM_THE_EPOCHS_START}"
                 )
         self._states = states
-        self.done = self._count_done(positions)
+        self.done = self._count_done()
 
-    def _count_done(self, positions: list[LoaderPosition]) -> int:
+    def _count_done(self) -> int:
         """Count the batches that are done on this number of ranks, from an optimiser step on.
 
         Loops take all epochs to have equally many batches. So on another number of ranks, or with batches of another
         size, it is the count of those that are done that differs.
         """
-        whole = self._combined([batches_of(position.loader) for position in positions])
-        left = self._count_left(positions)
+        whole = self._combined([batches_of(position.loader) for position in positions_of(self._trainer)])
+        left = self._count_left()
         if math.inf in (whole, left):
             return self.restart.done
         accumulated: int = self._trainer.accumulate_grad_batches
         return int(whole - left) // accumulated * accumulated
 
-    def _count_left(self, positions: list[LoaderPosition]) -> float:
+    def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
         A loader in its second pass or later is left out: the longest one, which ends the epoch, is in its first.
         """
-        pairs = zip(positions, self._states or (), strict=True)
+        pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:

@@ -7,6 +7,7 @@ when their first batches are asked for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
+from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
-from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData
+from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, positions_of
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 
@@ -47,6 +49,7 @@ class TrainingData:
     def attach(self, trainer: Any = None) -> None:
         """Begin with a Trainer that has not loaded anything."""
         self.stopped: Stopped | None = None
+        self._seed: int | None = None
         self.resume = Resume(self._strategy, trainer)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
@@ -59,23 +62,28 @@ class TrainingData:
         Raises:
             ResumeError: it cannot be resumed in the middle of an epoch.
         """
-        if "loops" in checkpoint and self._resume_data != "off":
+        module = self._strategy.lightning_module
+        is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
+        if is_fitting and "loops" in checkpoint and self._resume_data != "off":
             self.resume = Resume(self._strategy, self._trainer, checkpoint, self._resume_data)
-
-    def on_train_start(self) -> None:
-        """Go on where a checkpoint was saved.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
-        self.resume.on_train_start(self._positions)
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
         if self._trainer.state.fn == "fit":
             self._random["validation"] = take_random(self._device)
 
-    # Loaders.
+    @property
+    def seed(self) -> int:
+        """The seed of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
+        if self._seed is None:
+            self._seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            resumed = self.resume.seed
+            if resumed is not None and resumed != self._seed:
+                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._seed}")
+                self._seed = resumed
+        return self._seed
+
+    # Reading.
 
     def add(self, loader: DistributedLoader) -> None:
         """Track a new training loader."""
@@ -85,8 +93,6 @@ class TrainingData:
     def epoch(self) -> int:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
         return max(epoch_of(self._trainer), self.resume.restart.epoch)
-
-    # Reading.
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Begin a pass of the Trainer's over a loader: from its start, or where a checkpoint left it.
@@ -114,8 +120,8 @@ class TrainingData:
         if self.resume.restart.has_started:
             self.resume.restore_random()
         if self.resume.restart.is_within:
-            self.resume.find_data(self._positions)
-        for index, position in enumerate(self._positions):
+            self.resume.find_data()
+        for index, position in enumerate(positions_of(self._trainer)):
             state, own = self.resume.state_of(index)
             position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
         self._begun_epoch = epoch
@@ -126,7 +132,8 @@ class TrainingData:
             return iter(())
         position: LoaderPosition = loader.position
         batches = self._uneven.in_step(loader, position.begin(), self._trainer, given=position.given)
-        return position.give(self._announce(batches) if loader is self._loaders[0] else batches)
+        is_first = position is positions_of(self._trainer)[0]
+        return position.give(self._announce(batches) if is_first else batches)
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""
@@ -145,43 +152,39 @@ class TrainingData:
 
     # Saving.
 
-    def save_to(
-        self, checkpoint: dict[str, Any], *, seed: int | None, to_rank_zero: Callable[[Any], Any] | None
-    ) -> None:
-        """Put into a checkpoint where training is in its data. Collective, unless ``to_rank_zero`` is ``None``.
+    def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
+        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted.
 
         Args:
             checkpoint: what Lightning has put together.
-            seed: of the orders of samples, if there are any.
-            to_rank_zero: gives rank 0 the objects of all ranks, by rank; ``None`` where other ranks may not be there.
+            what: the call, as an error names it.
         """
-        trainer = self._trainer
+        trainer, checkpoints = self._trainer, self._strategy.checkpoints
         if "loops" not in checkpoint or combined_loader_of(trainer.fit_loop) is None:
             return
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        accumulated = trainer.accumulate_grad_batches
+        accumulated, world_size = trainer.accumulate_grad_batches, int(self._strategy.world_size)
         restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
-        positions = self._positions if restart.is_within else []
+        positions = positions_of(trainer) if restart.is_within else []
+        states = zip(positions, self._own_states(loops), strict=False)
         own = {
             "random": self._random_of(restart, loops),
-            "loaders": [
-                position.own_state_dict(restart.done, now)
-                for position, now in zip(positions, self._own_states(loops), strict=False)
-            ],
+            "loaders": [position.own_state_dict(restart.done, now) for position, now in states],
         }
         checkpoint[KEY] = {
             "version": VERSION,
-            "seed": seed,
+            "seed": self._seed,
             "accumulate_grad_batches": accumulated,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done, int(self._strategy.world_size)) for position in positions],
-            "ranks": None if to_rank_zero is None else to_rank_zero(own),
+            "loaders": [position.state_dict(restart.done, world_size) for position in positions],
+            "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
         }
 
     def _own_states(self, loops: Mapping[str, Any]) -> list[Any]:
         """By loader, the state that it has just given for the checkpoint, if it keeps one."""
         states = iter(loops["state_dict"].get("combined_loader", ()))
-        return [next(states, None) if is_stateful(loader) else None for loader in self._loaders]
+        loaders = combined_loader_of(self._trainer.fit_loop).flattened
+        return [next(states, None) if is_stateful(loader) else None for loader in loaders]
 
     def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """The random numbers with which training goes on at a restart."""
@@ -199,15 +202,6 @@ class TrainingData:
     @property
     def _trainer(self) -> Any:
         return self._strategy.lightning_module.trainer
-
-    @property
-    def _loaders(self) -> list[Any]:
-        combined = combined_loader_of(self._trainer.fit_loop)
-        return [] if combined is None else combined.flattened
-
-    @property
-    def _positions(self) -> list[LoaderPosition]:
-        return [loader.position for loader in self._loaders]
 
     @property
     def _device(self) -> torch.device:
