@@ -18,9 +18,10 @@ from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.entering import rewind
 from lightning_ddp_ext.data.epochs import unseedable_shufflers
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, index_sampler_of, own_copy
 from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.streams import with_wrapped
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
@@ -53,11 +54,11 @@ class DataPath:
         self,
         strategy: Any,
         *,
-        order: Order = "torch",
-        exact_evaluation: bool = True,
-        uneven_inputs: Literal["stop_at_shortest"] | None = None,
-        resume_data: ResumeData = "exact",
-        idle_ranks: IdleRanks = "repeat",
+        order: Order,
+        exact_evaluation: bool,
+        uneven_inputs: Literal["stop_at_shortest"] | None,
+        resume_data: ResumeData,
+        idle_ranks: IdleRanks,
     ) -> None:
         _check_choice("sampler", order, get_args(Order))
         _check_choice("exact_evaluation", exact_evaluation, (True, False))
@@ -185,9 +186,7 @@ def warn_of_same_orders(loader: object) -> None:
 
 def _check_weights(loader: Any) -> None:
     """Refuse weights of another number than there are samples."""
-    owners = (loader, getattr(loader, "batch_sampler", None))
-    samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
-    for sampler in samplers.values():
+    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
         if isinstance(sampler, DistributedWeightedSampler):
             with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
                 sampler.check_length(len(loader.dataset))

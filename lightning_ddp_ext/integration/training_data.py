@@ -49,7 +49,8 @@ class TrainingData:
     def attach(self, trainer: Any = None) -> None:
         """Begin with a Trainer that has not loaded anything."""
         self.stopped: Stopped | None = None
-        self._seed: int | None = None
+        if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
+            self._seed: int | None = None
         self.resume = Resume(self._strategy, trainer)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
@@ -159,18 +160,21 @@ class TrainingData:
             checkpoint: what Lightning has put together.
             what: the call, as an error names it.
         """
-        trainer, checkpoints = self._trainer, self._strategy.checkpoints
-        if "loops" not in checkpoint or combined_loader_of(trainer.fit_loop) is None:
+        if "loops" not in checkpoint:
             return
+        trainer, checkpoints = self._trainer, self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         accumulated, world_size = trainer.accumulate_grad_batches, int(self._strategy.world_size)
         restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
+        if restart.is_within and combined_loader_of(trainer.fit_loop) is None:  # a validation has made Lightning forget
+            return
         positions = positions_of(trainer) if restart.is_within else []
-        states = zip(positions, self._own_states(loops), strict=False)
-        own = {
-            "random": self._random_of(restart, loops),
-            "loaders": [position.own_state_dict(restart.done, now) for position, now in states],
-        }
+        states = iter(loops["state_dict"].get("combined_loader", ()))  # what the loaders gave that keep one
+        own_states = [
+            position.own_state_dict(restart.done, next(states, None) if is_stateful(position.loader) else None)
+            for position in positions
+        ]
+        own = {"random": self._random_of(restart, loops), "loaders": own_states}
         checkpoint[KEY] = {
             "version": VERSION,
             "seed": self._seed,
@@ -179,12 +183,6 @@ class TrainingData:
             "loaders": [position.state_dict(restart.done, world_size) for position in positions],
             "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
         }
-
-    def _own_states(self, loops: Mapping[str, Any]) -> list[Any]:
-        """By loader, the state that it has just given for the checkpoint, if it keeps one."""
-        states = iter(loops["state_dict"].get("combined_loader", ()))
-        loaders = combined_loader_of(self._trainer.fit_loop).flattened
-        return [next(states, None) if is_stateful(loader) else None for loader in loaders]
 
     def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """The random numbers with which training goes on at a restart."""

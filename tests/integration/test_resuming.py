@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, Stream, fit
-from tests.integration.training import make_strategy
+from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
 
 # Of the checkpoints that are saved with each batch: in the midst of an epoch, and in the next one.
@@ -288,6 +290,24 @@ def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bo
     assert "cannot be shared out" in message
     assert "2 ranks" in message
     assert "resume with" in message
+
+
+def go_on_after_a_validation(rank: int, world_size: int, directory: Path) -> list[str]:
+    case = Case(shuffled(20), max_epochs=3, dropout=False)
+    whole, path = case.run(directory), str(directory / "validated.ckpt")
+    L.seed_everything(7, verbose=False)
+    net = Net(case.loaders)
+    net.layers[1] = nn.Identity()
+    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(net)
+    trainer.validate(net, verbose=False)
+    trainer.save_checkpoint(path)
+    return case.differences("validated", path, whole, len(net.steps), case.run(directory, ckpt_path=path))
+
+
+def test_what_is_saved_after_a_validation_goes_on_as_what_is_saved_after_training(tmp_path: Path) -> None:
+    """The seed of the orders is in it, so the next epochs have those that they would have had."""
+    assert run_ranks(go_on_after_a_validation, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> list[str]:

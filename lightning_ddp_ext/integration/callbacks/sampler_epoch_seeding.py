@@ -48,7 +48,7 @@ class SamplerEpochSeeding(Callback):
         if isinstance(data, DataPath):
             data.worker_seed = self.seed
             return
-        self._leave()
+        self._replaced.put_back()
         connector: Any = trainer._data_connector
 
         def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -72,11 +72,8 @@ class SamplerEpochSeeding(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave()
+        self._replaced.put_back()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._replaced.put_back()
