@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
 from lightning_ddp_ext.data.loader import forget_workers
 from lightning_ddp_ext.data.streams import mix
 
-__all__ = ["StartWorker", "seed_generators", "start_epoch"]
+__all__ = ["SeedWorker", "seed_generators", "start_epoch"]
 
 
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
@@ -48,31 +48,19 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 
 
 @dataclass(frozen=True)
-class StartWorker:
-    """A ``worker_init_fn`` that calls the loader's own one, and then starts an epoch in the worker.
-
-    Args:
-        own: the loader's own ``worker_init_fn``, if it has one. The dataset is told the epoch after it, since it may
-            have changed the dataset.
-        epoch: the epoch that the worker reads.
-        rank: this process's rank.
-        seed: with one, the worker's generators are seeded by :func:`seed_generators`.
-    """
+class SeedWorker:
+    """A ``worker_init_fn`` that calls the loader's ``own`` one, and then :func:`seed_generators`."""
 
     own: Callable[[int], None] | None
     epoch: int
     rank: int
-    seed: int | None
+    seed: int
 
     def __call__(self, worker: int) -> None:
         """Start a worker."""
         if self.own is not None:
             self.own(worker)
-        if self.seed is not None:
-            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
-        info = get_worker_info()
-        if info is not None:
-            set_epoch(info.dataset, self.epoch)
+        seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
@@ -103,12 +91,9 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         [2]
     """
     set_epoch(loader, epoch)
-    if isinstance(loader, DataLoader) and loader.num_workers:
+    if seed is not None and isinstance(loader, DataLoader):
         own = loader.worker_init_fn
-        if isinstance(own, StartWorker):
-            own = own.own
-        if own is not None or seed is not None:
-            loader.worker_init_fn = StartWorker(own, epoch, rank, seed)
+        loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
     for each in data_loaders(loader):
         if each.persistent_workers and (seed is not None or epoch_takers(each.dataset)):
             forget_workers(each)

@@ -36,15 +36,7 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks.
-
-    Args:
-        strategy: whose ranks.
-        order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
-        exact_evaluation: whether evaluation sees each sample once.
-        uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
-        resume_data: how far the data of a checkpoint are resumed.
-        idle_ranks: what a rank does in a step of an evaluation for which it has no batch.
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
 
     Raises:
         ConfigurationError: an argument is none of its values.

@@ -54,8 +54,7 @@ class TrainingData:
         self.resume = Resume(self._strategy, trainer)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
-        self._begun_epoch = -1
-        self._random: dict[str, dict[str, Any]] = {}  # at the start of the last epoch, step and validation
+        self._random: dict[str, dict[str, Any]] = {}  # when the last epoch, step and validation began
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to go on where a checkpoint was saved, and change the state of its loops for that.
@@ -125,7 +124,6 @@ class TrainingData:
         for index, position in enumerate(positions_of(self._trainer)):
             state, own = self.resume.state_of(index)
             position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
-        self._begun_epoch = epoch
         self._random["epoch"] = take_random(self._device)
 
     def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
@@ -187,7 +185,7 @@ class TrainingData:
     def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """The random numbers with which training goes on at a restart."""
         moment = "now"
-        if restart.has_started and restart.epoch == self._begun_epoch:
+        if restart.has_started:
             moment = "epoch"
         elif restart.at == "validation":
             moment = "validation"

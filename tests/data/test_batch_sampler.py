@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.batch_sampler import SkippingSampler
 from lightning_ddp_ext.data.loader import forget_workers, set_index_sampler
@@ -88,26 +87,6 @@ def test_the_random_numbers_of_then_are_used_for_what_is_left_out_alone() -> Non
     sampler.skip(0)
     assert [*sampler] == [0, 1, 2, 3]
     assert log.count("then") == 1
-
-
-def test_a_shuffled_order_is_entered_in_its_middle() -> None:
-    """With the generator as it was then, the rest is that of the pass that was left."""
-
-    @contextmanager
-    def as_then() -> Iterator[None]:
-        now = torch.get_rng_state()
-        torch.set_rng_state(then)
-        yield
-        torch.set_rng_state(now)
-
-    sampler = SkippingSampler(BatchSampler(RandomSampler(range(20)), 3, drop_last=False))
-    then = torch.get_rng_state()
-    whole = [*sampler]
-    torch.rand(5)
-    now = torch.get_rng_state()
-    sampler.skip(4, generators=as_then)
-    assert [*sampler] == whole[4:]
-    assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_attributes_are_the_wrapped_samplers() -> None:

@@ -160,24 +160,11 @@ def test_started_by_a_server_too() -> None:
     assert [set(samples) for samples in read(loader, 3)] == [{0}, {1}, {2}]
 
 
-def first_of_worker(worker: int) -> None:
-    get_worker_info().dataset.parts = [MapEpochs()]
-
-
-class Parts(Dataset[int]):
-    """Gets its parts in the worker only."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return int(self.parts[0][index])
-
-
 def test_the_users_own_start_runs_first() -> None:
-    """A worker_init_fn of the user's still runs, and what it makes is told the epoch."""
-    loader = loader_of(Parts(), 1, worker_init_fn=first_of_worker, persistent=False)
-    assert [set(samples) for samples in read(loader, 3)] == [{0}, {1}, {2}]
+    """A worker_init_fn of the user's still runs, in every epoch, and before the generators are seeded."""
+    loader = loader_of(MapDraws(), 1, worker_init_fn=random.seed, persistent=False)
+    assert read(loader, 2, seed=3) == read(loader_of(MapDraws(), 1), 2, seed=3)
+    assert loader.worker_init_fn.own is random.seed  # type: ignore[union-attr]
 
 
 def test_what_is_no_dataloader_needs_no_workers() -> None:
@@ -200,12 +187,6 @@ class Workers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return os.getpid()
-
-
-def test_a_list_needs_no_warning() -> None:
-    """A plain list as a dataset has no epochs, so nothing is missed."""
-    loader = loader_of(list(range(4)), 1)
-    assert read(loader, 2) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("dataset", [MapDraws, StreamDraws])

@@ -268,38 +268,6 @@ def test_within_an_epoch_the_state_is_that_of_the_hook_after_the_batch(name: str
                 assert changed[key] == end[key], (saved.place, restart, key)
 
 
-PLAIN = {
-    "train_start": [Restart("epoch_start", 0)],
-    "train_epoch_start": [Restart("epoch_start", epoch) for epoch in (0, 1)],
-    "train_batch_start": [
-        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
-        for epoch in (0, 1)
-        for done in range(4)
-    ],
-    "fetching": [
-        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
-        for epoch in (0, 1)
-        for done in range(4)
-    ],
-    "train_batch_end": [
-        Restart("batch_end", epoch, done) if done < 4 else Restart("epoch_start", epoch + 1)
-        for epoch in (0, 1)
-        for done in range(1, 5)
-    ],
-    "validation_start": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
-    "validating": [Restart("validation", epoch, 4) for epoch in (0, 0, 1, 1)],
-    "validation_end": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
-    "train_epoch_end": [Restart("epoch_start", epoch + 1) for epoch in (0, 1)],
-    "train_end": [Restart("epoch_start", 2)],
-}
-
-
-@pytest.mark.parametrize("place", PLAIN)
-def test_each_hook_has_its_restart(place: str) -> None:
-    """A stop within an epoch goes on with the next batch, one after its last batch with the next epoch."""
-    assert [found_in(saved, "plain") for saved in whole("plain").saved if saved.place == place] == PLAIN[place]
-
-
 def test_gradients_that_were_accumulated_are_made_again() -> None:
     """With three batches a step, a state after the fifth goes back to the third, and one after two to the start."""
     state = whole("accumulation").at("train_batch_end")[1]
