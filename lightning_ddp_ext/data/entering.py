@@ -104,11 +104,11 @@ class StatePosition(LoaderPosition):
     kind = "state"
 
     @override
-    def own_state_dict(self, done: int, now: Any = None) -> dict[str, Any]:
+    def own_state_dict(self, done: int) -> dict[str, Any]:
         which, batches = self._pass_at(done)
         latest = self._passes[-1] if self._passes else which
-        if now is not None and not latest.has_ended:  # from the state of their end, some loaders begin anew
-            latest.states.append((latest.drawn, now))
+        if not latest.has_ended:  # from the state of their end, some loaders begin anew
+            latest.states.append((latest.drawn, self.loader.state_dict()))
         known = [each for each in which.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-which.start, None)
         which.states = [each for each in which.states if each[0] >= drawn]  # no later checkpoint is of a batch before

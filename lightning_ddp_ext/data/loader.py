@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.streams import with_wrapped
 
-_UNCOPIED_ATTRIBUTES = ("state_dict", "load_state_dict")
-
 
 class DistributedLoader:
     """A loader whose passes are begun by ``begin``, when their first batch is asked for.
@@ -113,7 +111,7 @@ def _itself(loader: Any) -> Any:
 
 def is_stateful(loader: object) -> bool:
     """Whether a loader keeps a state of its own, as torchdata's ``StatefulDataLoader`` does."""
-    return all(callable(getattr(loader, name, None)) for name in _UNCOPIED_ATTRIBUTES)
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def own_copy(loader: Any) -> Any:

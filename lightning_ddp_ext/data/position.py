@@ -151,13 +151,8 @@ class LoaderPosition:
         which, batches = self._pass_at(done)
         return self._state_of(which, batches, world_size)
 
-    def own_state_dict(self, done: int, now: Any = None) -> dict[str, Any]:
-        """Return what only this rank knows after ``done`` batches of the epoch.
-
-        Args:
-            done: batches of the epoch.
-            now: the state that the loader itself gives now, if it keeps one.
-        """
+    def own_state_dict(self, done: int) -> dict[str, Any]:
+        """Return what only this rank knows after ``done`` batches of the epoch."""
         return {"random": self._pass_at(done)[0].random}
 
     def assumed_state(self, done: int, world_size: int) -> dict[str, Any]:

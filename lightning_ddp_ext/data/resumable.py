@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -22,19 +22,11 @@ _REMEDIES = {
 }
 
 
-class Progress(Protocol):
-    """What an iterator of a sampler tells about itself."""
-
-    @property
-    def handed_out(self) -> int:
-        """How many elements it has yielded."""
-
-
 class Resumable:
     """Base of everything that shares out one global order among the ranks, and can start at any position of it.
 
-    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts the ``Progress`` of its newest
-    iterator into ``_progress``.
+    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts an object into ``_progress``
+    whose ``handed_out`` is the number of elements that its newest iterator has yielded.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -51,7 +43,7 @@ class Resumable:
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
-        self._progress: Progress | None = None
+        self._progress: Any = None
 
     @property
     def length(self) -> int:

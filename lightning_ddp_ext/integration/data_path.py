@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.balance import PaddedBatchSampler
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.entering import rewind
+from lightning_ddp_ext.data.entering import position_of, rewind
 from lightning_ddp_ext.data.epochs import unseedable_shufflers
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, index_sampler_of, own_copy
 from lightning_ddp_ext.data.resumable import Resumable
@@ -141,7 +141,7 @@ class DataPath:
             return loader
         self.evaluation.check_training(loader)
         self.uneven.agree_on_length(loader)
-        self.training.add(loader)
+        loader.position = position_of(loader.loader, remembered=self._trainer.accumulate_grad_batches + 4)
         warn_of_same_orders(loader.loader)
         return loader
 

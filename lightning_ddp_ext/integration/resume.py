@@ -39,6 +39,7 @@ class Resume:
 
     Attributes:
         restart: where training goes on.
+        seed: of the orders of samples in the run that is resumed; ``None`` if that is not known.
         done: batches of the epoch that are done, as the ranks count them that there are now.
 
     Raises:
@@ -57,11 +58,7 @@ class Resume:
         if checkpoint is not None:
             self._load(checkpoint, data)
         self.done = self.restart.done
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the orders of samples in the run that is resumed."""
-        return self._section.get("seed")
+        self.seed = self._section.get("seed")
 
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
         self._section = section = checkpoint.get(KEY) or {}
@@ -87,7 +84,7 @@ class Resume:
             self._own = ranks[self._strategy.global_rank]
 
     def _warn_of_rank_zeros_states(self) -> None:
-        if self._world_size > 1:
+        if self._strategy.world_size > 1:
             rank_zero_warn(
                 "the checkpoint has only rank 0's state of the training loader, and every rank gets that one: ranks "
                 "that read data of their own do not go on where they were; save with strategy='ddp_ext'"
@@ -161,15 +158,16 @@ class Resume:
         if self._states is not None:
             return
         positions, states = positions_of(self._trainer), self._section.get("loaders")
+        world_size = int(self._strategy.world_size)
         if states is None:  # of a checkpoint that was not saved by us
-            states = [position.assumed_state(self.restart.done, self._world_size) for position in positions]
+            states = [position.assumed_state(self.restart.done, world_size) for position in positions]
         if len(states) != len(positions):
             raise ResumeError(
                 f"the checkpoint is of the middle of epoch {self.restart.epoch} over {len(states)} training loaders, "
                 f"and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
-            position.check(state, self._world_size)
+            position.check(state, world_size)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
             if position.draws_order and state["at"] and not self._own:
@@ -206,7 +204,3 @@ class Resume:
         """The number of batches of combined loaders that have so many each."""
         mode = mode_of(combined_loader_of(self._trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)
-
-    @property
-    def _world_size(self) -> int:
-        return int(self._strategy.world_size)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.entering import position_of
-from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
@@ -43,7 +42,7 @@ class TrainingData:
         self._strategy = strategy
         self._uneven = uneven
         self._resume_data = resume_data
-        self.before_batch: Callable[[], object] = _nothing
+        self.before_batch: Callable[[], object] = lambda: None
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
@@ -84,10 +83,6 @@ class TrainingData:
         return self._seed
 
     # Reading.
-
-    def add(self, loader: DistributedLoader) -> None:
-        """Track a new training loader."""
-        loader.position = position_of(loader.loader, remembered=self._trainer.accumulate_grad_batches + 4)
 
     @property
     def epoch(self) -> int:
@@ -167,12 +162,10 @@ class TrainingData:
         if restart.is_within and combined_loader_of(trainer.fit_loop) is None:  # a validation has made Lightning forget
             return
         positions = positions_of(trainer) if restart.is_within else []
-        states = iter(loops["state_dict"].get("combined_loader", ()))  # what the loaders gave that keep one
-        own_states = [
-            position.own_state_dict(restart.done, next(states, None) if is_stateful(position.loader) else None)
-            for position in positions
-        ]
-        own = {"random": self._random_of(restart, loops), "loaders": own_states}
+        own = {
+            "random": self._random_of(restart, loops),
+            "loaders": [position.own_state_dict(restart.done) for position in positions],
+        }
         checkpoint[KEY] = {
             "version": VERSION,
             "seed": self._seed,
@@ -202,7 +195,3 @@ class TrainingData:
     @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
-
-
-def _nothing() -> None:
-    pass

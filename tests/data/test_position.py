@@ -20,7 +20,7 @@ from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.epochs import set_epoch
-from lightning_ddp_ext.data.loader import batches_of, forget_workers, is_stateful, own_copy
+from lightning_ddp_ext.data.loader import batches_of, forget_workers, own_copy
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.random_state import restore_random, take_random
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
@@ -224,8 +224,7 @@ class Rank:
     def save(self) -> Saved:
         """Save what is trained, as a checkpoint does it."""
         done = self.position.given - len(self._ahead)
-        now = self.position.loader.state_dict() if is_stateful(self.position.loader) else None
-        own = self.position.own_state_dict(done, now)
+        own = self.position.own_state_dict(done)
         state = self.position.state_dict(done, self.world_size)
         return Saved(self.position.epoch, done, state, own, take_random())
 

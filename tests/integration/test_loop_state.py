@@ -251,23 +251,6 @@ def _spoil(state: dict[str, Any]) -> None:
     state["spoiled"] = True
 
 
-@pytest.mark.parametrize("name", ["plain", "validation in an epoch", "accumulation", "both"])
-def test_within_an_epoch_the_state_is_that_of_the_hook_after_the_batch(name: str) -> None:
-    """Batches and epochs are counted as Lightning counts them in ``on_train_batch_end``."""
-    run = whole(name)
-    ends = {
-        (loops["epoch_progress"]["current"]["processed"], loops["epoch_loop.batch_progress"]["current"]["ready"]): loops
-        for loops in run.at("train_batch_end")
-    }
-    for saved in run.saved:
-        restart = found_in(saved, name)
-        if restart.at == "batch_end":
-            changed = change_to(saved.loops, restart, stopped=saved.stopped)
-            end = ends[restart.epoch, restart.done]
-            for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"):
-                assert changed[key] == end[key], (saved.place, restart, key)
-
-
 def test_gradients_that_were_accumulated_are_made_again() -> None:
     """With three batches a step, a state after the fifth goes back to the third, and one after two to the start."""
     state = whole("accumulation").at("train_batch_end")[1]
