@@ -37,10 +37,9 @@ class OrderPosition(LoaderPosition):
     """Of a loader that reads a sampler of ours: a position in the global order, good for any number of ranks."""
 
     kind = "order"
-    may_change_ranks = True
 
-    def __init__(self, loader: Any, sampler: Resumable, unit: int, *, remembered: int) -> None:
-        super().__init__(loader, remembered=remembered)
+    def __init__(self, loader: Any, sampler: Resumable, unit: int, *, world_size: int, remembered: int) -> None:
+        super().__init__(loader, world_size=world_size, remembered=remembered)
         self._sampler = sampler
         self._unit = unit  # items of the sampler in a batch
 
@@ -62,7 +61,7 @@ class OrderPosition(LoaderPosition):
 
     @override
     def _description(self) -> dict[str, Any]:
-        return self._sampler.identity()
+        return {"loader": self.kind, **self._sampler.identity()}
 
     @override
     def _take_random(self) -> None:
@@ -74,8 +73,8 @@ class IndexPosition(LoaderPosition):
 
     kind = "indices"
 
-    def __init__(self, loader: Any, *, remembered: int) -> None:
-        super().__init__(loader, remembered=remembered)
+    def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
+        super().__init__(loader, world_size=world_size, remembered=remembered)
         self._skipping = SkippingSampler(index_sampler_of(loader))
         self.draws_order = any(isinstance(each, _DRAWING) for each in with_wrapped(self._skipping))
         set_index_sampler(loader, self._skipping)
@@ -143,21 +142,22 @@ def rewind(loader: Any) -> None:
             sampler.resume_at(sampler.epoch, 0)
 
 
-def position_of(loader: Any, *, remembered: int) -> LoaderPosition:
+def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
     """Choose the quickest way of entering a loader in the middle of an epoch.
 
     Args:
         loader: a loader of our own, whose index sampler may be replaced.
+        world_size: see :class:`LoaderPosition`.
         remembered: see :class:`LoaderPosition`.
     """
     if is_stateful(loader):
-        return StatePosition(loader, remembered=remembered)
+        return StatePosition(loader, world_size=world_size, remembered=remembered)
     if not _reads_indices(loader):
-        return LoaderPosition(loader, remembered=remembered)
+        return LoaderPosition(loader, world_size=world_size, remembered=remembered)
     sampler, unit = _resumable(index_sampler_of(loader))
     if sampler is not None:
-        return OrderPosition(loader, sampler, unit, remembered=remembered)
-    return IndexPosition(loader, remembered=remembered)
+        return OrderPosition(loader, sampler, unit, world_size=world_size, remembered=remembered)
+    return IndexPosition(loader, world_size=world_size, remembered=remembered)
 
 
 def _reads_indices(loader: object) -> bool:

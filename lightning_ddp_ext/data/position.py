@@ -50,6 +50,7 @@ class LoaderPosition:
 
     Args:
         loader: what is read.
+        world_size: the number of ranks.
         remembered: how many passes are remembered: a checkpoint may be of some batches ago.
 
     Attributes:
@@ -59,13 +60,12 @@ class LoaderPosition:
     """
 
     kind = "batches"
-    may_change_ranks = False
-    """Whether a position is good for any number of ranks."""
     draws_order = False
     """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
 
-    def __init__(self, loader: Any, *, remembered: int) -> None:
+    def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader
+        self._world_size = world_size
         self.name = name_of(loader)
         self.epoch = -1
         self.given = 0
@@ -146,27 +146,24 @@ class LoaderPosition:
 
     # Saving.
 
-    def state_dict(self, done: int, world_size: int) -> dict[str, Any]:
+    def state_dict(self, done: int) -> dict[str, Any]:
         """Return what all ranks have in common after ``done`` batches of the epoch."""
-        which, batches = self._pass_at(done)
-        return self._state_of(which, batches, world_size)
+        return self._state_of(*self._pass_at(done))
 
     def own_state_dict(self, done: int) -> dict[str, Any]:
         """Return what only this rank knows after ``done`` batches of the epoch."""
         return {"random": self._pass_at(done)[0].random}
 
-    def assumed_state(self, done: int, world_size: int) -> dict[str, Any]:
+    def assumed_state(self, done: int) -> dict[str, Any]:
         """Return what a checkpoint would have that says nothing of its data, after ``done`` batches of the epoch."""
         length = batches_of(self.loader)
         number = (done - 1) // int(length) if done and 0 < length < float("inf") else 0
-        return self._state_of(Pass(number), done - number * int(length) if number else done, world_size)
+        return self._state_of(Pass(number), done - number * int(length) if number else done)
 
-    def _state_of(self, which: Pass, batches: int, world_size: int) -> dict[str, Any]:
+    def _state_of(self, which: Pass, batches: int) -> dict[str, Any]:
         return {
-            "kind": self.kind,
             "epoch": self.epoch,
             "number": which.number,
-            "world_size": world_size,
             "data": self._description(),
             "at": self._position(which, batches),
         }
@@ -183,32 +180,21 @@ class LoaderPosition:
 
     # What a resumed run asks.
 
-    def check(self, state: Mapping[str, Any], world_size: int) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of other data, or of another number of ranks that cannot share these.
 
         Raises:
             ResumeError: says what differs.
         """
-        if state["kind"] != self.kind:
-            raise ResumeError(
-                f"the checkpoint is of the middle of an epoch over other training loaders than {self.name}; resume "
-                f"with the same ones, or {FROM_THE_EPOCHS_START}"
-            )
-        if state["world_size"] != world_size and not self.may_change_ranks:
-            raise ResumeError(
-                f"the rest of the epoch cannot be shared out: {self.name} gives each rank an order of its own, which "
-                f"{state['world_size']} ranks have saved in the middle of epoch {state['epoch']}, and these are "
-                f"{world_size}; resume with as many ranks, or from a checkpoint at the end of an epoch, with a sampler "
-                f"such as ScalableDistributedSampler, or {FROM_THE_EPOCHS_START}"
-            )
-        now = self._description()
-        changed = [name for name in {**now, **state["data"]} if now.get(name) != state["data"].get(name)]
-        if changed:
-            was, has = (", ".join(f"{name}={data.get(name)!r}" for name in changed) for data in (state["data"], now))
-            raise ResumeError(
-                f"the training data have changed in the middle of an epoch: {self.name} had {was} when the checkpoint "
-                f"was saved, and has {has}; resume with the same data, or {FROM_THE_EPOCHS_START}"
-            )
+        then, now = state["data"], self._description()
+        for name in {**now, **then}:
+            was, has = then.get(name), now.get(name)
+            if was != has:
+                raise ResumeError(
+                    f"epoch {state['epoch']} cannot go on in its middle: {self.name} had {name}={was!r} when the "
+                    f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
+                    f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
+                )
 
     def left_after(self, position: int) -> float:
         """Return how many batches this rank reads from a position to the end of the pass."""
@@ -231,7 +217,8 @@ class LoaderPosition:
         """What must be the same for a position to be the same place."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
-        return {"samples": samples, "batch_size": getattr(self.loader, "batch_size", None)}
+        batch_size = getattr(self.loader, "batch_size", None)
+        return {"loader": self.kind, "ranks": self._world_size, "samples": samples, "batch_size": batch_size}
 
     def _take_random(self) -> dict[str, Any] | None:
         return take_random(generators=generators_of(self.loader))
@@ -242,8 +229,8 @@ class LoaderPosition:
         dropped = sum(1 for _ in islice(batches, number))
         if dropped < number:
             raise ResumeError(
-                f"the training data have changed in the middle of an epoch: {self.name} ends after {dropped} batches, "
-                f"and {number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.epoch} cannot go on in its middle: {self.name} ends after {dropped} batches, and "
+                f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )
 
     @contextmanager

@@ -141,7 +141,8 @@ class DataPath:
             return loader
         self.evaluation.check_training(loader)
         self.uneven.agree_on_length(loader)
-        loader.position = position_of(loader.loader, remembered=self._trainer.accumulate_grad_batches + 4)
+        remembered = self._trainer.accumulate_grad_batches + 4
+        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         warn_of_same_orders(loader.loader)
         return loader
 

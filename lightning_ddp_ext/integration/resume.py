@@ -158,16 +158,15 @@ class Resume:
         if self._states is not None:
             return
         positions, states = positions_of(self._trainer), self._section.get("loaders")
-        world_size = int(self._strategy.world_size)
         if states is None:  # of a checkpoint that was not saved by us
-            states = [position.assumed_state(self.restart.done, world_size) for position in positions]
+            states = [position.assumed_state(self.restart.done) for position in positions]
         if len(states) != len(positions):
             raise ResumeError(
                 f"the checkpoint is of the middle of epoch {self.restart.epoch} over {len(states)} training loaders, "
                 f"and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
-            position.check(state, world_size)
+            position.check(state)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
             if position.draws_order and state["at"] and not self._own:

@@ -157,7 +157,7 @@ class TrainingData:
             return
         trainer, checkpoints = self._trainer, self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        accumulated, world_size = trainer.accumulate_grad_batches, int(self._strategy.world_size)
+        accumulated = trainer.accumulate_grad_batches
         restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
         if restart.is_within and combined_loader_of(trainer.fit_loop) is None:  # a validation has made Lightning forget
             return
@@ -171,7 +171,7 @@ class TrainingData:
             "seed": self._seed,
             "accumulate_grad_batches": accumulated,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done, world_size) for position in positions],
+            "loaders": [position.state_dict(restart.done) for position in positions],
             "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
         }
 

@@ -174,8 +174,7 @@ class Rank:
     """What a Trainer does with one loader on one rank: it reads batches, draws random numbers, saves, and resumes."""
 
     def __init__(self, loader: Any, world_size: int = 1) -> None:
-        self.position: LoaderPosition = position_of(own_copy(loader), remembered=5)
-        self.world_size = world_size
+        self.position: LoaderPosition = position_of(own_copy(loader), world_size=world_size, remembered=5)
         self.read: list[Read] = []
         self._batches: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
@@ -188,7 +187,7 @@ class Rank:
 
     def resume(self, saved: Saved) -> None:
         set_epoch(self.position.loader, saved.epoch)
-        self.position.check(saved.state, self.world_size)
+        self.position.check(saved.state)
         self.position.start_epoch(saved.epoch, done=saved.done, state=saved.state, own=saved.own)
         self._batches = self.position.give(self.position.begin())
         restore_random(saved.random)
@@ -225,7 +224,7 @@ class Rank:
         """Save what is trained, as a checkpoint does it."""
         done = self.position.given - len(self._ahead)
         own = self.position.own_state_dict(done)
-        state = self.position.state_dict(done, self.world_size)
+        state = self.position.state_dict(done)
         return Saved(self.position.epoch, done, state, own, take_random())
 
 
@@ -334,7 +333,7 @@ def test_a_loader_that_cycles_goes_on_in_the_pass_that_was_left(kind: str) -> No
 @pytest.mark.parametrize("way", KIND_OF, ids=" ".join)
 def test_a_loader_is_entered_in_the_quickest_way(way: tuple[str, str]) -> None:
     """By a position of a sampler of ours, by indices, by its own state, or else by batches that are dropped."""
-    position = position_of(own_copy(KIND_OF[way](20, 2, 2, 0)), remembered=5)
+    position = position_of(own_copy(KIND_OF[way](20, 2, 2, 0)), world_size=2, remembered=5)
     assert position.kind == way[0]
 
 
@@ -347,7 +346,7 @@ class Endless(Sampler[int]):
 
 def test_indices_without_a_length_are_not_left_out() -> None:
     """Who says how many there are cannot be asked, so batches are dropped."""
-    assert position_of(DataLoader(range(100), sampler=Endless()), remembered=5).kind == "batches"
+    assert position_of(DataLoader(range(100), sampler=Endless()), world_size=1, remembered=5).kind == "batches"
 
 
 def saved_after(loader: Any, done: int, world_size: int = 1) -> tuple[Saved, list[int]]:
@@ -405,7 +404,7 @@ def test_batches_are_counted_as_on_the_ranks_that_there_are_now(name: str, after
 def test_an_order_of_each_ranks_own_is_not_shared_out_anew(way: tuple[str, str]) -> None:
     """The error says how many ranks there were and are, and how to go on nevertheless."""
     saved, _ = saved_after(KIND_OF[way](20, 2, 2, 0), 3, 2)
-    message = r"2 ranks have saved in the middle of epoch 0, and these are 3; .*resume_data=\"epoch\""
+    message = r"epoch 0 cannot .* had ranks=2 when .*, and has 3; .*resume_data=\"epoch\""
     with pytest.raises(ResumeError, match=message):
         Rank(KIND_OF[way](20, 2, 3, 0), 3).resume(saved)
 
@@ -422,7 +421,7 @@ def test_data_that_have_grown_are_refused(way: tuple[str, str]) -> None:
     if way[1] == "generators of its own":  # always of 20 samples
         there.resume(saved)
         return
-    with pytest.raises(ResumeError, match=r"changed .*\b(20|10|24|12)\b.*" + escape(FROM_THE_EPOCHS_START)):
+    with pytest.raises(ResumeError, match=r"had .*\b(20|10|24|12)\b.*" + escape(FROM_THE_EPOCHS_START)):
         there.resume(saved)
 
 
@@ -430,7 +429,7 @@ def test_data_that_have_grown_are_refused(way: tuple[str, str]) -> None:
 def test_batches_of_another_size_are_refused(way: tuple[str, str]) -> None:
     """With them, a number of batches is another place."""
     saved, _ = saved_after(KIND_OF[way](20, 2, 1, 0), 3)
-    with pytest.raises(ResumeError, match=r"had batch_size=2 when .*, and has batch_size=4; "):
+    with pytest.raises(ResumeError, match=r"had batch_size=2 when .*, and has 4; "):
         Rank(KIND_OF[way](20, 4, 1, 0)).resume(saved)
 
 
@@ -443,7 +442,9 @@ def test_a_state_of_another_kind_of_loader_is_refused(kind: str, other: str) -> 
     if kind == other:
         there.resume(saved)
         return
-    with pytest.raises(ResumeError, match=f"other training loaders than {escape(there.position.name)}; "):
+    with pytest.raises(
+        ResumeError, match=f"{escape(there.position.name)} had loader='{kind}' when .*, and has '{other}'; "
+    ):
         there.resume(saved)
 
 
@@ -480,7 +481,7 @@ def test_a_checkpoint_that_says_nothing_of_its_data_is_of_as_many_batches(way: t
     length = batches_of(here.position.loader)
     for done in (1, 3, 10, 12, 20, 25) if cycles and length != float("inf") else (1, 3):
         here.train(done - here.position.given, cycles=cycles)
-        assert here.position.assumed_state(done, world_size) == here.position.state_dict(done, world_size)
+        assert here.position.assumed_state(done) == here.position.state_dict(done)
 
 
 @pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] == "state"], ids=" ".join)
@@ -512,8 +513,8 @@ def test_without_this_ranks_own_state_the_loader_goes_on_where_lightning_has_put
 def test_a_position_that_nothing_was_read_of_is_the_beginning() -> None:
     """A checkpoint before the first batch says so, and reading it changes nothing."""
     for make in KIND_OF.values():
-        position = position_of(own_copy(make(20, 2, 1, 0)), remembered=5)
-        state = position.state_dict(0, 1)
+        position = position_of(own_copy(make(20, 2, 1, 0)), world_size=1, remembered=5)
+        state = position.state_dict(0)
         assert (state["epoch"], state["number"]) == (-1, 0)
         assert state["at"] == 0
         position.own_state_dict(0)

@@ -130,8 +130,8 @@ def test_states_of_two_ranks_are_not_for_one(tmp_path: Path) -> None:
     path, _ = on_ranks("ours", save_in_the_middle, tmp_path)
     (tmp_path / "one").mkdir()
     (message,) = on_ranks("ours", refuse_other_number, tmp_path / "one", path, world_size=1)
-    assert "2 ranks have saved in the middle of epoch 0, and these are 1" in message
-    assert "resume with as many ranks, or from a checkpoint at the end of an epoch" in message
+    assert "epoch 0 cannot go on in its middle" in message
+    assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
 
 
 def warnings_of_resume(kind: Kind, directory: Path, path: str) -> tuple[list[str], list[Any]]:
