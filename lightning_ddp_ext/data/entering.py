@@ -76,7 +76,7 @@ class IndexPosition(LoaderPosition):
     def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         super().__init__(loader, world_size=world_size, remembered=remembered)
         self._skipping = SkippingSampler(index_sampler_of(loader))
-        self.draws_order = any(isinstance(each, _DRAWING) for each in with_wrapped(self._skipping))
+        self.needs_own_state = any(isinstance(each, _DRAWING) for each in with_wrapped(self._skipping))
         set_index_sampler(loader, self._skipping)
 
     @override
@@ -101,6 +101,10 @@ class StatePosition(LoaderPosition):
     """
 
     kind = "state"
+
+    def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
+        super().__init__(loader, world_size=world_size, remembered=remembered)
+        self.needs_own_state = world_size > 1  # else Lightning has given the loader the state that it saves
 
     @override
     def own_state_dict(self, done: int) -> dict[str, Any]:

@@ -60,8 +60,8 @@ class LoaderPosition:
     """
 
     kind = "batches"
-    draws_order = False
-    """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
+    needs_own_state = False
+    """Whether a state alone does not say what is read next, without this rank's own."""
 
     def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader

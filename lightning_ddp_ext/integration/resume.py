@@ -76,19 +76,10 @@ class Resume:
         changed = change_to(loops, restart, stopped=stopped)
         if section and (ranks or restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
-        elif restart.at != "epoch_start" and changed["state_dict"].get("combined_loader"):
-            self._warn_of_rank_zeros_states()
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
         if self._strategy.global_rank < len(ranks):
             self._own = ranks[self._strategy.global_rank]
-
-    def _warn_of_rank_zeros_states(self) -> None:
-        if self._strategy.world_size > 1:
-            rank_zero_warn(
-                "the checkpoint has only rank 0's state of the training loader, and every rank gets that one: ranks "
-                "that read data of their own do not go on where they were; save with strategy='ddp_ext'"
-            )
 
     def restore_random(self) -> None:
         """Set this rank's random numbers to where they were, if it has saved them."""
@@ -162,18 +153,18 @@ class Resume:
             states = [position.assumed_state(self.restart.done) for position in positions]
         if len(states) != len(positions):
             raise ResumeError(
-                f"the checkpoint is of the middle of epoch {self.restart.epoch} over {len(states)} training loaders, "
-                f"and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "
+                f"loaders, and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
-            if position.draws_order and state["at"] and not self._own:
+            if position.needs_own_state and state["at"] and not self._own:
                 rank_zero_warn(
-                    f"the checkpoint does not say from which random numbers {position.name} drew the order of epoch "
-                    f"{self.restart.epoch}, as it was saved by one rank alone or by another strategy; batches may be "
-                    f"read twice or left out in this epoch; {FROM_THE_EPOCHS_START}"
+                    f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
+                    f"alone or by another strategy; batches may be read twice or left out in epoch "
+                    f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
         self._states = states
         self.done = self._count_done()
