@@ -104,7 +104,7 @@ class LoaderPosition:
         Raises:
             ResumeError: the data end before the batches that were done.
         """
-        if self._has_to_end:  # Lightning counts a loader as ended, which is cycled, once it has seen it end
+        if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, also of a cycled one
             self._has_to_end = False
             return iter(())
         self._spare_global_generator()
@@ -114,8 +114,8 @@ class LoaderPosition:
         batches = self._go_on(state, self._own)
         if not state["number"]:
             return batches
-        first = list(islice(batches, 1))  # of a pass that was at its end, Lightning would take the end for its own
-        return chain(first, batches) if first else self._begin_at_start()
+        first = list(islice(batches, 1))
+        return chain(first, batches) if first else self._begin_at_start()  # a second end would be that of the epoch
 
     def _begin_at_start(self) -> Iterator[Any]:
         number = self._passes[-1].number + 1 if self._passes else 0

@@ -159,7 +159,8 @@ class TrainingData:
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         accumulated = trainer.accumulate_grad_batches
         restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
-        if restart.is_within and combined_loader_of(trainer.fit_loop) is None:  # a validation has made Lightning forget
+        has_loaders = combined_loader_of(trainer.fit_loop) is not None
+        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
             return
         positions = positions_of(trainer) if restart.is_within else []
         own = {
