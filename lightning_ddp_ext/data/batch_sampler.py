@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 
 class SkippingSampler(Sampler[Any]):
-    """Yields what another sampler yields, without the first items; :meth:`begin` says how many.
+    """Yields what another sampler yields, without the first items; :meth:`skip` says how many.
 
     A loader has one of these for good, since torch keeps the sampler of a loader's first pass in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
@@ -20,34 +20,34 @@ class SkippingSampler(Sampler[Any]):
         batch_sampler: a batch sampler, or, for a loader without batches, a sampler. Its attributes are this one's, too.
 
     >>> sampler = SkippingSampler(["a", "b", "c"])
-    >>> sampler.begin(skip=2)
+    >>> sampler.skip(2)
     >>> list(sampler), len(sampler)
     (['c'], 3)
-    >>> sampler.begin()
+    >>> sampler.skip(0)
     >>> list(sampler)
     ['a', 'b', 'c']
     """
 
     def __init__(self, batch_sampler: Iterable[Any]) -> None:
         self.batch_sampler = batch_sampler
-        self.begin()
+        self.skip(0)
 
-    def begin(self, *, skip: int = 0, generators: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Say where the next pass begins.
+    def skip(self, items: int, *, generators: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Say where iterators begin from now on.
 
         Args:
-            skip: items that are left out.
+            items: how many are left out.
             generators: a context with the random numbers from which the sampler drew its order, entered while the
                 order is drawn and items are left out.
         """
-        self._skip = skip
+        self._skipped = items
         self._generators = generators
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, because a loader with workers makes two iterators for a pass, and reads the second.
         with self._generators():
             items = iter(self.batch_sampler)
-            for _ in islice(items, self._skip):
+            for _ in islice(items, self._skipped):
                 pass
         yield from items
 

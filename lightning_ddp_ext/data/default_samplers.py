@@ -15,7 +15,7 @@ from lightning_ddp_ext.data.checks import length_of, samples_of
 from lightning_ddp_ext.data.epochs import tell_epoch
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order, identity
-from lightning_ddp_ext.data.streams import mix, seeded, with_wrapped
+from lightning_ddp_ext.data.streams import Streams, mix, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
 
 
@@ -73,7 +73,6 @@ class SharedSampler(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "shared"
-    shares_out = True  # hands an epoch on, but only to a sampler that takes one
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class SharedSampler(GlobalOrderSampler):
     @override
     def _order(self) -> Order:
         length = self.length
-        with seeded(mix(self.seed, self.epoch), *with_wrapped(self.sampler)):
+        with Streams(mix(self.seed, self.epoch), *with_wrapped(self.sampler)).running():
             drawn = np.fromiter(islice(self.sampler, length), dtype=object)
         if len(drawn) < length:
             raise SamplerError(

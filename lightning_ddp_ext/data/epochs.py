@@ -14,7 +14,7 @@ __all__ = ["data_loaders", "epoch_takers", "set_epoch", "tell_epoch", "unseedabl
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_KNOWN = ("torch.", "lightning.", "pytorch_lightning.")
+_KNOWN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_ddp_ext.")
 _SHORT = 32  # a longer list or dict holds samples, unless its first element is a loader, sampler or dataset
 
 
@@ -81,8 +81,8 @@ def unseedable_shufflers(loaders: object) -> list[object]:
     """Return the samplers below ``loaders`` that say that they shuffle, and have no ``set_epoch``.
 
     Such a sampler may have the same order in every epoch. It is an instance of torch's ``Sampler``, or an attribute
-    called ``sampler`` or ``batch_sampler``, and has a true attribute ``shuffle``. A sampler inside an object with a
-    ``set_epoch`` of its own is left out, since that may hand the epoch on in its own way.
+    called ``sampler`` or ``batch_sampler``, and has a true attribute ``shuffle``. There are none where something of the
+    user's own takes epochs, since that may hand them on in its own way.
 
     Args:
         loaders: as for ``epoch_takers``.
@@ -96,8 +96,9 @@ def unseedable_shufflers(loaders: object) -> list[object]:
         ['EvenFirst']
     """
     everything = _below(loaders)
-    handed_on = {id(thing) for thing in _below([thing for thing in everything if _hands_epochs_on(thing)])}
-    untold = [thing for thing in _samplers(everything) if not _takes_epochs(thing) and id(thing) not in handed_on]
+    if any(_takes_epochs(thing) and not _is_known(thing) for thing in everything):
+        return []
+    untold = [thing for thing in _samplers(everything) if not _takes_epochs(thing)]
     return [sampler for sampler in untold if getattr_static(sampler, "shuffle", False) is True]
 
 
@@ -112,11 +113,9 @@ def _takes_epochs(thing: object) -> bool:
     return callable(getattr_static(thing, "set_epoch", None))
 
 
-def _hands_epochs_on(thing: object) -> bool:
-    """Whether ``set_epoch`` of an object may reach samplers without that method; that of the known ones does not."""
-    method = getattr_static(thing, "set_epoch", None)
-    is_known = str(getattr(method, "__module__", "")).startswith(_KNOWN) or getattr_static(thing, "shares_out", False)
-    return callable(method) and not is_known
+def _is_known(thing: object) -> bool:
+    """Whether ``set_epoch`` of an object reaches no sampler without that method."""
+    return str(getattr_static(thing, "set_epoch").__module__).startswith(_KNOWN)
 
 
 def _below(root: object) -> list[object]:

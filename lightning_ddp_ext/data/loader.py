@@ -6,9 +6,10 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-_UNCOPIED_ATTRIBUTES = ("state_dict", "load_state_dict")
+from lightning_ddp_ext.data.streams import with_wrapped
 
 
 class DistributedLoader:
@@ -94,14 +95,14 @@ class LazyIterator(Iterator[Any]):
         self.loader = loader
         self._batches: Iterator[Any] | None = None
 
-    def start(self) -> Iterator[Any]:
+    def begin(self) -> Iterator[Any]:
         """Begin the pass, unless it has begun."""
         if self._batches is None:
             self._batches = self.loader.begin(self.loader, self)
         return self._batches
 
     def __next__(self) -> Any:
-        return next(self.start())
+        return next(self.begin())
 
 
 def _itself(loader: Any) -> Any:
@@ -110,7 +111,7 @@ def _itself(loader: Any) -> Any:
 
 def is_stateful(loader: object) -> bool:
     """Whether a loader keeps a state of its own, as torchdata's ``StatefulDataLoader`` does."""
-    return all(callable(getattr(loader, name, None)) for name in _UNCOPIED_ATTRIBUTES)
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def own_copy(loader: Any) -> Any:
@@ -142,6 +143,24 @@ def index_sampler_of(loader: DataLoader[Any]) -> Any:
 def set_index_sampler(loader: DataLoader[Any], sampler: Any) -> None:
     """Have a loader of our own read what ``sampler`` says; torch itself refuses that once a loader is made."""
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
+
+
+def name_of(loader: Any) -> str:
+    """What an error calls the data of a loader: by what its user has made."""
+    if not isinstance(loader, DataLoader):
+        return type(loader).__name__
+    if isinstance(loader.dataset, IterableDataset):
+        return type(loader.dataset).__name__
+    sampler = index_sampler_of(loader)
+    inner = getattr(sampler, "sampler", None)
+    return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from, besides the global ones."""
+    owners = [loader, *(with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ())]
+    found = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def batches_of(loader: Any) -> float:

@@ -1,19 +1,19 @@
-"""Track how far training is in one loader, and go on from there."""
+"""Track how far the Trainer has read one training loader, and begin a pass where another run left it."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from itertools import chain, islice
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.batch_sampler import SkippingSampler
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of
-from lightning_ddp_ext.data.random_state import RandomState, generator_states
-from lightning_ddp_ext.data.streams import mix, with_wrapped
+from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of
+from lightning_ddp_ext.data.random_state import keep_random, restore_random, take_random
+from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to go on from the beginning of that epoch'
@@ -26,91 +26,117 @@ class Pass:
     Args:
         number: passes of the epoch before it.
         after: batches of the epoch that the loader gave before this iterator was made.
-        start: where it began: a position in the global order, or a number of batches of this pass.
-        drawn: batches that have been drawn from it, of a loader that keeps a state.
-        has_ended: whether it was asked for another batch, and had none; of a loader that keeps a state.
+        start: the position at which it began; 0 at the beginning.
         random: the random numbers from which its order was drawn.
+        drawn: batches that have been drawn from it; this and what follows, of a loader that keeps a state.
+        has_ended: whether it was asked for another batch, and had none.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
 
-    number: int
-    after: int
+    number: int = 0
+    after: int = 0
     start: int = 0
+    random: dict[str, Any] | None = None
     drawn: int = 0
     has_ended: bool = False
-    random: dict[str, Any] | None = None
-    states: list[tuple[int, Any, bool]] = field(default_factory=list)
+    states: list[tuple[int, Any]] = field(default_factory=list)
 
 
 class LoaderPosition:
-    """How far the Trainer is in one training loader; a subclass for each way of entering one, see ``entering``.
+    """How far the Trainer is in one training loader: anything that can be iterated over.
+
+    A position within a pass is a number of batches, which a resumed run reads and drops. ``entering`` has a subclass
+    for each quicker way.
 
     Args:
         loader: what is read.
+        world_size: the number of ranks.
         remembered: how many passes are remembered: a checkpoint may be of some batches ago.
 
     Attributes:
+        name: what an error calls the data.
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
     """
 
-    kind: ClassVar[str]
+    kind = "batches"
+    needs_own_state = False
+    """Whether a state alone does not say what is read next, without this rank's own."""
 
-    def __init__(self, loader: Any, *, remembered: int) -> None:
+    def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader
+        self._world_size = world_size
+        self.name = name_of(loader)
         self.epoch = -1
         self.given = 0
         self._passes: deque[Pass] = deque(maxlen=remembered)
+        self._state: Mapping[str, Any] | None = None
+        self._own: Mapping[str, Any] | None = None
+        self._has_to_end = False
         self._generator = torch.Generator()
 
     # Reading.
 
-    def forget(self) -> None:
-        """Let the next pass be the first one of its epoch."""
-        self.epoch = -1
-
-    def begin(self, epoch: int) -> Iterator[Any]:
-        """Begin a pass of an epoch from its start."""
-        if epoch != self.epoch:
-            self.epoch, self.given = epoch, 0
-            self._passes.clear()
-        self._spare_global_generator(epoch)
-        number = self._passes[-1].number + 1 if self._passes else 0
-        new = Pass(number, self.given, random=self._take_random())
-        self._passes.append(new)
-        return self._iterate(new, epoch)
-
-    def resume(
-        self, epoch: int, done: int, state: Mapping[str, Any], own: Mapping[str, Any] | None, world_size: int
-    ) -> Iterator[Any]:
-        """Begin a pass of an epoch where another run left it.
+    def start_epoch(
+        self,
+        epoch: int,
+        *,
+        done: int = 0,
+        state: Mapping[str, Any] | None = None,
+        own: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Have the next passes be those of an epoch.
 
         Args:
-            epoch: the epoch that goes on.
-            done: batches of the epoch that are done, counted on as many ranks as there are now.
-            state: the other run's :meth:`state_dict`.
+            epoch: the epoch.
+            done: batches of it that were done before, counted on as many ranks as there are now.
+            state: the :meth:`state_dict` of the run that left it there; ``None`` to begin at the start.
             own: this rank's :meth:`own_state_dict` of that run, if it is known.
-            world_size: the number of ranks now.
+        """
+        self.epoch, self.given = epoch, done
+        self._passes.clear()
+        self._state, self._own = state, own
+        self._has_to_end = state is not None and state["number"] > 0
+
+    def begin(self) -> Iterator[Any]:
+        """Begin the next pass of the epoch.
 
         Raises:
-            ResumeError: the data are others, or cannot be shared out among this number of ranks.
+            ResumeError: the data end before the batches that were done.
         """
-        self.check(state, world_size)
-        self._spare_global_generator(epoch)
-        self.epoch, self.given = epoch, done
-        new = Pass(state["number"], done, random=None if own is None else own.get("random"))
-        self._passes.append(new)
-        return self._enter(new, epoch, state, own)
+        if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, also of a cycled one
+            self._has_to_end = False
+            return iter(())
+        self._spare_global_generator()
+        state, self._state = self._state, None
+        if state is None:
+            return self._begin_at_start()
+        batches = self._go_on(state, self._own)
+        if not state["number"]:
+            return batches
+        first = list(islice(batches, 1))
+        return chain(first, batches) if first else self._begin_at_start()  # a second end would be that of the epoch
 
-    def _spare_global_generator(self, epoch: int) -> None:
+    def _begin_at_start(self) -> Iterator[Any]:
+        number = self._passes[-1].number + 1 if self._passes else 0
+        self._passes.append(Pass(number, self.given, random=self._take_random()))
+        return self._iterate(self._passes[-1], None)
+
+    def _go_on(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
+        random = None if own is None else own["random"]
+        self._passes.append(Pass(state["number"], self.given, start=state["at"], random=random))
+        with keep_random():  # the run that is resumed had this iterator already, and drew nothing here
+            return self._iterate(self._passes[-1], own)
+
+    def _spare_global_generator(self) -> None:
         """Draw the seed of workers that persist from another generator, after the epoch in which they start.
 
         A run in which they do so draws no such number then; one that is resumed, or starts them anew, would draw one.
         """
-        if epoch > 0 and getattr(self.loader, "persistent_workers", False):
+        if self.epoch > 0 and getattr(self.loader, "persistent_workers", False):
             if self.loader.generator is None:
                 self.loader.generator = self._generator
-            self._generator.manual_seed(mix(torch.initial_seed() % 2**63, epoch))
+            self._generator.manual_seed(mix(torch.initial_seed() % 2**63, self.epoch))
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count what the Trainer is given of these batches."""
@@ -120,26 +146,27 @@ class LoaderPosition:
 
     # Saving.
 
-    def state_dict(self, done: int, world_size: int) -> dict[str, Any]:
+    def state_dict(self, done: int) -> dict[str, Any]:
         """Return what all ranks have in common after ``done`` batches of the epoch."""
-        which, batches = self._pass_at(done)
+        return self._state_of(*self._pass_at(done))
+
+    def own_state_dict(self, done: int) -> dict[str, Any]:
+        """Return what only this rank knows after ``done`` batches of the epoch."""
+        return {"random": self._pass_at(done)[0].random}
+
+    def assumed_state(self, done: int) -> dict[str, Any]:
+        """Return what a checkpoint would have that says nothing of its data, after ``done`` batches of the epoch."""
+        length = batches_of(self.loader)
+        number = (done - 1) // int(length) if done and 0 < length < float("inf") else 0
+        return self._state_of(Pass(number), done - number * int(length) if number else done)
+
+    def _state_of(self, which: Pass, batches: int) -> dict[str, Any]:
         return {
-            "kind": self.kind,
             "epoch": self.epoch,
             "number": which.number,
-            "world_size": world_size,
             "data": self._description(),
             "at": self._position(which, batches),
         }
-
-    def own_state_dict(self, done: int, now: Any = None) -> dict[str, Any] | None:
-        """Return what only this rank knows after ``done`` batches of the epoch.
-
-        Args:
-            done: batches of the epoch.
-            now: the state that the loader itself gives now, if it keeps one.
-        """
-        return {"random": self._pass_at(done)[0].random}
 
     def _pass_at(self, done: int) -> tuple[Pass, int]:
         """The pass that a batch belongs to, and how many batches of this pass came until then.
@@ -147,100 +174,71 @@ class LoaderPosition:
         After the last batch of a pass that is the pass itself, and not the one that follows.
         """
         if not self._passes:
-            return Pass(0, 0), 0
+            return Pass(), 0
         which = next((each for each in reversed(self._passes) if each.after < done), self._passes[0])
         return which, max(0, min(done, self.given) - which.after)
 
-    # What a resumed run does with it.
+    # What a resumed run asks.
 
-    def check(self, state: Mapping[str, Any], world_size: int) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
         """Refuse the state of other data, or of another number of ranks that cannot share these.
 
         Raises:
             ResumeError: says what differs.
         """
-        if state["kind"] != self.kind:
-            raise ResumeError(
-                f"the checkpoint is of the middle of an epoch over other training loaders than {self.name}; resume "
-                f"with the same ones, or {FROM_THE_EPOCHS_START}"
-            )
-        if state["world_size"] != world_size:
-            raise ResumeError(
-                f"the rest of the epoch cannot be shared out: {self.name} gives each rank an order of its own, which "
-                f"{state['world_size']} ranks have saved in the middle of epoch {state['epoch']}, and these are "
-                f"{world_size}; resume with as many ranks, or from a checkpoint at the end of an epoch, with a sampler "
-                f"such as ScalableDistributedSampler, or {FROM_THE_EPOCHS_START}"
-            )
-        if state["data"] is not None and state["data"] != self._description():
-            raise ResumeError(
-                f"the training data have changed in the middle of an epoch: {self.name} had {_words(state['data'])} "
-                f"when the checkpoint was saved, and has {_words(self._description())}; resume with the same data, or "
-                f"{FROM_THE_EPOCHS_START}"
-            )
+        then, now = state["data"], self._description()
+        for name in {**now, **then}:
+            was, has = then.get(name), now.get(name)
+            if was != has:
+                raise ResumeError(
+                    f"epoch {state['epoch']} cannot go on in its middle: {self.name} had {name}={was!r} when the "
+                    f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
+                    f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
+                )
 
-    @property
-    def draws(self) -> bool:
-        """Whether the order may be drawn from random numbers that a checkpoint has to tell."""
-        return False
+    def left_after(self, position: int) -> float:
+        """Return how many batches this rank reads from a position to the end of the pass."""
+        return batches_of(self.loader) - position
 
-    def left_after(self, state: Mapping[str, Any], done: int) -> float:
-        """Return how many batches this rank reads from a state to the end of the pass."""
-        return batches_of(self.loader) - done
+    # What each way of entering a loader does otherwise.
 
-    def as_many_as(self, batches: int, state: Mapping[str, Any]) -> int:
-        """Return how many batches now have the samples of so many batches then."""
+    def _iterate(self, new: Pass, own: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Make the iterator of a pass, from its ``start`` on."""
+        with self._as_then(new):
+            batches: Iterator[Any] = iter(self.loader)
+            self._drop(batches, new.start)
         return batches
 
-    def assume(self, done: int, world_size: int, *, cycles: bool) -> dict[str, Any]:
-        """Return the state that a checkpoint would have that says nothing of its data, of as many ranks."""
-        length = batches_of(self.loader)
-        number = int((done - 1) // length) if cycles and done else 0
-        rest = Pass(number, 0)
-        at = self._position(rest, done - int(number * length) if number else done)
-        state = {"kind": self.kind, "epoch": self.epoch, "number": number, "world_size": world_size}
-        return {**state, "data": None, "at": at}
-
-    # What each kind does in its own way.
-
-    def _iterate(self, new: Pass, epoch: int) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def _enter(self, new: Pass, epoch: int, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
-        raise NotImplementedError
-
-    def _position(self, which: Pass, batches: int) -> Any:
+    def _position(self, which: Pass, batches: int) -> int:
+        """The position that a pass has after so many batches."""
         return which.start + batches
 
-    def _description(self) -> list[int | None]:
-        """Samples and batch size, as far as they are known."""
+    def _description(self) -> dict[str, Any]:
+        """What must be the same for a position to be the same place."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
-        return [None if samples == float("inf") else int(samples), getattr(self.loader, "batch_size", None)]
+        batch_size = getattr(self.loader, "batch_size", None)
+        return {"loader": self.kind, "ranks": self._world_size, "samples": samples, "batch_size": batch_size}
 
     def _take_random(self) -> dict[str, Any] | None:
-        generators = generator_states(generators_of(self.loader))
-        return {"global": RandomState.take().to_dict(), "generators": generators}
+        return take_random(generators=generators_of(self.loader))
 
-    @property
-    def name(self) -> str:
-        """What an error calls the data."""
-        if not isinstance(self.loader, DataLoader):
-            return type(self.loader).__name__
-        if isinstance(self.loader.dataset, IterableDataset):
-            return type(self.loader.dataset).__name__
-        sampler = index_sampler_of(self.loader)
-        sampler = sampler.batch_sampler if isinstance(sampler, SkippingSampler) else sampler
-        inner = getattr(sampler, "sampler", None)
-        return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
+    # What they share.
 
+    def _drop(self, batches: Iterator[Any], number: int) -> None:
+        dropped = sum(1 for _ in islice(batches, number))
+        if dropped < number:
+            raise ResumeError(
+                f"epoch {self.epoch} cannot go on in its middle: {self.name} ends after {dropped} batches, and "
+                f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
+            )
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers draw from, besides the global ones."""
-    owners = [loader, *(with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ())]
-    found = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-def _words(data: list[int | None]) -> str:
-    samples, batch_size = data
-    return f"{'?' if samples is None else samples} samples in batches of {'?' if batch_size is None else batch_size}"
+    @contextmanager
+    def _as_then(self, which: Pass) -> Iterator[None]:
+        """Set the generators as they were when a pass began that goes on; the global ones are restored afterwards."""
+        if not which.start or which.random is None:
+            yield
+            return
+        with keep_random():
+            restore_random(which.random, generators=generators_of(self.loader))
+            yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -22,19 +22,11 @@ _REMEDIES = {
 }
 
 
-class Progress(Protocol):
-    """What an iterator of a sampler tells about itself."""
-
-    @property
-    def handed_out(self) -> int:
-        """How many elements it has yielded."""
-
-
 class Resumable:
     """Base of everything that shares out one global order among the ranks, and can start at any position of it.
 
-    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts the ``Progress`` of its newest
-    iterator into ``_progress``.
+    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts an object into ``_progress``
+    whose ``handed_out`` is the number of elements that its newest iterator has yielded.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -51,7 +43,7 @@ class Resumable:
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
-        self._progress: Progress | None = None
+        self._progress: Any = None
 
     @property
     def length(self) -> int:
@@ -128,7 +120,7 @@ class Resumable:
         if consumed is None:
             consumed = 0 if self._progress is None else self._progress.handed_out
         consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
-        return {**self._identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
+        return {**self.identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a state, saved on any number of ranks.
@@ -138,7 +130,7 @@ class Resumable:
         """
         if not isinstance(state, Mapping):
             raise SamplerError(f"state must be a dict (got {state!r}); pass what state_dict() returned")
-        mine = self._identity()
+        mine = self.identity()
         missing = [name for name in (*mine, "epoch", "position") if name not in state]
         if missing:
             raise SamplerError(
@@ -167,7 +159,7 @@ class Resumable:
         _check_rank(rank, num_replicas)
         return num_replicas, rank
 
-    def _identity(self) -> dict[str, int | bool | str]:
+    def identity(self) -> dict[str, int | bool | str]:
         """What must be equal for a position to mean the same."""
         return {
             "version": STATE_VERSION,

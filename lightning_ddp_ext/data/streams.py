@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,25 +31,18 @@ def mix(*words: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def seeded(seed: int, *owners: object) -> AbstractContextManager[None]:
-    """Seed the generators of this process and of ``owners`` inside the block, and restore them afterwards.
+class Streams:
+    """Seeded states of the generators of this process and of ``owners``, set inside a block of ``running()`` alone.
 
     These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
-    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, each with a stream of its own.
+    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, each with a stream of its own. A block
+    continues where the block before has ended, whatever happened to the generators in between.
 
-    >>> with seeded(1):
+    >>> with Streams(1).running():
     ...     first = random.random()
-    >>> with seeded(1):
+    >>> with Streams(1).running():
     ...     print(random.random() == first)
     True
-    """
-    return Streams(seed, *owners).running()
-
-
-class Streams:
-    """States of the generators that ``seeded`` seeds, kept from one block to the next.
-
-    A block of ``running()`` continues where the block before has ended, whatever happened to the generators in between.
     """
 
     def __init__(self, seed: int, *owners: object) -> None:

@@ -95,8 +95,8 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         return np.cumsum(self.weights)
 
     @override
-    def _identity(self) -> dict[str, int | bool | str]:
-        return {**super()._identity(), "replacement": self.replacement, "weights": len(self.weights)}
+    def identity(self) -> dict[str, int | bool | str]:
+        return {**super().identity(), "replacement": self.replacement, "weights": len(self.weights)}
 
 
 def uniforms(key: int, positions: NDArray[Any]) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Begin an epoch in loaders and their workers, and seed random generators for it."""
+"""Start an epoch in loaders and their workers, and seed random generators for it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
 from lightning_ddp_ext.data.loader import forget_workers
 from lightning_ddp_ext.data.streams import mix
 
-__all__ = ["StartWorker", "begin_epoch", "seed_generators", "seeds_for"]
+__all__ = ["SeedWorker", "seed_generators", "start_epoch"]
 
 
-def seeds_for(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> tuple[int, ...]:
-    """Return seeds for the generators of Python, NumPy and torch, each a hash of all four numbers.
+def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
+    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices), each by a hash of all four.
 
     So nothing is added up: (seed 0, epoch 1) is not (seed 1, epoch 0), and practically no other epoch, rank or worker
-    has one of these seeds.
+    has one of these seeds. Not collective.
 
     Args:
         seed: the seed of the run.
@@ -30,26 +30,8 @@ def seeds_for(seed: int, *, epoch: int, rank: int, worker: int | None = None) ->
         rank: from 0.
         worker: the worker's id, or ``None`` for the rank's main process.
 
-    Returns:
-        Three whole numbers below 2^64.
-
     Raises:
         SamplerError: a number is negative.
-
-    Example:
-        >>> seeds_for(42, epoch=3, rank=0) == seeds_for(42, epoch=3, rank=0)
-        True
-        >>> seeds_for(42, epoch=3, rank=0) == seeds_for(42, epoch=3, rank=0, worker=0)
-        False
-    """
-    process = 0 if worker is None else worker + 1
-    return tuple(mix(seed, epoch, rank, process, generator) for generator in range(3))
-
-
-def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
-    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices) with ``seeds_for``'s seeds.
-
-    Not collective. Arguments and errors are those of ``seeds_for``.
 
     Example:
         >>> seed_generators(42, epoch=0, rank=1)
@@ -58,41 +40,30 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
         >>> first == (random.random(), float(torch.rand(())))
         True
     """
-    for_python, for_numpy, for_torch = seeds_for(seed, epoch=epoch, rank=rank, worker=worker)
+    process = 0 if worker is None else worker + 1
+    for_python, for_numpy, for_torch = (mix(seed, epoch, rank, process, generator) for generator in range(3))
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # it takes 32 bits at a time
     torch.manual_seed(for_torch)
 
 
 @dataclass(frozen=True)
-class StartWorker:
-    """A ``worker_init_fn`` that calls the loader's own one, and then begins an epoch in the worker.
-
-    Args:
-        own: the loader's own ``worker_init_fn``, if it has one. The dataset is told the epoch after it, since it may
-            have changed the dataset.
-        epoch: the epoch that the worker reads.
-        rank: this process's rank.
-        seed: with one, the worker's generators are seeded by :func:`seed_generators`.
-    """
+class SeedWorker:
+    """A ``worker_init_fn`` that calls the loader's ``own`` one, and then :func:`seed_generators`."""
 
     own: Callable[[int], None] | None
     epoch: int
     rank: int
-    seed: int | None
+    seed: int
 
     def __call__(self, worker: int) -> None:
         """Start a worker."""
         if self.own is not None:
             self.own(worker)
-        if self.seed is not None:
-            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
-        info = get_worker_info()
-        if info is not None:
-            set_epoch(info.dataset, self.epoch)
+        seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
 
 
-def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
     """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before a pass over it begins.
 
     Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next pass starts new
@@ -113,19 +84,16 @@ def begin_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         ...         yield self.epoch
         >>> loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
         >>> for epoch in range(3):
-        ...     begin_epoch(loader, epoch, rank=0)
+        ...     start_epoch(loader, epoch, rank=0)
         ...     print([int(epoch) for epoch in loader])
         [0]
         [1]
         [2]
     """
     set_epoch(loader, epoch)
-    if isinstance(loader, DataLoader) and loader.num_workers:
+    if seed is not None and isinstance(loader, DataLoader):
         own = loader.worker_init_fn
-        if isinstance(own, StartWorker):
-            own = own.own
-        if own is not None or seed is not None:
-            loader.worker_init_fn = StartWorker(own, epoch, rank, seed)
+        loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
     for each in data_loaders(loader):
         if each.persistent_workers and (seed is not None or epoch_takers(each.dataset)):
             forget_workers(each)

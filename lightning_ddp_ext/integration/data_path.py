@@ -8,7 +8,6 @@ where training is, see ``training_data``, and others from their start, see ``eva
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Literal, get_args
@@ -16,16 +15,18 @@ from typing import Any, Literal, get_args
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.entering import rewind
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.entering import position_of, rewind
+from lightning_ddp_ext.data.epochs import unseedable_shufflers
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, index_sampler_of, own_copy
 from lightning_ddp_ext.data.resumable import Resumable
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.streams import with_wrapped
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
-from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_info, update_dataloader
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn, update_dataloader
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
@@ -34,15 +35,7 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks.
-
-    Args:
-        strategy: whose ranks.
-        order: whose order of training samples is put into loaders: torch's, or ours, which needs no list of them.
-        exact_evaluation: whether evaluation sees each sample once.
-        uneven_inputs: how an epoch ends where the ranks have different numbers of training batches.
-        resume_data: how far the data of a checkpoint are resumed.
-        idle_ranks: what a rank does in a step of an evaluation for which it has no batch.
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
 
     Raises:
         ConfigurationError: an argument is none of its values.
@@ -52,11 +45,11 @@ class DataPath:
         self,
         strategy: Any,
         *,
-        order: Order = "torch",
-        exact_evaluation: bool = True,
-        uneven_inputs: Literal["stop_at_shortest"] | None = None,
-        resume_data: ResumeData = "exact",
-        idle_ranks: IdleRanks = "repeat",
+        order: Order,
+        exact_evaluation: bool,
+        uneven_inputs: Literal["stop_at_shortest"] | None,
+        resume_data: ResumeData,
+        idle_ranks: IdleRanks,
     ) -> None:
         _check_choice("sampler", order, get_args(Order))
         _check_choice("exact_evaluation", exact_evaluation, (True, False))
@@ -65,13 +58,12 @@ class DataPath:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._agreed_seed: int | None = None
         self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
-        self.epochs = EpochSeeding()
+        self.worker_seed: int | None = None  # see SamplerEpochSeeding
 
     @property
     def _trainer(self) -> Any:
@@ -79,7 +71,6 @@ class DataPath:
 
     def attach(self, trainer: Any) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
-        self._agreed_seed = None
         self.training.attach(trainer)
         self.uneven.attach()
         connector = trainer._data_connector
@@ -93,20 +84,6 @@ class DataPath:
         """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
         self._replaced.put_back()
         self.uneven.finish()
-
-    # Checkpoints.
-
-    def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted."""
-        checkpoints = self._strategy.checkpoints
-        gather = None if checkpoints.is_interrupted else lambda own: checkpoints.to_rank_zero(own, what)
-        self.training.save_to(checkpoint, seed=self._agreed_seed, to_rank_zero=gather)
-
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to go on where a checkpoint was saved."""
-        module = self._strategy.lightning_module
-        if module is not None and module._trainer is not None and module._trainer.state.fn == "fit":
-            self.training.load(checkpoint)
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
@@ -140,26 +117,15 @@ class DataPath:
         if stage == RunningStage.TRAINING:
             return self._training_sampler(loader, shuffle)
         if stage in EVALUATED and self._exact_evaluation:
-            return self.evaluation.sampler_for(loader, shuffle, self.seed)
+            return self.evaluation.sampler_for(loader, shuffle, self.training.seed)
         return None
 
     def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
         ranks = self._strategy.distributed_sampler_kwargs
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            return SharedSampler(loader.sampler, seed=self.seed, **ranks)
+            return SharedSampler(loader.sampler, seed=self.training.seed, **ranks)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, shuffle=shuffle, seed=self.seed, **ranks)
-
-    @property
-    def seed(self) -> int:
-        """Of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
-        if self._agreed_seed is None:
-            self._agreed_seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            resumed = self.training.resume.seed
-            if resumed is not None and resumed != self._agreed_seed:
-                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._agreed_seed}")
-                self._agreed_seed = resumed
-        return self._agreed_seed
+        return kind(loader.dataset, shuffle=shuffle, seed=self.training.seed, **ranks)
 
     # What is iterated over.
 
@@ -173,15 +139,16 @@ class DataPath:
             self.evaluation.balance(loader, stage)
             return loader
         self.uneven.agree_on_length(loader)
-        self.training.add(loader)
-        self.epochs.warn_of_same_orders(loader.loader)
+        remembered = self._trainer.accumulate_grad_batches + 4
+        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
+        warn_of_same_orders(loader.loader)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin a pass over a loader: its first batch has just been asked for."""
         trainer = self._trainer
         epoch = self.training.epoch
-        self.epochs.begin(loader.loader, epoch, trainer.global_rank)
+        start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
@@ -199,11 +166,18 @@ def is_shared_out(loader: Any) -> bool:
     return any(isinstance(each, Resumable) for each in owned)
 
 
+def warn_of_same_orders(loader: object) -> None:
+    """Name the samplers below a loader that shuffle and cannot be told the epoch."""
+    for name in sorted({type(sampler).__name__ for sampler in unseedable_shufflers(loader)}):
+        rank_zero_warn(
+            f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
+            "method set_epoch(epoch) that its order depends on"
+        )
+
+
 def _check_weights(loader: Any) -> None:
     """Refuse weights of another number than there are samples."""
-    owners = (loader, getattr(loader, "batch_sampler", None))
-    samplers = {id(each): each for each in (getattr(owner, "sampler", None) for owner in owners)}
-    for sampler in samplers.values():
+    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
         if isinstance(sampler, DistributedWeightedSampler):
             with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
                 sampler.check_length(len(loader.dataset))

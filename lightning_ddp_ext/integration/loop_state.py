@@ -21,6 +21,12 @@ from typing import Any, Literal
 Stopped = Literal["batch", "validation"]
 
 
+def epoch_of(trainer: Any) -> int:
+    """The epoch that is trained, or that is trained next; ``trainer.current_epoch`` lags behind with ``max_steps``."""
+    epoch: int = trainer.fit_loop.epoch_progress.current.processed
+    return epoch
+
+
 @dataclass(frozen=True)
 class Restart:
     """Where training goes on.
@@ -43,24 +49,20 @@ class Restart:
         return self.at in ("batch_end", "validation")
 
 
-def find_restart(
-    fit_loop: Mapping[str, Any], *, accumulated: int, batches: float | None, stopped: Stopped | None = None
-) -> Restart:
+def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
     """Find where training goes on from the state of a fit loop.
 
     Args:
         fit_loop: what ``FitLoop.state_dict()`` returned.
         accumulated: batches of an optimiser step.
-        batches: batches of an epoch; ``None`` if that is not known.
         stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
     """
     epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     done, is_last = batch["current"]["processed"], batch["is_last_batch"]
     if epoch["started"] == epoch["processed"]:
-        is_cut_short = batches is not None and 0 < done < batches and not is_last  # by max_steps
-        if not is_cut_short:
+        if is_last or not done:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated)
+        return _after_last_step(epoch["processed"] - 1, done, accumulated)  # cut short by max_steps
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
@@ -91,9 +93,10 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
     processed, ready = batch["current"]["processed"], batch["current"]["ready"]
     is_between_epochs = epoch["current"]["started"] == epoch["current"]["processed"]
     is_in_last_batch_end = restart.epoch > epoch["current"]["processed"]
-    _set_epochs(epoch, restart)
+    begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
+    _count(epoch, begun=begun, processed=restart.epoch, completed=restart.epoch)
     if restart.at == "validation":
-        _set_before_validation(changed["epoch_loop.val_loop.batch_progress"])
+        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)  # Lightning then runs all of it
         return changed
     dropped = processed - restart.done if restart.at == "batch_end" or restart.has_started else 0
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
@@ -101,30 +104,19 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if is_in_last_batch_end:
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    open_batches = 1 if restart.at == "batch_end" else 0
-    _set(batch["current"], restart.done, completed=restart.done - open_batches)
-    total = batch["total"]["processed"] - dropped
-    _set(batch["total"], total, completed=total - open_batches)
+    done, completed = restart.done, max(0, restart.done - 1)
+    earlier = batch["total"]["processed"] - dropped - done
+    _count(batch, begun=done, processed=done, completed=completed, earlier=earlier)
     batch["is_last_batch"] = False
     return changed
 
 
-def _set_epochs(progress: dict[str, Any], restart: Restart) -> None:
-    """Count the epochs before ``restart.epoch`` as completed, and this one as begun, unless its start is to come."""
-    earlier = progress["total"]["processed"] - progress["current"]["processed"]
-    begun = 0 if restart.at == "epoch_start" else 1
-    for name, completed in (("current", restart.epoch), ("total", earlier + restart.epoch)):
-        progress[name].update(
-            ready=completed + begun, started=completed + begun, processed=completed, completed=completed
-        )
-
-
-def _set_before_validation(progress: dict[str, Any]) -> None:
-    """Count the validation as begun, and none of its batches as done: Lightning then runs all of it."""
-    earlier = progress["total"]["completed"] - progress["current"]["completed"]
-    for name, completed in (("current", 0), ("total", earlier)):
-        progress[name].update(ready=completed + 1, started=completed + 1, processed=completed, completed=completed)
-
-
-def _set(progress: dict[str, int], begun: int, *, completed: int) -> None:
-    progress.update(ready=begun, started=begun, processed=begun, completed=completed)
+def _count(
+    progress: dict[str, Any], *, begun: int, processed: int = 0, completed: int = 0, earlier: int | None = None
+) -> None:
+    """Set what a loop counts, now and after what it had counted ``earlier`` in all."""
+    if earlier is None:
+        earlier = progress["total"]["processed"] - progress["current"]["processed"]
+    for name, before in (("current", 0), ("total", earlier)):
+        counts = {"ready": begun, "started": begun, "processed": processed, "completed": completed}
+        progress[name].update({count: before + number for count, number in counts.items()})

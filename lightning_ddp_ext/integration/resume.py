@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import RandomState
+from lightning_ddp_ext.data.random_state import restore_random
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_info, rank_zero_warn
@@ -18,8 +18,14 @@ from lightning_ddp_ext.integration.loop_state import Restart, change_to, find_re
 ResumeData = Literal["exact", "epoch", "off"]
 
 KEY = "lightning_ddp_ext"
-VERSION = 2
+VERSION = 3
 _NO_RESTART = Restart("epoch_start", epoch=-1)
+
+
+def positions_of(trainer: Any) -> list[LoaderPosition]:
+    """How far each training loader is read, in the order in which they are combined."""
+    combined = combined_loader_of(trainer.fit_loop)
+    return [] if combined is None else [loader.position for loader in combined.flattened]
 
 
 class Resume:
@@ -33,7 +39,7 @@ class Resume:
 
     Attributes:
         restart: where training goes on.
-        seed: of the orders of samples in the run that is resumed.
+        seed: of the orders of samples in the run that is resumed; ``None`` if that is not known.
         done: batches of the epoch that are done, as the ranks count them that there are now.
 
     Raises:
@@ -46,63 +52,43 @@ class Resume:
         self._strategy = strategy
         self._trainer = trainer
         self._section: Mapping[str, Any] = {}
-        self.restart = _NO_RESTART
-        self.done = 0
+        self._own: Mapping[str, Any] = {}
         self._states: Sequence[Mapping[str, Any]] | None = None
-        self._to_enter: dict[int, Mapping[str, Any]] = {}
-        self._ends_first: set[int] = set()
+        self.restart = _NO_RESTART
         if checkpoint is not None:
             self._load(checkpoint, data)
-
-    @property
-    def seed(self) -> int | None:
-        """See the class."""
-        return self._section.get("seed")
+        self.done = self.restart.done
+        self.seed = self._section.get("seed")
 
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
         self._section = section = checkpoint.get(KEY) or {}
         loops, stopped = checkpoint["loops"]["fit_loop"], section.get("stopped")
         accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
-        restart = find_restart(loops, accumulated=accumulated, batches=section.get("batches"), stopped=stopped)
+        ranks = section.get("ranks") or []
+        restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         if restart.is_within and data == "epoch":
-            restart = Restart("epoch_start", restart.epoch, has_started=True)
-            self._section = {**section, "ranks": None}
+            restart, ranks = Restart("epoch_start", restart.epoch, has_started=True), []
         elif restart.is_within and section.get("version", VERSION) != VERSION:
             raise ResumeError(
                 f"the checkpoint was saved in the middle of epoch {restart.epoch} by a version of lightning_ddp_ext "
                 f"that described the data in another way; {FROM_THE_EPOCHS_START}"
             )
         changed = change_to(loops, restart, stopped=stopped)
-        if "ranks" in section and (section["ranks"] is not None or restart.at == "epoch_start"):
+        if section and (ranks or restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
-        elif restart.at != "epoch_start" and changed["state_dict"].get("combined_loader"):
-            self._warn_of_rank_zeros_states()
         checkpoint["loops"]["fit_loop"] = changed
-        self.restart, self.done = restart, restart.done
-
-    def _warn_of_rank_zeros_states(self) -> None:
-        if self._world_size > 1:
-            rank_zero_warn(
-                "the checkpoint has only rank 0's state of the training loader, and every rank gets that one: ranks "
-                "that read data of their own do not go on where they were; save with strategy='ddp_ext'"
-            )
-
-    def own(self, name: str, index: int | None = None) -> Any:
-        """What this rank itself has saved, if that is known; ``index`` for an item of it."""
-        ranks = self._section.get("ranks") or []
-        rank = self._strategy.global_rank
-        own = ranks[rank][name] if rank < len(ranks) else None
-        return own if index is None or own is None else own[index]
+        self.restart = restart
+        if self._strategy.global_rank < len(ranks):
+            self._own = ranks[self._strategy.global_rank]
 
     def restore_random(self) -> None:
-        """Set this rank's random numbers to where they were."""
-        own = self.own("random")
-        if own is not None:
-            RandomState.from_dict(own).restore(self._strategy.root_device)
+        """Set this rank's random numbers to where they were, if it has saved them."""
+        if self._own:
+            restore_random(self._own["random"], self._strategy.root_device)
 
     # Lightning's loops.
 
-    def on_train_start(self, positions: list[LoaderPosition]) -> None:
+    def on_train_start(self) -> None:
         """Set the random numbers and counters with which training goes on, before anything of it happens.
 
         Raises:
@@ -113,11 +99,11 @@ class Resume:
         if self.restart.at == "epoch_start":
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
-            self.find_data(positions)
+            self.find_data()
             # Lightning says next that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-        if self.restart.at == "batch_end":
-            self._set_counters(positions)
+        if self.restart.at == "batch_end" and self.done != self.restart.done:
+            self._set_counters()
         if not self.restart.has_started:
             self.restore_random()
 
@@ -131,14 +117,12 @@ class Resume:
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
-    def _set_counters(self, positions: list[LoaderPosition]) -> None:
+    def _set_counters(self) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
-        if self.done == self.restart.done:
-            return
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
-        last = self.done + min(self._count_left(positions), self._count_left_to_limit(positions))
+        last = self.done + self._count_left()
         if last < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(last))
 
@@ -150,20 +134,13 @@ class Resume:
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
-    def ends_first(self, index: int) -> bool:
-        """Whether a loader's next iterator is to end at once.
+    def state_of(self, index: int) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
+        """The state in which a loader is entered, and this rank's own; ``None`` where there is none."""
+        if self._states is None:
+            return None, None
+        return self._states[index], self._own["loaders"][index] if self._own else None
 
-        Lightning has to see the pass before come to its end, to know when all combined loaders have ended.
-        """
-        ends = index in self._ends_first
-        self._ends_first.discard(index)
-        return ends
-
-    def take_state(self, index: int) -> Mapping[str, Any] | None:
-        """The state in which a loader is entered; ``None`` if its pass begins at the start."""
-        return self._to_enter.pop(index, None)
-
-    def find_data(self, positions: list[LoaderPosition]) -> None:
+    def find_data(self) -> None:
         """Find out where each training loader goes on; a second call does nothing.
 
         Raises:
@@ -171,69 +148,49 @@ class Resume:
         """
         if self._states is not None:
             return
-        states = self._section.get("loaders")
+        positions, states = positions_of(self._trainer), self._section.get("loaders")
         if states is None:  # of a checkpoint that was not saved by us
-            cycles = self._mode == "max_size_cycle"
-            states = [position.assume(self.restart.done, self._world_size, cycles=cycles) for position in positions]
+            states = [position.assumed_state(self.restart.done) for position in positions]
         if len(states) != len(positions):
             raise ResumeError(
-                f"the checkpoint is of the middle of epoch {self.restart.epoch} over {len(states)} training loaders, "
-                f"and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
+                f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "
+                f"loaders, and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):
-            position.check(state, self._world_size)
+            position.check(state)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
-            if position.draws and state["at"] and self.own("random") is None:
+            if position.needs_own_state and state["at"] and not self._own:
                 rank_zero_warn(
-                    f"the checkpoint does not say from which random numbers {position.name} drew the order of epoch "
-                    f"{self.restart.epoch}, as it was saved by one rank alone or by another strategy; batches may be "
-                    f"read twice or left out in this epoch; {FROM_THE_EPOCHS_START}"
+                    f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
+                    f"alone or by another strategy; batches may be read twice or left out in epoch "
+                    f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
         self._states = states
-        self._to_enter = dict(enumerate(states))
-        self._ends_first = {index for index, state in enumerate(states) if state["number"]}
-        self.done = self._count_done(positions)
+        self.done = self._count_done()
 
-    def _count_done(self, positions: list[LoaderPosition]) -> int:
+    def _count_done(self) -> int:
         """Count the batches that are done on this number of ranks, from an optimiser step on.
 
         Loops take all epochs to have equally many batches. So on another number of ranks, or with batches of another
         size, it is the count of those that are done that differs.
         """
-        whole = self._combined([batches_of(position.loader) for position in positions])
-        left = self._count_left(positions)
+        whole = self._combined([batches_of(position.loader) for position in positions_of(self._trainer)])
+        left = self._count_left()
         if math.inf in (whole, left):
             return self.restart.done
         accumulated: int = self._trainer.accumulate_grad_batches
         return int(whole - left) // accumulated * accumulated
 
-    def _count_left(self, positions: list[LoaderPosition]) -> float:
+    def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
         A loader in its second pass or later is left out: the longest one, which ends the epoch, is in its first.
         """
-        done = self.restart.done
-        pairs = zip(positions, self._states or (), strict=True)
-        return self._combined([position.left_after(state, done) for position, state in pairs if not state["number"]])
-
-    def _count_left_to_limit(self, positions: list[LoaderPosition]) -> float:
-        """Count the batches that were left when the checkpoint was saved, if the same limit holds now."""
-        batches = self._section.get("batches")
-        if batches is None or self._section.get("limit_train_batches") != self._trainer.limit_train_batches:
-            return math.inf
-        left = batches - self.restart.done
-        pairs = zip(positions, self._states or (), strict=True)
-        return self._combined([position.as_many_as(left, state) for position, state in pairs])
+        pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
+        return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
         """The number of batches of combined loaders that have so many each."""
-        return min(batches) if self._mode == "min_size" else max(batches)
-
-    @property
-    def _mode(self) -> str:
-        return mode_of(combined_loader_of(self._trainer.fit_loop))
-
-    @property
-    def _world_size(self) -> int:
-        return int(self._strategy.world_size)
+        mode = mode_of(combined_loader_of(self._trainer.fit_loop))
+        return min(batches) if mode == "min_size" else max(batches)

@@ -406,7 +406,7 @@ class DDPExtStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
-        self.data.save_to(checkpoint, f"saving {os.fspath(filepath)}")
+        self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
@@ -416,7 +416,7 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
-        self.data.load(checkpoint)
+        self.data.training.load(checkpoint)
         return checkpoint
 
     @override
@@ -441,7 +441,7 @@ class DDPExtStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self._start()
-        self.data.training.on_train_start()
+        self.data.training.resume.on_train_start()
 
     @override
     def on_validation_start(self) -> None:

@@ -7,21 +7,19 @@ when their first batches are asked for.
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
 from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.entering import position_of
-from lightning_ddp_ext.data.loader import DistributedLoader, is_stateful
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.random_state import RandomState, kept
+from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
-from lightning_ddp_ext.integration.epoch_seeding import epoch_of
-from lightning_ddp_ext.integration.loop_state import Restart, Stopped, find_restart
-from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData
+from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
+from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
+from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, positions_of
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 
@@ -44,19 +42,18 @@ class TrainingData:
         self._strategy = strategy
         self._uneven = uneven
         self._resume_data = resume_data
-        self.before_batch: Callable[[], object] = _nothing
+        self.before_batch: Callable[[], object] = lambda: None
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
         """Begin with a Trainer that has not loaded anything."""
         self.stopped: Stopped | None = None
+        if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
+            self._seed: int | None = None
         self.resume = Resume(self._strategy, trainer)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
-        self._begun_epoch = -1
-        self._random_at_epoch: RandomState | None = None
-        self._random_at_step: RandomState | None = None
-        self._random_at_validation: RandomState | None = None
+        self._random: dict[str, dict[str, Any]] = {}  # when the last epoch, step and validation began
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to go on where a checkpoint was saved, and change the state of its loops for that.
@@ -64,34 +61,33 @@ class TrainingData:
         Raises:
             ResumeError: it cannot be resumed in the middle of an epoch.
         """
-        if "loops" in checkpoint and self._resume_data != "off":
+        module = self._strategy.lightning_module
+        is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
+        if is_fitting and "loops" in checkpoint and self._resume_data != "off":
             self.resume = Resume(self._strategy, self._trainer, checkpoint, self._resume_data)
-
-    def on_train_start(self) -> None:
-        """Go on where a checkpoint was saved.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
-        self.resume.on_train_start(self._positions)
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
         if self._trainer.state.fn == "fit":
-            self._random_at_validation = RandomState.take(self._device)
+            self._random["validation"] = take_random(self._device)
 
-    # Loaders.
+    @property
+    def seed(self) -> int:
+        """The seed of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
+        if self._seed is None:
+            self._seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            resumed = self.resume.seed
+            if resumed is not None and resumed != self._seed:
+                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._seed}")
+                self._seed = resumed
+        return self._seed
 
-    def add(self, loader: DistributedLoader) -> None:
-        """Track a new training loader."""
-        loader.position = position_of(loader.loader, remembered=self._trainer.accumulate_grad_batches + 4)
+    # Reading.
 
     @property
     def epoch(self) -> int:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
         return max(epoch_of(self._trainer), self.resume.restart.epoch)
-
-    # Reading.
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Begin a pass of the Trainer's over a loader: from its start, or where a checkpoint left it.
@@ -101,42 +97,37 @@ class TrainingData:
         """
         combined = combined_iterator_of(self._trainer.fit_loop)
         if combined is self._begun:
-            return self._begin_pass(loader, epoch)
-        self._begun, self._begun_epoch = combined, epoch
-        for position in self._positions:
-            position.forget()  # Lightning 2.5.0 begins some epochs twice
-        self._uneven.finish()
-        if epoch > self.resume.restart.epoch:
-            self.resume = Resume(self._strategy, self._trainer)
-        restart = self.resume.restart
-        if restart.has_started:
-            self.resume.restore_random()
-        if restart.is_within:
-            self.resume.find_data(self._positions)
-        self._random_at_epoch = RandomState.take(self._device)
-        batches = self._begin_pass(loader, epoch)
+            return self._begin_pass(loader)
+        self._begun = combined
+        self._start_epoch(epoch)
+        batches = self._begin_pass(loader)
         for iterator in iterators_of(self._trainer.fit_loop):
             if iterator.loader is not loader:
-                iterator.start()
-        if restart.at == "batch_end":
+                iterator.begin()
+        if self.resume.restart.at == "batch_end":
             self.resume.restore_random()
         return batches
 
-    def _begin_pass(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
-        position: LoaderPosition = loader.position
-        index = self._loaders.index(loader)
-        if self.resume.is_over or self.resume.ends_first(index):
+    def _start_epoch(self, epoch: int) -> None:
+        self._uneven.finish()
+        if epoch > self.resume.restart.epoch:
+            self.resume = Resume(self._strategy, self._trainer)
+        if self.resume.restart.has_started:
+            self.resume.restore_random()
+        if self.resume.restart.is_within:
+            self.resume.find_data()
+        for index, position in enumerate(positions_of(self._trainer)):
+            state, own = self.resume.state_of(index)
+            position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
+        self._random["epoch"] = take_random(self._device)
+
+    def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
+        if self.resume.is_over:
             return iter(())
-        state = self.resume.take_state(index)
-        if state is None:
-            batches = position.begin(epoch)
-        else:
-            with kept():  # the run that is resumed had this iterator already, and drew nothing here
-                own = self.resume.own("loaders", index)
-                batches = position.resume(epoch, self.resume.done, state, own, self._world_size)
-            batches = _unless_empty(batches, lambda: position.begin(epoch)) if state["number"] else batches
-        batches = self._uneven.begin(batches)
-        return position.give(self._announce(batches) if index == 0 else batches)
+        position: LoaderPosition = loader.position
+        batches = self._uneven.begin(position.begin())
+        is_first = position is positions_of(self._trainer)[0]
+        return position.give(self._announce(batches) if is_first else batches)
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""
@@ -146,7 +137,7 @@ class TrainingData:
             self.before_batch()
             self._timed_validation.before_batch(self._trainer)
             if accumulated > 1 and progress.ready % accumulated == 0:
-                self._random_at_step = RandomState.take(self._device)
+                self._random["step"] = take_random(self._device)
             try:
                 batch = next(batches)
             except StopIteration:
@@ -155,59 +146,46 @@ class TrainingData:
 
     # Saving.
 
-    def save_to(
-        self, checkpoint: dict[str, Any], *, seed: int | None, to_rank_zero: Callable[[Any], Any] | None
-    ) -> None:
-        """Put into a checkpoint where training is in its data. Collective, unless ``to_rank_zero`` is ``None``.
+    def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
+        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted.
 
         Args:
             checkpoint: what Lightning has put together.
-            seed: of the orders of samples, if there are any.
-            to_rank_zero: gives rank 0 the objects of all ranks, by rank; ``None`` where other ranks may not be there.
+            what: the call, as an error names it.
         """
-        trainer = self._trainer
-        if "loops" not in checkpoint or combined_loader_of(trainer.fit_loop) is None:
+        if "loops" not in checkpoint:
             return
+        trainer, checkpoints = self._trainer, self._strategy.checkpoints
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        batches = None if trainer.num_training_batches == math.inf else trainer.num_training_batches
         accumulated = trainer.accumulate_grad_batches
-        restart = find_restart(loops, accumulated=accumulated, batches=batches, stopped=self.stopped)
-        positions = self._positions if restart.is_within else []
+        restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
+        has_loaders = combined_loader_of(trainer.fit_loop) is not None
+        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
+            return
+        positions = positions_of(trainer) if restart.is_within else []
         own = {
-            "random": self._random_of(restart, loops).to_dict(),
-            "loaders": [
-                position.own_state_dict(restart.done, now)
-                for position, now in zip(positions, self._own_states(loops), strict=False)
-            ],
+            "random": self._random_of(restart, loops),
+            "loaders": [position.own_state_dict(restart.done) for position in positions],
         }
         checkpoint[KEY] = {
             "version": VERSION,
-            "world_size": self._world_size,
-            "seed": seed,
+            "seed": self._seed,
             "accumulate_grad_batches": accumulated,
-            "batches": batches,
-            "limit_train_batches": trainer.limit_train_batches,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done, self._world_size) for position in positions],
-            "ranks": None if to_rank_zero is None else to_rank_zero(own),
+            "loaders": [position.state_dict(restart.done) for position in positions],
+            "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
         }
 
-    def _own_states(self, loops: Mapping[str, Any]) -> list[Any]:
-        """By loader, the state that it has just given for the checkpoint, if it keeps one."""
-        states = iter(loops["state_dict"].get("combined_loader", ()))
-        return [next(states, None) if is_stateful(loader) else None for loader in self._loaders]
-
-    def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> RandomState:
+    def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
         """The random numbers with which training goes on at a restart."""
-        processed = loops["epoch_loop.batch_progress"]["current"]["processed"]
-        remembered = None
-        if restart.has_started and restart.epoch == self._begun_epoch:
-            remembered = self._random_at_epoch
+        moment = "now"
+        if restart.has_started:
+            moment = "epoch"
         elif restart.at == "validation":
-            remembered = self._random_at_validation
-        elif restart.at == "batch_end" and restart.done < processed:
-            remembered = self._random_at_step
-        return remembered or RandomState.take(self._device)
+            moment = "validation"
+        elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
+            moment = "step"
+        return self._random.get(moment) or take_random(self._device)
 
     # What the Trainer and the strategy have.
 
@@ -216,27 +194,5 @@ class TrainingData:
         return self._strategy.lightning_module.trainer
 
     @property
-    def _loaders(self) -> list[Any]:
-        combined = combined_loader_of(self._trainer.fit_loop)
-        return [] if combined is None else combined.flattened
-
-    @property
-    def _positions(self) -> list[LoaderPosition]:
-        return [loader.position for loader in self._loaders]
-
-    @property
-    def _world_size(self) -> int:
-        return int(self._strategy.world_size)
-
-    @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
-
-
-def _unless_empty(batches: Iterator[Any], begin_again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    first = list(islice(batches, 1))
-    return chain(first, batches) if first else begin_again()
-
-
-def _nothing() -> None:
-    pass

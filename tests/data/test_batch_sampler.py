@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.batch_sampler import SkippingSampler
 from lightning_ddp_ext.data.loader import forget_workers, set_index_sampler
@@ -41,17 +40,17 @@ def test_each_pass_leaves_out_as_many_items_as_it_was_told(length: int, skips: l
     """What is left is the end of the whole order, and nothing where more is left out than there is."""
     sampler = SkippingSampler(range(length))
     for skip in skips:
-        sampler.begin(skip=skip)
+        sampler.skip(skip)
         assert [*sampler] == [*range(length)][skip:]
         assert len(sampler) == length
-        sampler.begin()
+        sampler.skip(0)
         assert [*sampler] == [*range(length)]
 
 
 def test_all_iterators_of_a_pass_begin_at_its_position() -> None:
     """A loader with workers makes two iterators and reads one: both skip."""
     sampler = SkippingSampler("abcd")
-    sampler.begin(skip=2)
+    sampler.skip(2)
     unused, used = iter(sampler), iter(sampler)
     assert [*used] == ["c", "d"]
     assert [*unused] == ["c", "d"]
@@ -61,7 +60,7 @@ def test_an_iterator_that_nobody_reads_draws_no_order() -> None:
     """Nothing is drawn before the first item is asked for, and then only as many as are left out and read."""
     log: list[Any] = []
     sampler = SkippingSampler(Telling(log))
-    sampler.begin(skip=2)
+    sampler.skip(2)
     iterator = iter(sampler)
     assert log == []
     assert next(iterator) == 2
@@ -82,32 +81,12 @@ def test_the_random_numbers_of_then_are_used_for_what_is_left_out_alone() -> Non
     """The context is entered while the order is drawn and items are left out, and left before an item is read."""
     log: list[Any] = []
     sampler = SkippingSampler(Telling(log))
-    sampler.begin(skip=2, generators=recording(log))
+    sampler.skip(2, generators=recording(log))
     assert [*sampler] == [2, 3]
     assert log == ["then", "order", 0, 1, "now", 2, 3]
-    sampler.begin()
+    sampler.skip(0)
     assert [*sampler] == [0, 1, 2, 3]
     assert log.count("then") == 1
-
-
-def test_a_shuffled_order_is_entered_in_its_middle() -> None:
-    """With the generator as it was then, the rest is that of the pass that was left."""
-
-    @contextmanager
-    def as_then() -> Iterator[None]:
-        now = torch.get_rng_state()
-        torch.set_rng_state(then)
-        yield
-        torch.set_rng_state(now)
-
-    sampler = SkippingSampler(BatchSampler(RandomSampler(range(20)), 3, drop_last=False))
-    then = torch.get_rng_state()
-    whole = [*sampler]
-    torch.rand(5)
-    now = torch.get_rng_state()
-    sampler.begin(skip=4, generators=as_then)
-    assert [*sampler] == whole[4:]
-    assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_attributes_are_the_wrapped_samplers() -> None:
@@ -129,10 +108,10 @@ def test_a_sampler_without_a_length_stays_without_one() -> None:
 def test_copies_begin_where_the_original_would() -> None:
     """Copies and pickled ones keep the sampler and the position."""
     sampler = SkippingSampler([[0, 1], [2, 3], [4]])
-    sampler.begin(skip=1)
+    sampler.skip(1)
     for each in (copy.copy(sampler), copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
         assert [*each] == [[2, 3], [4]]
-        each.begin()
+        each.skip(0)
         assert len([*each]) == 3
     assert [*sampler] == [[2, 3], [4]]
 
@@ -145,7 +124,7 @@ def test_a_loader_enters_each_pass_where_it_is_told(workers: int) -> None:
     set_index_sampler(loader, sampler)
     read = []
     for skip in (3, 0, 4, 5, 0):
-        sampler.begin(skip=skip)
+        sampler.skip(skip)
         read.append([int(number) for batch in loader for number in batch])
     forget_workers(loader)
     assert read == [[*range(2 * skip, 10)] for skip in (3, 0, 4, 5, 0)]

@@ -83,11 +83,11 @@ def test_an_iterator_that_nobody_reads_begins_nothing() -> None:
 
 
 def test_a_pass_that_was_started_by_hand_is_not_begun_again() -> None:
-    """``start`` begins the pass without a batch, once, and reading goes on with that pass."""
+    """``begin`` begins the pass without a batch, once, and reading goes on with that pass."""
     begun = Begun()
     iterator = iter(DistributedLoader([1, 2, 3], begun))
     assert isinstance(iterator, LazyIterator)
-    assert iterator.start() is iterator.start()
+    assert iterator.begin() is iterator.begin()
     assert [*iterator] == [1, 2, 3]
     assert len(begun.passes) == 1
 
@@ -175,14 +175,6 @@ def test_what_keeps_a_state_and_what_is_no_dataloader_is_read_itself() -> None:
     assert not is_stateful(DistributedLoader.around(plain, read))
 
 
-def test_a_stateful_dataloader_is_not_copied() -> None:
-    """A ``StatefulDataLoader`` of torchdata keeps a state, although it is a ``DataLoader``."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = torchdata.StatefulDataLoader(range(4))
-    assert is_stateful(loader)
-    assert own_copy(loader) is loader
-
-
 def test_a_copy_has_workers_of_its_own() -> None:
     """Persistent workers of the user's loader go on; those of the copy are others, kept until forgotten."""
     source = DataLoader(Processes(), num_workers=1, persistent_workers=True)
@@ -195,17 +187,6 @@ def test_a_copy_has_workers_of_its_own() -> None:
     assert ours == again
     assert theirs == at_last
     assert len({os.getpid(), theirs, ours, later}) == 4
-
-
-def test_a_copy_of_a_loader_that_was_read_starts_workers_itself() -> None:
-    """The copy does not read with the workers that the user's loader keeps from an earlier pass."""
-    source = DataLoader(Processes(), num_workers=1, persistent_workers=True)
-    theirs = _process(source)
-    own = own_copy(source)
-    ours = _process(own)
-    forget_workers(own)
-    forget_workers(source)
-    assert ours != theirs
 
 
 def _process(loader: DataLoader[int]) -> int:

@@ -20,9 +20,9 @@ from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.epochs import set_epoch
-from lightning_ddp_ext.data.loader import batches_of, forget_workers, is_stateful, own_copy
+from lightning_ddp_ext.data.loader import batches_of, forget_workers, own_copy
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import RandomState, kept
+from lightning_ddp_ext.data.random_state import restore_random, take_random
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
 from lightning_ddp_ext.errors import ResumeError
 
@@ -167,29 +167,33 @@ class Saved:
     done: int
     state: dict[str, Any]
     own: dict[str, Any] | None
-    random: RandomState
+    random: dict[str, Any]
 
 
 class Rank:
     """What a Trainer does with one loader on one rank: it reads batches, draws random numbers, saves, and resumes."""
 
     def __init__(self, loader: Any, world_size: int = 1) -> None:
-        self.position: LoaderPosition = position_of(own_copy(loader), remembered=5)
-        self.world_size = world_size
+        self.position: LoaderPosition = position_of(own_copy(loader), world_size=world_size, remembered=5)
         self.read: list[Read] = []
         self._batches: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
 
     def begin(self, epoch: int) -> None:
         set_epoch(self.position.loader, epoch)
-        self._batches = self.position.give(self.position.begin(epoch))
+        if epoch != self.position.epoch:
+            self.position.start_epoch(epoch)
+        self._batches = self.position.give(self.position.begin())
 
     def resume(self, saved: Saved) -> None:
         set_epoch(self.position.loader, saved.epoch)
-        with kept():
-            batches = self.position.resume(saved.epoch, saved.done, saved.state, saved.own, self.world_size)
-        self._batches = self.position.give(batches)
-        saved.random.restore()
+        self.position.check(saved.state)
+        self.position.start_epoch(saved.epoch, done=saved.done, state=saved.state, own=saved.own)
+        self._batches = self.position.give(self.position.begin())
+        restore_random(saved.random)
+        if saved.state["number"]:  # Lightning has to see that the first pass is over, and makes another iterator
+            assert [*self._batches] == []
+            self._batches = self.position.give(self.position.begin())
 
     def train(self, batches: int | None = None, *, cycles: bool = False) -> None:
         """Train on so many batches, or on all that are left; a loader that cycles begins again at its end."""
@@ -219,10 +223,9 @@ class Rank:
     def save(self) -> Saved:
         """Save what is trained, as a checkpoint does it."""
         done = self.position.given - len(self._ahead)
-        now = self.position.loader.state_dict() if is_stateful(self.position.loader) else None
-        own = self.position.own_state_dict(done, now)
-        state = self.position.state_dict(done, self.world_size)
-        return Saved(self.position.epoch, done, state, own, RandomState.take())
+        own = self.position.own_state_dict(done)
+        state = self.position.state_dict(done)
+        return Saved(self.position.epoch, done, state, own, take_random())
 
 
 def as_list(batch: Any) -> list[int]:
@@ -290,7 +293,8 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, kind: str, *, cycles: bool = False, most_ahead: int = 2) -> Case:
-    make = WAYS[kind][draw(st.sampled_from([*WAYS[kind]]))]
+    names = [name for name in WAYS[kind] if not (cycles and name == "exact")]  # its ranks cycle at different batches
+    make = WAYS[kind][draw(st.sampled_from(names))]
     world_size, batch_size = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     length = draw(st.integers(world_size * batch_size, world_size * batch_size + 16))
     shortest = len([*make(length, batch_size, world_size, world_size - 1)])
@@ -329,7 +333,7 @@ def test_a_loader_that_cycles_goes_on_in_the_pass_that_was_left(kind: str) -> No
 @pytest.mark.parametrize("way", KIND_OF, ids=" ".join)
 def test_a_loader_is_entered_in_the_quickest_way(way: tuple[str, str]) -> None:
     """By a position of a sampler of ours, by indices, by its own state, or else by batches that are dropped."""
-    position = position_of(own_copy(KIND_OF[way](20, 2, 2, 0)), remembered=5)
+    position = position_of(own_copy(KIND_OF[way](20, 2, 2, 0)), world_size=2, remembered=5)
     assert position.kind == way[0]
 
 
@@ -342,7 +346,7 @@ class Endless(Sampler[int]):
 
 def test_indices_without_a_length_are_not_left_out() -> None:
     """Who says how many there are cannot be asked, so batches are dropped."""
-    assert position_of(DataLoader(range(100), sampler=Endless()), remembered=5).kind == "batches"
+    assert position_of(DataLoader(range(100), sampler=Endless()), world_size=1, remembered=5).kind == "batches"
 
 
 def saved_after(loader: Any, done: int, world_size: int = 1) -> tuple[Saved, list[int]]:
@@ -390,20 +394,17 @@ def test_batches_are_counted_as_on_the_ranks_that_there_are_now(name: str, after
     saved, _ = saved_after(WAYS["order"][name](60, 2, 3, 0), 4, 3)
     loader = WAYS["order"][name](60, 4, after, 0)
     there = Rank(loader, after)
-    left = there.position.left_after(saved.state, 4)
+    left = there.position.left_after(saved.state["at"])
     there.resume(saved)
     there.train()
     assert len(there.read) == left
-    unit = 1 if name == "without batches" else 4
-    then = 4 * 3 * (1 if name == "without batches" else 2)
-    assert there.position.as_many_as(4, saved.state) == -(-then // (unit * after))
 
 
 @pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] != "order"], ids=" ".join)
 def test_an_order_of_each_ranks_own_is_not_shared_out_anew(way: tuple[str, str]) -> None:
     """The error says how many ranks there were and are, and how to go on nevertheless."""
     saved, _ = saved_after(KIND_OF[way](20, 2, 2, 0), 3, 2)
-    message = r"2 ranks have saved in the middle of epoch 0, and these are 3; .*resume_data=\"epoch\""
+    message = r"epoch 0 cannot .* had ranks=2 when .*, and has 3; .*resume_data=\"epoch\""
     with pytest.raises(ResumeError, match=message):
         Rank(KIND_OF[way](20, 2, 3, 0), 3).resume(saved)
 
@@ -420,7 +421,7 @@ def test_data_that_have_grown_are_refused(way: tuple[str, str]) -> None:
     if way[1] == "generators of its own":  # always of 20 samples
         there.resume(saved)
         return
-    with pytest.raises(ResumeError, match=r"(changed|other data).*\b(20|10|24|12)\b.*" + escape(FROM_THE_EPOCHS_START)):
+    with pytest.raises(ResumeError, match=r"had .*\b(20|10|24|12)\b.*" + escape(FROM_THE_EPOCHS_START)):
         there.resume(saved)
 
 
@@ -428,7 +429,7 @@ def test_data_that_have_grown_are_refused(way: tuple[str, str]) -> None:
 def test_batches_of_another_size_are_refused(way: tuple[str, str]) -> None:
     """With them, a number of batches is another place."""
     saved, _ = saved_after(KIND_OF[way](20, 2, 1, 0), 3)
-    with pytest.raises(ResumeError, match=r"had 20 samples in batches of 2 .*, and has 20 samples in batches of 4"):
+    with pytest.raises(ResumeError, match=r"had batch_size=2 when .*, and has 4; "):
         Rank(KIND_OF[way](20, 4, 1, 0)).resume(saved)
 
 
@@ -441,7 +442,9 @@ def test_a_state_of_another_kind_of_loader_is_refused(kind: str, other: str) -> 
     if kind == other:
         there.resume(saved)
         return
-    with pytest.raises(ResumeError, match=f"other training loaders than {escape(there.position.name)}; "):
+    with pytest.raises(
+        ResumeError, match=f"{escape(there.position.name)} had loader='{kind}' when .*, and has '{other}'; "
+    ):
         there.resume(saved)
 
 
@@ -471,17 +474,14 @@ def test_errors_call_a_loader_by_what_its_user_has_made(name: str) -> None:
 @pytest.mark.parametrize("way", KIND_OF, ids=" ".join)
 @pytest.mark.parametrize("cycles", [False, True])
 def test_a_checkpoint_that_says_nothing_of_its_data_is_of_as_many_batches(way: tuple[str, str], cycles: bool) -> None:
-    """The state that is assumed is the one that this package would have saved, but that it knows no description."""
+    """The state that is assumed is the one that this package would have saved."""
     world_size = 2
     here = Rank(KIND_OF[way](20, 2, world_size, 0), world_size)
     here.begin(0)
     length = batches_of(here.position.loader)
     for done in (1, 3, 10, 12, 20, 25) if cycles and length != float("inf") else (1, 3):
         here.train(done - here.position.given, cycles=cycles)
-        state = here.position.state_dict(done, world_size)
-        assumed = here.position.assume(done, world_size, cycles=cycles and length != float("inf"))
-        assert assumed == {**{name: state[name] for name in assumed}, "data": None}, done
-        Rank(KIND_OF[way](20, 2, world_size, 0), world_size).position.check(assumed, world_size)
+        assert here.position.assumed_state(done) == here.position.state_dict(done)
 
 
 @pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] == "state"], ids=" ".join)
@@ -513,10 +513,10 @@ def test_without_this_ranks_own_state_the_loader_goes_on_where_lightning_has_put
 def test_a_position_that_nothing_was_read_of_is_the_beginning() -> None:
     """A checkpoint before the first batch says so, and reading it changes nothing."""
     for make in KIND_OF.values():
-        position = position_of(own_copy(make(20, 2, 1, 0)), remembered=5)
-        state = position.state_dict(0, 1)
+        position = position_of(own_copy(make(20, 2, 1, 0)), world_size=1, remembered=5)
+        state = position.state_dict(0)
         assert (state["epoch"], state["number"]) == (-1, 0)
-        assert state["at"] == 0 or state["at"]["position"] == 0
+        assert state["at"] == 0
         position.own_state_dict(0)
 
 

@@ -379,7 +379,7 @@ def warnings_of(kind: Kind, directory: Path, *, use_distributed_sampler: bool) -
     options = {"use_distributed_sampler": use_distributed_sampler, "reload_dataloaders_every_n_epochs": 1}
     trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")  # as Python shows them
         trainer.fit(Net(partial(loader, sampler=Shuffling()), partial(loader, sampler=Shuffling())))
     return [str(each.message) for each in caught if "set_epoch" in str(each.message)]
 

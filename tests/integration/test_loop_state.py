@@ -178,7 +178,7 @@ def whole(name: str) -> Run:
 
 def found_in(saved: Saved, name: str) -> Restart:
     accumulated = CONFIGURATIONS[name].get("accumulate_grad_batches", 1)
-    return find_restart(saved.loops, accumulated=accumulated, batches=BATCHES, stopped=saved.stopped)
+    return find_restart(saved.loops, accumulated=accumulated, stopped=saved.stopped)
 
 
 def rest(events: list[Event], restart: Restart) -> list[Event]:
@@ -251,61 +251,12 @@ def _spoil(state: dict[str, Any]) -> None:
     state["spoiled"] = True
 
 
-@pytest.mark.parametrize("name", ["plain", "validation in an epoch", "accumulation", "both"])
-def test_within_an_epoch_the_state_is_that_of_the_hook_after_the_batch(name: str) -> None:
-    """Batches and epochs are counted as Lightning counts them in ``on_train_batch_end``."""
-    run = whole(name)
-    ends = {
-        (loops["epoch_progress"]["current"]["processed"], loops["epoch_loop.batch_progress"]["current"]["ready"]): loops
-        for loops in run.at("train_batch_end")
-    }
-    for saved in run.saved:
-        restart = found_in(saved, name)
-        if restart.at == "batch_end":
-            changed = change_to(saved.loops, restart, stopped=saved.stopped)
-            end = ends[restart.epoch, restart.done]
-            for key in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"):
-                assert changed[key] == end[key], (saved.place, restart, key)
-
-
-PLAIN = {
-    "train_start": [Restart("epoch_start", 0)],
-    "train_epoch_start": [Restart("epoch_start", epoch) for epoch in (0, 1)],
-    "train_batch_start": [
-        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
-        for epoch in (0, 1)
-        for done in range(4)
-    ],
-    "fetching": [
-        Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
-        for epoch in (0, 1)
-        for done in range(4)
-    ],
-    "train_batch_end": [
-        Restart("batch_end", epoch, done) if done < 4 else Restart("epoch_start", epoch + 1)
-        for epoch in (0, 1)
-        for done in range(1, 5)
-    ],
-    "validation_start": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
-    "validating": [Restart("validation", epoch, 4) for epoch in (0, 0, 1, 1)],
-    "validation_end": [Restart("epoch_end", epoch, 4) for epoch in (0, 1)],
-    "train_epoch_end": [Restart("epoch_start", epoch + 1) for epoch in (0, 1)],
-    "train_end": [Restart("epoch_start", 2)],
-}
-
-
-@pytest.mark.parametrize("place", PLAIN)
-def test_each_hook_has_its_restart(place: str) -> None:
-    """A stop within an epoch goes on with the next batch, one after its last batch with the next epoch."""
-    assert [found_in(saved, "plain") for saved in whole("plain").saved if saved.place == place] == PLAIN[place]
-
-
 def test_gradients_that_were_accumulated_are_made_again() -> None:
     """With three batches a step, a state after the fifth goes back to the third, and one after two to the start."""
     state = whole("accumulation").at("train_batch_end")[1]
-    assert find_restart(state, accumulated=3, batches=4) == Restart("epoch_start", 0, has_started=True)
-    assert find_restart(state, accumulated=1, batches=4) == Restart("batch_end", 0, 2)
-    assert find_restart(with_batches(state, 5, last=False), accumulated=3, batches=9) == Restart("batch_end", 0, 3)
+    assert find_restart(state, accumulated=3) == Restart("epoch_start", 0, has_started=True)
+    assert find_restart(state, accumulated=1) == Restart("batch_end", 0, 2)
+    assert find_restart(with_batches(state, 5, last=False), accumulated=3) == Restart("batch_end", 0, 3)
 
 
 def with_batches(loops: Loops, done: int, *, last: bool) -> Loops:
@@ -323,7 +274,7 @@ def test_a_batch_that_raised_an_exception_is_trained_again(accumulated: int, ind
     options = {"accumulate_grad_batches": accumulated}
     run = fit(**options)
     (state,) = fit(fail_at=(1, index), **options).at("exception")
-    restart = find_restart(state, accumulated=accumulated, batches=BATCHES)
+    restart = find_restart(state, accumulated=accumulated)
     done = index - index % accumulated
     assert restart == (Restart("batch_end", 1, done) if done else Restart("epoch_start", 1, has_started=True))
     assert fit(change_to(state, restart), restart, **options).events == rest(run.events, restart)
@@ -331,29 +282,27 @@ def test_a_batch_that_raised_an_exception_is_trained_again(accumulated: int, ind
 
 @pytest.mark.parametrize("place", ["train_epoch_end", "train_end"])
 def test_an_epoch_that_max_steps_has_cut_short_goes_on(place: str) -> None:
-    """A run with more steps trains the rest of the epoch; one whose epoch had as many batches begins the next."""
+    """A run with more steps trains the rest of the epoch."""
     run = whole("plain")
     state = fit(max_epochs=-1, max_steps=6).at(place)[-1]
-    restart = find_restart(state, accumulated=1, batches=BATCHES)
+    restart = find_restart(state, accumulated=1)
     assert restart == Restart("batch_end", 1, 2)
     assert fit(change_to(state, restart), restart).events == rest(run.events, restart)
-    for batches in (2, None):
-        assert find_restart(state, accumulated=1, batches=batches) == Restart("epoch_start", 2)
 
 
 def test_an_epoch_that_max_steps_has_cut_within_an_accumulation_goes_back_to_the_last_step() -> None:
     """The batches whose gradients were not used yet are trained again."""
     state = with_batches(fit(max_epochs=-1, max_steps=6).at("train_end")[0], 2, last=False)
-    assert find_restart(state, accumulated=2, batches=BATCHES) == Restart("batch_end", 1, 2)
-    assert find_restart(state, accumulated=4, batches=9) == Restart("epoch_start", 1, has_started=True)
+    assert find_restart(state, accumulated=2) == Restart("batch_end", 1, 2)
+    assert find_restart(state, accumulated=4) == Restart("epoch_start", 1, has_started=True)
 
 
 def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_step() -> None:
     """A validation that could not be followed by its gradients is not begun again."""
     state = whole("both").at("validating")[0]
     assert state["epoch_loop.batch_progress"]["current"]["processed"] == 2
-    assert find_restart(state, accumulated=2, batches=4, stopped="validation") == Restart("validation", 0, 2)
-    found = find_restart(state, accumulated=3, batches=4, stopped="validation")
+    assert find_restart(state, accumulated=2, stopped="validation") == Restart("validation", 0, 2)
+    found = find_restart(state, accumulated=3, stopped="validation")
     assert found == Restart("epoch_start", 0, has_started=True)
 
 

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, Stream, fit
-from tests.integration.training import make_strategy
+from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
 
 # Of the checkpoints that are saved with each batch: in the midst of an epoch, and in the next one.
@@ -243,7 +245,10 @@ def of_epoch(runs: list[Run], epoch: int) -> list[int]:
 def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
     world_size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks."""
+    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks.
+
+    ``limit_train_batches`` counts batches of so many ranks in all epochs, in the one that was resumed, too.
+    """
     before = run_ranks(save_in_the_middle, 2, tmp_path, options, env=by_hand_env(2))
     path, done = before[0].saved[3]
     assert done == 4
@@ -251,9 +256,8 @@ def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
     after = run_ranks(resume, world_size, *args, env=by_hand_env(world_size))
     read = [Run(run.steps[:done], run.weights, ()) for run in before] + after
     counts = [of_epoch(read, 0).count(sample) for sample in range(37)]
-    samples = 32 if "limit_train_batches" in options else 37
-    assert len([count for count in counts if count]) == samples
-    assert sum(counts) - samples < 2 * world_size
+    assert len([count for count in counts if count]) == 37
+    assert sum(counts) - 37 < 2 * world_size
     batches = min(options.get("limit_train_batches", 37), -(-37 // (2 * world_size)))
     for epoch in (1, 2):
         assert [len([step for step in run.steps if step[0] == epoch]) for run in after] == [batches] * world_size
@@ -283,9 +287,37 @@ def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bo
     (message,) = run_ranks(
         refuses_another_number_of_ranks, 1, tmp_path / "one", saved[0].saved[1][0], stream, env=by_hand_env(1)
     )
-    assert "cannot be shared out" in message
-    assert "2 ranks" in message
-    assert "resume with" in message
+    assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
+
+
+def go_on_after_a_validation(rank: int, world_size: int, directory: Path) -> list[str]:
+    case = Case(shuffled(20), max_epochs=3, dropout=False)
+    whole, path = case.run(directory), str(directory / "validated.ckpt")
+    L.seed_everything(7, verbose=False)
+    net = Net(case.loaders)
+    net.layers[1] = nn.Identity()
+    trainer = make_trainer(make_strategy("ours", directory), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
+    trainer.fit(net)
+    trainer.validate(net, verbose=False)
+    trainer.save_checkpoint(path)
+    return case.differences("validated", path, whole, len(net.steps), case.run(directory, ckpt_path=path))
+
+
+def test_what_is_saved_after_a_validation_goes_on_as_what_is_saved_after_training(tmp_path: Path) -> None:
+    """The seed of the orders is in it, so the next epochs have those that they would have had."""
+    assert run_ranks(go_on_after_a_validation, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+
+
+def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> list[str]:
+    case = Case(lambda: DataLoader(Stream(9, rank), batch_size=2), max_epochs=2)
+    cut = case.run(directory, saver=Saver("train_end", directory), max_epochs=-1, max_steps=3)
+    path, done = cut.saved[0]
+    return case.differences("train_end", path, case.run(directory), done, case.run(directory, ckpt_path=path))
+
+
+def test_a_stream_without_a_length_goes_on_where_max_steps_has_cut_it_short(tmp_path: Path) -> None:
+    """The rest of the epoch comes, as it does of an epoch whose length is known."""
+    assert run_ranks(go_on_in_a_stream, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 def resumed_without_validation(rank: int, world_size: int, directory: Path) -> tuple[list[Any], list[Any]]:

@@ -9,10 +9,11 @@ from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
 from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out
-from lightning_ddp_ext.integration.epoch_seeding import EpochSeeding, epoch_of
+from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out, warn_of_same_orders
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, RunningStage, Trainer
+from lightning_ddp_ext.integration.loop_state import epoch_of
 
 
 class SamplerEpochSeeding(Callback):
@@ -39,17 +40,15 @@ class SamplerEpochSeeding(Callback):
 
     def __init__(self, *, seed: int | None = None) -> None:
         self.seed = None if seed is None else seed_of(seed)
-        self._epochs = EpochSeeding(seed=self.seed)
         self._replaced = ReplacedMethods()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, DataPath):
-            self._epochs = data.epochs
-            self._epochs.seed = self.seed
+            data.worker_seed = self.seed
             return
-        self._leave()
+        self._replaced.put_back()
         connector: Any = trainer._data_connector
 
         def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -57,26 +56,24 @@ class SamplerEpochSeeding(Callback):
             if not is_shared_out(source):
                 source = type(connector)._prepare_dataloader(connector, source, shuffle=shuffle, mode=mode)
             loader = DistributedLoader.around(source, begin)
-            self._epochs.warn_of_same_orders(loader.loader)
+            warn_of_same_orders(loader.loader)
             return loader
 
         def begin(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
-            self._epochs.begin(loader.loader, epoch_of(trainer), trainer.global_rank)
+            start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
             return iter(loader.loader)
 
         self._replaced.replace(connector, "_prepare_dataloader", prepare)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epochs.seed_epoch(epoch_of(trainer), trainer.global_rank)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=epoch_of(trainer), rank=trainer.global_rank)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave()
+        self._replaced.put_back()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         self._replaced.put_back()
