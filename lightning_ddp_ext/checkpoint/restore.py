@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.broadcast import ReceiveInto, broadcast
-from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.broadcast import broadcast
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.map_location import placement
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, usable_cores
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, threads_for
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
@@ -51,45 +51,42 @@ class Restored:
     is_checked: bool
 
 
-def restore(
-    location: Location,
-    ranks: Ranks,
-    options: LoadOptions,
-    *,
-    receive_into: ReceiveInto | None = None,
-    show: Show = show_nothing,
-) -> Restored:
+def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Restored:
     """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
         location: where it is; the path may be one that only rank 0 sees.
         ranks: who reads.
         options: how.
-        receive_into: gives this rank's own tensors for names of the file's ``state_dict``: where they fit, what rank 0
-            sends is written straight into them. Only for callers that copy the weights into a model and drop them,
-            because they may be mapped from the file. ``None``: all is in this process's own memory.
-        show: shows rank 0's progress.
+        map_weights: whether the ``state_dict`` may be mapped from the file. Only for callers that copy the weights into
+            a model and drop them; all else is in this process's own memory.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    receive_into = receive_into if options.map_location is None else None
     with _opened(location, ranks, options) as (archive, view):
         views = ranks.gather(view)
-        by_map, how = _choose(views, options, location)
-        if by_map:
+        is_mapped, how = _choose(views, options, location)
+        place = placement(options.map_location)
+
+        def read_own() -> Any:
             assert archive is not None, "a rank without the file cannot map it"
-            value = _map(archive, views, ranks, options, receive_into is not None, show)
+            if options.verify:
+                number, count = _position_on_host(views, ranks.rank)
+                refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
+            mapped = map_weights and options.map_location is None
+            return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
+
+        if is_mapped:
+            value = side_by_side(read_own, rank=ranks.rank, gather=ranks.gather, what=f"reading {location.url}")
         else:
             value = broadcast(
                 archive if ranks.rank == 0 else None,
                 ranks,
-                placement(options.map_location),
+                place,
                 name=location.url,
                 weights_only=options.weights_only,
                 verify=options.verify,
-                receive_into=receive_into,
-                show=show,
             )
     return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
 
@@ -156,42 +153,13 @@ def _choose(views: list[_View], options: LoadOptions, location: Location) -> tup
     return True, "mapped by every rank"
 
 
-# Each rank maps the file.
-
-
-def _map(
-    archive: Archive, views: list[_View], ranks: Ranks, options: LoadOptions, map_weights: bool, show: Show
-) -> Any:
-    def check_and_read() -> Any:
-        if options.verify:
-            share, of = _share_on_host(views, ranks.rank)
-            records = shares(archive.tensor_data, of)[share]
-            with show("verifying", sum(record.size for record in records)) as on_progress:
-                refuse_damage(archive, records, threads=threads_for(of), on_progress=on_progress)
-        place = placement(options.map_location)
-        return read(archive, place, weights_only=options.weights_only, map_weights=map_weights)
-
-    return side_by_side(check_and_read, rank=ranks.rank, gather=ranks.gather, what=f"reading {archive.name}")
-
-
-def _share_on_host(views: list[_View], rank: int) -> tuple[int, int]:
+def _position_on_host(views: list[_View], rank: int) -> tuple[int, int]:
     """This rank's number among those of its host that see the same file, and how many these are."""
     mine = views[rank]
     peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == (mine.host, mine.file)]
     return peers.index(rank), len(peers)
 
 
-def shares(records: tuple[Record, ...], count: int) -> list[list[Record]]:
-    """The records in ``count`` shares of about the same number of bytes: the largest first, to the smallest share."""
-    parts: list[list[Record]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for record in sorted(records, key=lambda record: record.size, reverse=True):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].append(record)
-        sizes[smallest] += record.size
-    return parts
-
-
-def threads_for(processes: int) -> int:
-    """How many threads each of so many processes of this host may keep busy."""
-    return max(1, min(8, usable_cores() // processes))
+def share_of(records: tuple[Record, ...], number: int, count: int) -> list[Record]:
+    """One of ``count`` shares of the records, which are of about the same number of bytes."""
+    return sorted(records, key=lambda record: record.size, reverse=True)[number::count]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
-from lightning_ddp_ext.checkpoint.skeleton import join, split
+from lightning_ddp_ext.checkpoint.skeleton import bytes_of, join, split
 
 _ALIGNMENT = 64
 
@@ -55,7 +55,7 @@ class Buffer:
             size = storage.nbytes()
             piece = self._bytes[used : used + size]
             with torch.cuda.stream(sides.get(storage.device)):  # none for the CPU: then it does nothing
-                piece.copy_(_bytes_of(storage), non_blocking=True)
+                piece.copy_(bytes_of(storage), non_blocking=True)
             # An empty part of the buffer would have the address of the next one, and torch.save takes them for one.
             copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
             used += aligned(size)
@@ -74,10 +74,6 @@ class Buffer:
         return side
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def aligned(size: int) -> int:
     """So many bytes, rounded up."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -93,5 +89,5 @@ def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
     Raises:
         Exception: whatever pickling raises for what cannot be pickled.
     """
-    skeleton = split(checkpoint)
-    return Snapshot(skeleton.pickled, *buffer.copy(skeleton.storages))
+    pickled, storages = split(checkpoint)
+    return Snapshot(pickled, *buffer.copy(storages))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint import map_location as locations
-from lightning_ddp_ext.checkpoint.async_save import BackgroundSaver, RemovalGuard
+from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
-from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
 from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
@@ -72,28 +72,9 @@ class RankZeroCheckpointIO(CheckpointIO):
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
-        self.show: Show = show_nothing
         self.is_default = False
-        self._guard = RemovalGuard()
-        self._saver: BackgroundSaver | None = None
+        self.saver = Saver()
         self._tidied: set[Path] = set()
-
-    def prepare(self, show: Show, deadline: timedelta | None) -> None:
-        """Before a save: set how to show progress, and for how long it may delay a forced end of this process."""
-        self.show = show
-        if deadline is not None:
-            self._guard.deadline = deadline.total_seconds()
-
-    @property
-    def failed_saves(self) -> frozenset[str]:
-        """The paths whose last save, as far as it has ended, has failed."""
-        return frozenset(self._guard.failed)
-
-    def settled_failures(self) -> frozenset[str]:
-        """The same when all saves have ended; errors are left to :meth:`wait` and the next save."""
-        if self._own_saver is not None:
-            self._own_saver.join()
-        return self.failed_saves
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -110,24 +91,19 @@ class RankZeroCheckpointIO(CheckpointIO):
             )
         _warn_if_wrapped()
         with self._errors_as_chosen():
-            self._raise_earlier_error()
+            self.saver.raise_error()
         with self._errors_as_chosen():
             self.tidy(path)
             if self.background and Path(path).name != _HANDED_OVER:
-                self._copy_and_write_later(checkpoint, os.fspath(path))
+                self._copy_and_write_later(checkpoint, path)
             else:
-                self._guard.save(os.fspath(path), lambda: self._write(checkpoint, path))
+                self.saver.save(os.fspath(path), partial(write, checkpoint, path))
 
-    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: str) -> None:
+    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: PathLike) -> None:
         try:
-            self._background.save(checkpoint, path)
+            self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
         except Exception as error:
-            self._guard.note_failure(path)
             raise unwritable(checkpoint, path, error) from error
-
-    def _write(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        with self.show("saving", None) as on_progress:
-            write(checkpoint, path, on_progress)
 
     @override
     def load_checkpoint(
@@ -139,7 +115,7 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location), show=self.show)
+        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location))
         self.warn_if_unchecked(path, restored)
         return restored.value  # type: ignore[no-any-return]
 
@@ -159,8 +135,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        with self._errors_as_chosen():
-            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: remove(path)))
+        self._in_turn(path, partial(remove, path))
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -170,8 +145,11 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: neither could be made.
         """
+        self._in_turn(path, partial(link, target, path))
+
+    def _in_turn(self, path: PathLike, job: Callable[[], None]) -> None:
         with self._errors_as_chosen():
-            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: link(target, path)))
+            self.saver.remove(os.fspath(path), job, later=self.background)
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
@@ -179,10 +157,8 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: something could not be saved, and nobody has been told so far.
         """
-        saver = self._own_saver
-        if saver is not None:
-            with self._errors_as_chosen():
-                saver.wait()
+        with self._errors_as_chosen():
+            self.saver.wait()
 
     @override
     def teardown(self) -> None:
@@ -213,30 +189,6 @@ class RankZeroCheckpointIO(CheckpointIO):
             weights_only=mine.weights_only if weights_only is None else weights_only,
         )
 
-    @property
-    def _background(self) -> BackgroundSaver:
-        if self._own_saver is None:
-            self._saver = BackgroundSaver(write, self._guard)
-        assert self._saver is not None
-        return self._saver
-
-    @property
-    def _own_saver(self) -> BackgroundSaver | None:
-        """That of this process; a forked one makes its own."""
-        saver = self._saver
-        return saver if saver is not None and saver.is_of_this_process else None
-
-    def _raise_earlier_error(self) -> None:
-        saver = self._own_saver
-        if saver is not None:
-            saver.raise_error()
-
-    def _in_turn(self, job: Callable[[], None]) -> None:
-        if self.background:
-            self._background.submit(job)
-        else:
-            job()
-
     @contextmanager
     def _errors_as_chosen(self) -> Iterator[None]:
         """Turn our errors of a save into warnings, if that is what the user wants."""
@@ -247,16 +199,11 @@ class RankZeroCheckpointIO(CheckpointIO):
                 raise
             rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Started ranks get a copy; threads, and what has been seen of the disk, are this process's own.
-        return {**self.__dict__, "_saver": None, "_tidied": set(), "show": show_nothing}
-
 
 def _warn_if_wrapped() -> None:
     """Warn of Lightning's ``AsyncCheckpointIO`` around ours: it calls ``save_checkpoint`` from its own thread."""
-    frame = inspect.currentframe()
-    callers = (each for each in (frame and frame.f_back and frame.f_back.f_back,) if each is not None)
-    if any(caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin") for caller in callers):
+    caller = sys._getframe(2)  # that of save_checkpoint
+    if caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin"):
         rank_zero_warn(
             "AsyncCheckpointIO around RankZeroCheckpointIO copies a checkpoint twice, removes the last good one before "
             "its successor is there, and tells of errors late; use RankZeroCheckpointIO(background=True) alone"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_ddp_ext.checkpoint import broadcast as sending
 from lightning_ddp_ext.checkpoint import restore as module
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore, shares, threads_for
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore, share_of
 from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
 from lightning_ddp_ext.errors import CheckpointNotFoundError
@@ -250,47 +250,6 @@ def test_objects_that_look_at_their_tensors(tmp_path: Path) -> None:
     assert run_ranks(sums, 2, tmp_path, tmp_path / "it.ckpt") == [expected] * 2
 
 
-def received(rank: int, world_size: int, directory: Path, path: Path) -> list[Any]:
-    """For each weight, whether it is in this rank's own memory, and whether both are right."""
-    block = torch.zeros(40)
-    own = {
-        "fits": torch.zeros(70, 90),
-        "parameter": torch.nn.Parameter(torch.zeros(5)),
-        "part": block[10:15],
-        "shape": torch.zeros(90, 70),
-        "dtype": torch.zeros(5, dtype=torch.float64),
-        "turned": torch.zeros(4, 3).T,
-    }
-    asked = []
-
-    def receive_into(names: list[str]) -> Mapping[str, Tensor]:
-        asked.append(sorted(names))
-        return own
-
-    with stock_group(rank, world_size, directory):
-        options: dict[str, Any] = {"receive_into": receive_into}
-        value = restore(locate(path), Ranks(rank, world_size), LoadOptions("broadcast"), **options).value
-        weights = value["state_dict"]
-        in_place = sorted(name for name in own if own[name].data_ptr() == weights[name].data_ptr())
-        right = all(torch.equal(own[name], weights[name]) for name in in_place)
-        untouched = all(not own[name].any() for name in own if name not in in_place)
-        return [asked, in_place, right, untouched, block.nonzero().flatten().tolist(), as_bytes(value)]
-
-
-def test_weights_are_received_in_place_where_they_fit(tmp_path: Path) -> None:
-    """Each lands in the rank's own memory if type, shape and order are the same, in new memory otherwise."""
-    shapes = {"fits": (70, 90), "parameter": (5,), "part": (5,), "shape": (70, 90), "dtype": (5,), "turned": (3, 4)}
-    weights = {name: numbers(*shape, start=1) for name, shape in shapes.items()}
-    content = {"state_dict": {**weights, "unknown": numbers(3)}, "loss": numbers(2)}
-    torch.save(content, tmp_path / "it.ckpt")
-    sender, receiver = run_ranks(received, 2, tmp_path, tmp_path / "it.ckpt")
-    assert sender[:2] == [[], []]
-    assert receiver[0] == [sorted(content["state_dict"])]
-    assert receiver[1:5] == [["fits", "parameter", "part"], True, True, [10, 11, 12, 13, 14]]
-    assert same(from_bytes(sender[-1]), content)
-    assert same(from_bytes(receiver[-1]), content)
-
-
 def in_small_pieces(rank: int, world_size: int, directory: Path, case: Case) -> Any:
     sending._TOGETHER, sending._PIECE = 1000, 7777
     return restored(rank, world_size, directory, [case])
@@ -364,14 +323,8 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.Monke
 def test_shares_are_even(sizes: list[int], count: int) -> None:
     """Each record is in one share, and no share is larger than the mean by more than the largest record."""
     records = tuple(Record(f"data/{index}", 0, 0, size, 1) for index, size in enumerate(sizes))
-    parts = shares(records, count)
+    parts = [share_of(records, number, count) for number in range(count)]
     assert len(parts) == count
     assert sorted(record.name for part in parts for record in part) == sorted(record.name for record in records)
     most = max(sum(record.size for record in part) for part in parts)
     assert most <= sum(sizes) / count + max(sizes, default=0)
-
-
-def test_threads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process has its part of the cores, at least one and at most eight."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(20)), raising=False)
-    assert [threads_for(processes) for processes in (1, 2, 4, 7, 20, 50)] == [8, 8, 5, 2, 1, 1]

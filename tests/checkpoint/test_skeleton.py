@@ -13,8 +13,8 @@ from tests.checkpoint.content import kinds, model, numbers, same
 
 
 def copied(content: Any) -> Any:
-    skeleton = split(content)
-    return join(skeleton.pickled, [storage.clone() for storage in skeleton.storages])
+    pickled, storages = split(content)
+    return join(pickled, [storage.clone() for storage in storages])
 
 
 @pytest.mark.parametrize("kind", list(kinds()))
@@ -30,9 +30,9 @@ def test_a_tensor_of_each_kind(kind: str) -> None:
 def test_memory_is_taken_once() -> None:
     """Views and one tensor under two names share one piece, empty ones have none."""
     base = numbers(9)
-    skeleton = split({"a": base, "again": base, "part": base[3:], "other": numbers(2)})
-    assert [storage.nbytes() for storage in skeleton.storages] == [36, 8]
-    result = join(skeleton.pickled, [storage.clone() for storage in skeleton.storages])
+    pickled, storages = split({"a": base, "again": base, "part": base[3:], "other": numbers(2)})
+    assert [storage.nbytes() for storage in storages] == [36, 8]
+    result = join(pickled, [storage.clone() for storage in storages])
     assert result["again"] is result["a"]
     result["a"][3] = -1
     assert result["part"][0] == -1
