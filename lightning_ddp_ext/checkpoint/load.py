@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.key_prefixes import weights_of, without_weights
+from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.map_location import Placement
 from lightning_ddp_ext.checkpoint.skeleton import identity_of, join, split
 from lightning_ddp_ext.checkpoint.structure import names_by_record
@@ -64,21 +64,24 @@ def read(archive: Archive, place: Placement, *, weights_only: bool | None = None
         mapped = load(archive, place, weights_only, mmap=True)
         try:
             return _copied_but_for_weights(mapped)
-        except Exception:  # of an object that can be unpickled, but not pickled again
+        except Exception:  # there is no state_dict, or an object that can be unpickled, but not pickled again
             del mapped
     return load(archive, place, weights_only, mmap=False)
 
 
 def _copied_but_for_weights(content: Any) -> Any:
-    weights = {name: value for name, value in weights_of(content).items() if _is_only_copied(name, value)}
-    pickled, storages = split(content)
-    _, others = split(without_weights(content, weights.keys()))
+    if is_plain_state_dict(content):
+        return _copied_but_for_weights({"state_dict": content})["state_dict"]
+    state_dict = content["state_dict"]
+    weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
+    others = [{**content, "state_dict": None}, [value for name, value in state_dict.items() if name not in weights]]
     mapped = {identity_of(weight.untyped_storage()) for weight in weights.values() if weight.numel()}
-    mapped -= {identity_of(storage) for storage in others}
+    mapped -= {identity_of(storage) for storage in split(others)[1]}
+    pickled, storages = split(content)
     return join(pickled, [storage if identity_of(storage) in mapped else storage.clone() for storage in storages])
 
 
-def _is_only_copied(name: str, value: Tensor) -> bool:
+def _is_only_copied(name: str, value: Any) -> bool:
     """Whether loading the model copies it, and keeps nothing of it."""
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
     return is_plain and not name.endswith("_extra_state")

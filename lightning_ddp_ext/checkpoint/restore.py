@@ -91,24 +91,23 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
     return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
 
 
-# Who sees what.
-
-
 @dataclass(frozen=True)
 class _View:
-    """What one rank sees at the path; ``file`` is equal only for one and the same file, as seen from one host."""
+    """What one rank sees at the path.
+
+    Attributes:
+        host: where it is.
+        file: equal for one and the same file, as seen from one host.
+        content: equal for files of equal content, whatever host they are on, as far as that can be told.
+        has_checksums: whether that of all of its content can be told.
+        error: why it sees nothing.
+    """
 
     host: str
-    file: tuple[int, ...] | None = None
-    fingerprint: str | None = None
+    file: tuple[int, ...] = ()
+    content: Any = None
     has_checksums: bool = False
     error: Exception | None = None
-
-    def is_same_as(self, other: _View) -> bool:
-        if self.file is None or other.file is None:
-            return False
-        same_file = (self.host, self.file) == (other.host, other.file)
-        return same_file or (self.fingerprint is not None and self.fingerprint == other.fingerprint)
 
 
 @contextmanager
@@ -121,16 +120,12 @@ def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[
     with ExitStack() as stack:
         try:
             archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
-            view = _View(host, _identity_of(archive), archive.fingerprint, archive.has_checksums)
+            status = os.stat(archive.path)
         except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
             yield None, _View(host, error=error)
         else:
-            yield archive, view
-
-
-def _identity_of(archive: Archive) -> tuple[int, ...]:
-    status = os.stat(archive.path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            yield archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
 def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
@@ -138,7 +133,7 @@ def _choose(views: list[_View], options: LoadOptions, location: Location) -> tup
     first = views[0]
     if first.error is not None:
         raise first.error
-    blind = [rank for rank, view in enumerate(views) if not view.is_same_as(first)]
+    blind = [rank for rank, view in enumerate(views) if view.content != first.content]
     if options.mode == "map" and blind:
         rank, view = blind[0], views[blind[0]]
         if view.error is not None:
@@ -155,8 +150,8 @@ def _choose(views: list[_View], options: LoadOptions, location: Location) -> tup
 
 def _position_on_host(views: list[_View], rank: int) -> tuple[int, int]:
     """This rank's number among those of its host that see the same file, and how many these are."""
-    mine = views[rank]
-    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == (mine.host, mine.file)]
+    mine = (views[rank].host, views[rank].file)
+    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
     return peers.index(rank), len(peers)
 
 

@@ -7,7 +7,7 @@ import os
 import pwd
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +118,16 @@ def link(target: PathLike, path: PathLike) -> None:
     Raises:
         CheckpointSaveError: neither could be made.
     """
-    location, source = locate(path), locate(target)
-    assert location.local is not None, "Lightning refuses links elsewhere"
-    assert source.local is not None, "Lightning refuses links elsewhere"
+    location, source = locate(path), locate(target).local
+    local = location.local
+    assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
     try:
-        if location.local.is_dir() and not location.local.is_symlink():
-            shutil.rmtree(location.local)
+        if local.is_dir() and not local.is_symlink():
+            shutil.rmtree(local)
         try:
-            atomic_symlink(source.local, location.local)
+            atomic_symlink(source, local)
         except OSError:
-            with atomic_write(location.local) as sink, source.local.open("rb") as file:
+            with atomic_write(local) as sink, source.open("rb") as file:
                 shutil.copyfileobj(file, sink)
     except OSError as error:
         raise _save_error(error, location) from error
@@ -154,25 +154,13 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
 def _remedy(error: OSError, location: Location) -> str:
     directory = Path(location.path).parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"free some space{_space_left(directory)}, or save elsewhere"
+        with suppress(OSError):
+            left = shutil.disk_usage(directory).free / 2**20
+            return f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"let user {_user()} write to {directory}, or save elsewhere"
+        with suppress(KeyError):
+            return f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
     return _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
-
-
-def _space_left(directory: Path) -> str:
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return ""
-    return f" ({status.f_bavail * status.f_frsize / 2**20:.0f} MiB are left on the file system of {directory})"
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
 
 
 def _culprit(checkpoint: Any) -> str:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint import map_location as locations
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.map_location import MapLocation, placement
 from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
 from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
@@ -58,7 +58,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     def __init__(
         self,
-        map_location: locations.MapLocation = None,
+        map_location: MapLocation = None,
         *,
         background: bool = False,
         verify: bool = True,
@@ -66,7 +66,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         restore: Mode = "auto",
         on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        locations.check(map_location)
+        placement(map_location)  # refuses a wrong one now rather than when it is used
         _check_choice("restore", restore, ("auto", "map", "broadcast"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn"))
         self.background = background
@@ -107,7 +107,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: locations.MapLocation = None, weights_only: bool | None = None
+        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what was saved, on this rank alone and into memory of its own.
 
@@ -180,7 +180,7 @@ class RankZeroCheckpointIO(CheckpointIO):
             size = sum(leftover.size for leftover in removed) / 2**20
             rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
 
-    def options_for(self, weights_only: bool | None, map_location: locations.MapLocation = None) -> LoadOptions:
+    def options_for(self, weights_only: bool | None, map_location: MapLocation = None) -> LoadOptions:
         """How to read where a call says something of its own."""
         mine = self.load_options
         return replace(
