@@ -178,10 +178,6 @@ class Checkpoints:
                 "saved, or set strict_loading = False in the LightningModule if keys may be missing"
             ) from error
 
-    def release(self) -> None:
-        """Forget which file was read last; training or an evaluation begins."""
-        self._path = ""
-
     @property
     def saves_in_background(self) -> bool:
         """Whether a save may not have ended when :meth:`save` returns."""
