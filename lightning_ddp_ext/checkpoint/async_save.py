@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
-from lightning_ddp_ext.checkpoint.snapshot import Buffer, take
+from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.rank_logger import own_logger
 
 _logger = own_logger(__name__)
@@ -67,8 +67,8 @@ class Saver:
             _join(self._writing_thread)
             self.failed.discard(path)
             try:
-                snapshot = take(checkpoint, self._buffer)
-                job = partial(self.save, path, lambda: write(snapshot.content()))
+                content = self._buffer.take(checkpoint)
+                job = partial(self.save, path, lambda: write(content()))
                 self._writing_thread = self._start(job)
             except BaseException:
                 self._note_failure(path)

@@ -102,12 +102,7 @@ def atomic_symlink(target: Path, path: Path) -> None:
     """
     temporary = _temporary(path, "link")
     os.symlink(os.path.relpath(target, path.parent), temporary)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    os.replace(temporary, path)
 
 
 def _temporary(path: Path, suffix: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from lightning_ddp_ext.checkpoint.map_location import Placement
 from lightning_ddp_ext.checkpoint.skeleton import bytes_of, identity_of, join, split
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, find_damage, threads_for
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 # Small tensors travel together, large ones in pieces: both keep a broadcast near the size at which it is fastest.
 _TOGETHER = 4 << 20
@@ -51,19 +50,16 @@ def broadcast(
         place: puts each tensor's memory on its device.
         name: what the user calls the file.
         weights_only: as for ``torch.load``.
-        verify: whether to check what is sent.
+        verify: whether to check.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
 
-    def on_every_rank(work: Callable[[], Any]) -> Any:
-        return side_by_side(work, rank=ranks.rank, gather=ranks.gather, what=f"reading {name}")
-
     def read() -> tuple[Manifest | None, list[UntypedStorage]]:
         return (None, []) if archive is None else _taken_apart(archive, weights_only, verify)
 
-    manifest, storages = on_every_rank(read)
+    manifest, storages = ranks.on_every_rank(read, f"reading {name}")
     manifest = ranks.from_rank_zero(manifest)
     if archive is None:
         storages = [UntypedStorage(size) for size in manifest.sizes]
@@ -81,7 +77,7 @@ def broadcast(
         with errors_explained(name):
             return join(manifest.skeleton, placed)
 
-    return on_every_rank(put_together)
+    return ranks.on_every_rank(put_together, f"reading {name}")
 
 
 def _taken_apart(archive: Archive, weights_only: bool | None, verify: bool) -> tuple[Manifest, list[UntypedStorage]]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_ddp_ext.supervision.rank_zero import side_by_side
+
+T = TypeVar("T")
 
 # Over a backend that knows no CPU memory, so much goes through the device at a time.
 _STAGED = 32 << 20
@@ -34,6 +39,10 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def on_every_rank(self, work: Callable[[], T], what: str) -> T:
+        """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
+        return side_by_side(work, rank=self.rank, gather=self.gather, what=what)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""

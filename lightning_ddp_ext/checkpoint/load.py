@@ -88,13 +88,7 @@ def _is_only_copied(name: str, value: Any) -> bool:
 
 
 def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
-    """``torch.load`` with errors that say what to do.
-
-    Args:
-        archive: the file.
-        place: puts each tensor's memory on its device.
-        weights_only: as for ``torch.load``.
-        mmap: whether to map the file, which one from before torch 1.6 never is.
+    """``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
 
     Raises:
         DamagedCheckpointError: it cannot be unpickled.
@@ -132,13 +126,9 @@ def _explained(name: str, error: pickle.UnpicklingError, may_be_refused: bool) -
     refused = _REFUSED.search(str(error))
     if refused is None and not may_be_refused:
         return DamagedCheckpointError(f"checkpoint {name} cannot be unpickled: {error}")
-    if refused is None:
-        return UnsafeCheckpointError(
-            f"checkpoint {name} holds something that weights_only=True does not allow: {error}\n"
-            "if you trust the file, pass weights_only=False"
-        )
-    kind = refused[1]
-    allow = "" if "blocked" in str(error) else f"call torch.serialization.add_safe_globals([{kind}]) before, or "
+    kind = refused[1] if refused else f"something ({error})"
+    may_be_allowed = refused and "blocked" not in str(error)
+    allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
     return UnsafeCheckpointError(
         f"checkpoint {name} holds {kind}, which weights_only=True refuses; nothing of it has been run. If you "
         f"trust the file, {allow}pass weights_only=False"

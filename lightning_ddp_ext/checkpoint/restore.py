@@ -21,7 +21,6 @@ from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.map_location import placement
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, threads_for
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 Mode = Literal["auto", "map", "broadcast"]
 
@@ -78,7 +77,7 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
             return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
 
         if is_mapped:
-            value = side_by_side(read_own, rank=ranks.rank, gather=ranks.gather, what=f"reading {location.url}")
+            value = ranks.on_every_rank(read_own, f"reading {location.url}")
         else:
             value = broadcast(
                 archive if ranks.rank == 0 else None,
