@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 _NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
 _LEFT_BEHIND_AFTER = 3600.0
@@ -105,13 +106,34 @@ def atomic_symlink(target: Path, path: Path) -> None:
     os.replace(temporary, path)
 
 
+@contextmanager
+def scratch_file() -> Iterator[tuple[Path, Sink]]:
+    """A file in the temporary directory while the block runs; those of killed processes are removed before.
+
+    Raises:
+        OSError: the system's, as it is.
+    """
+    path = _temporary(Path(gettempdir(), "scratch"), "partial")
+    remove_leftovers(path.parent)
+    _being_written_here.add(path.name)
+    try:
+        descriptor = _create_locked(path, mode=0o600)
+        try:
+            yield path, Sink(descriptor)
+        finally:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+    finally:
+        _being_written_here.discard(path.name)
+
+
 def _temporary(path: Path, suffix: str) -> Path:
     return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
 
 
-def _create_locked(partial: Path) -> int:
+def _create_locked(partial: Path, *, mode: int = 0o666) -> int:
     while True:  # O_EXCL follows no link that somebody else may have put there
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         _lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return descriptor
