@@ -76,34 +76,11 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     Raises:
         OSError: the system's, as it is.
     """
-    partial = _temporary(path, "partial")
-    _being_written_here.add(partial.name)
-    try:
-        descriptor = _create_locked(partial)
-        try:
-            yield Sink(descriptor)
-            os.fsync(descriptor)
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(partial)
-            raise
-        finally:
-            os.close(descriptor)
-        sync_directory(path.parent)
-    finally:
-        _being_written_here.discard(partial.name)
-
-
-def atomic_symlink(target: Path, path: Path) -> None:
-    """Make ``path`` a symbolic link to ``target`` in one step.
-
-    Raises:
-        OSError: the system's, as it is.
-    """
-    temporary = _temporary(path, "link")
-    os.symlink(os.path.relpath(target, path.parent), temporary)
-    os.replace(temporary, path)
+    with _temporary_file(path.parent, mode=0o666) as (partial, descriptor):
+        yield Sink(descriptor)
+        os.fsync(descriptor)
+        os.replace(partial, path)
+    sync_directory(path.parent)
 
 
 @contextmanager
@@ -113,25 +90,44 @@ def scratch_file() -> Iterator[tuple[Path, Sink]]:
     Raises:
         OSError: the system's, as it is.
     """
-    path = _temporary(Path(gettempdir(), "scratch"), "partial")
-    remove_leftovers(path.parent)
+    directory = Path(gettempdir())
+    remove_leftovers(directory)
+    with _temporary_file(directory, mode=0o600) as (path, descriptor):
+        yield path, Sink(descriptor)
+
+
+@contextmanager
+def _temporary_file(directory: Path, *, mode: int) -> Iterator[tuple[Path, int]]:
+    path = directory / _temporary_name("partial")
     _being_written_here.add(path.name)
     try:
-        descriptor = _create_locked(path, mode=0o600)
+        descriptor = _create_locked(path, mode)
         try:
-            yield path, Sink(descriptor)
+            yield path, descriptor
         finally:
             os.close(descriptor)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                os.unlink(path)  # it is not there if it has been renamed
     finally:
         _being_written_here.discard(path.name)
 
 
-def _temporary(path: Path, suffix: str) -> Path:
-    return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
+def atomic_symlink(target: Path, path: Path) -> None:
+    """Make ``path`` a symbolic link to ``target`` in one step.
+
+    Raises:
+        OSError: the system's, as it is.
+    """
+    temporary = path.parent / _temporary_name("link")
+    os.symlink(os.path.relpath(target, path.parent), temporary)
+    os.replace(temporary, path)
 
 
-def _create_locked(partial: Path, *, mode: int = 0o666) -> int:
+def _temporary_name(suffix: str) -> str:
+    return f".ddpx-{secrets.token_hex(8)}.{suffix}"
+
+
+def _create_locked(partial: Path, mode: int) -> int:
     while True:  # O_EXCL follows no link that somebody else may have put there
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         _lock(descriptor)

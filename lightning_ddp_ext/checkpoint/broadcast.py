@@ -35,6 +35,10 @@ def received(archive: Archive | None, ranks: Ranks, receivers: dict[int, str], *
     Raises:
         CheckpointError: the same on every rank.
     """
+    if not receivers:
+        assert archive is not None, "a rank that does not receive sees the file"
+        yield archive
+        return
     keepers = {host: rank for rank, host in sorted(receivers.items(), reverse=True)}  # the first rank of each host
     what = f"reading {name}"
     with ExitStack() as stack:
@@ -53,10 +57,9 @@ def received(archive: Archive | None, ranks: Ranks, receivers: dict[int, str], *
         ranks.on_every_rank(lambda: _refuse(error, name), what)
 
         def opened() -> Archive:
-            if ranks.rank in receivers:
-                return open_archive(paths[keepers[receivers[ranks.rank]]], name)
-            assert archive is not None, "a rank that does not receive sees the file"
-            return archive
+            if archive is not None and ranks.rank not in receivers:
+                return archive
+            return open_archive(paths[keepers[receivers[ranks.rank]]], name)
 
         yield ranks.on_every_rank(opened, what)
 

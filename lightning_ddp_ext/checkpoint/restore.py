@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,11 +67,9 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
     with _opened(location, ranks, options) as (own, view):
         views = ranks.gather(view)
         receivers = _receivers(views, options, location)
-        sent = received(own, ranks, receivers, name=location.url) if receivers else nullcontext(own)
-        with sent as archive:
+        with received(own, ranks, receivers, name=location.url) as archive:
 
             def check_and_read() -> Any:
-                assert archive is not None, "a rank that does not receive sees the file"
                 if options.verify:
                     number, count = _position(views, receivers, ranks.rank)
                     refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
