@@ -91,7 +91,8 @@ def scratch_file() -> Iterator[tuple[Path, Sink]]:
         OSError: the system's, as it is.
     """
     directory = Path(gettempdir())
-    remove_leftovers(directory)
+    with suppress(OSError):  # of what is somebody else's
+        remove_leftovers(directory)
     with _temporary_file(directory, mode=0o600) as (path, descriptor):
         yield path, Sink(descriptor)
 

@@ -18,7 +18,7 @@ from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.map_location import MapLocation, placement
-from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore
 from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
@@ -116,18 +116,24 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location))
-        self.warn_if_unchecked(path, restored)
-        return restored.value  # type: ignore[no-any-return]
+        return self.read(path, Ranks(), self.options_for(weights_only, map_location))  # type: ignore[no-any-return]
 
     @staticmethod
-    def warn_if_unchecked(path: PathLike, restored: Restored) -> None:
-        """Say that a file has no checksums."""
+    def read(path: PathLike, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Any:
+        """Read a checkpoint on all of ``ranks``; a file without checksums gives a warning. Collective.
+
+        Raises:
+            CheckpointError: one of its kinds, on every rank.
+        """
+        restored = restore(locate(path), ranks, options, map_weights=map_weights)
+        if ranks.world_size > 1:
+            rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
         if not restored.is_checked:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
+        return restored.value
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.compat import ReplacedMethods
@@ -27,7 +26,6 @@ from lightning_ddp_ext.integration.lightning_tree import (
     Precision,
     Strategy,
     TrainerStatus,
-    rank_zero_info,
     rank_zero_warn,
 )
 from lightning_ddp_ext.rendezvous.process_group import current
@@ -159,10 +157,8 @@ class Checkpoints:
             if self._strategy.is_global_zero:
                 io.tidy(path)
             map_weights = not wants_content(self._strategy.lightning_module, self._trainer)
-            restored = restore(locate(path), self._ranks, io.options_for(weights_only), map_weights=map_weights)
-        rank_zero_info(f"checkpoint {self._path}: {restored.how}")
-        io.warn_if_unchecked(path, restored)
-        return adapted(restored.value, self._path, self._strategy.lightning_module)
+            content = io.read(path, self._ranks, io.options_for(weights_only), map_weights=map_weights)
+        return adapted(content, self._path, self._strategy.lightning_module)
 
     def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint's weights into the model by ``load``.
