@@ -35,7 +35,6 @@ class Saver:
         self._buffer = Buffer()
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
-        self._writing_thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def __reduce__(self) -> Any:
@@ -64,18 +63,18 @@ class Saver:
                 :meth:`wait`.
         """
         with self._saving:
-            _join(self._writing_thread)
+            self.join()
             self.failed.discard(path)
             try:
                 content = self._buffer.take(checkpoint)
                 job = partial(self.save, path, lambda: write(content()))
-                self._writing_thread = self._start(job)
+                self._start(job)
             except BaseException:
                 self._note_failure(path)
                 raise
 
-    def remove(self, path: str, job: Callable[[], None], *, later: bool) -> None:
-        """Run a removal, unless the save before it failed; now, or after all that was given before."""
+    def follow_up(self, path: str, job: Callable[[], None], *, later: bool) -> None:
+        """Run a removal or a link, unless the save before it failed; now, or after all that was given before."""
 
         def unless_failed() -> None:
             if self._last_save_failed:
@@ -88,20 +87,20 @@ class Saver:
         else:
             unless_failed()
 
-    def _start(self, job: Callable[[], None]) -> threading.Thread:
+    def _start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a thread of its own, when the thread before it has ended."""
         jobs: list[Callable[[], None]] = []
-        arguments = (jobs, self._last_thread)
-        thread = threading.Thread(target=self._run, args=arguments, name="ddpx-checkpoints", daemon=True)
         _finish_at_exit(self)
         with self._starting:  # the thread waits for the end of this: if this is interrupted, it has nothing to do
+            arguments = (jobs, self._last_thread)
+            thread = threading.Thread(target=self._run, args=arguments, name="ddpx-checkpoints", daemon=True)
             thread.start()
             self._last_thread = thread
             jobs.append(job)
-        return thread
 
     def _run(self, jobs: list[Callable[[], None]], previous: threading.Thread | None) -> None:
-        _join(previous)
+        if previous is not None:
+            previous.join()
         with self._starting:
             pass
         try:
@@ -118,7 +117,8 @@ class Saver:
 
     def join(self) -> None:
         """Wait until everything is done; memory is kept for the next time."""
-        _join(self._last_thread)
+        if self._last_thread is not None:
+            self._last_thread.join()
 
     def wait(self) -> None:
         """Wait until everything is done.
@@ -128,11 +128,6 @@ class Saver:
         """
         self.join()
         self.raise_error()
-
-
-def _join(thread: threading.Thread | None) -> None:
-    if thread is not None:
-        thread.join()
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -156,7 +156,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     def _in_turn(self, path: PathLike, job: Callable[[], None]) -> None:
         with self._errors_as_chosen():
-            self.saver.remove(os.fspath(path), job, later=self.background)
+            self.saver.follow_up(os.fspath(path), job, later=self.background)
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.

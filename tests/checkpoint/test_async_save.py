@@ -81,7 +81,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
                 expected.append(f"{'failed' if fails else 'wrote'} {number}")
                 has_failed = fails
             else:
-                writer.remove(str(number), disk.removal(str(number)), later=True)
+                writer.follow_up(str(number), disk.removal(str(number)), later=True)
                 expected += [] if has_failed else [f"removed {number}"]
         failed = [event.split()[1] for event in expected if event.startswith("failed")]
         if failed:
@@ -99,11 +99,11 @@ def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
         saver.save("new", lambda: disk.write({}, "new"))
     assert saver.failed == {"new"}
     with caplog.at_level(logging.WARNING):
-        saver.remove("old", disk.removal("old"), later=False)
+        saver.follow_up("old", disk.removal("old"), later=False)
     assert caplog.messages == ["leaving checkpoint old as it is: the save before has failed"]
     saver.save("new", lambda: None)
     assert saver.failed == set()
-    saver.remove("old", disk.removal("old"), later=False)
+    saver.follow_up("old", disk.removal("old"), later=False)
     assert disk.events == ["failed new", "removed old"]
 
 
