@@ -1,4 +1,4 @@
-"""Save in the background: training waits for a copy in memory, and a thread does the rest in the order of the calls.
+"""Save in the background: training waits for a copy in memory, and threads do the rest in the order of the calls.
 
 There is one copy at a time, so memory is bounded: a save waits until the last checkpoint has been written. Removals
 wait for their turn, too, and none is done after a save that failed: it might remove the last good checkpoint.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
-from lightning_ddp_ext.checkpoint.snapshot import Buffer, Snapshot, take
+from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.rank_logger import own_logger
 
 _logger = own_logger(__name__)
 
 
-class RemovalGuard:
-    """Keeps a checkpoint whose successor could not be saved, in the foreground, too.
+class Saver:
+    """Writes and removes checkpoints at once or later, and knows which saves have failed.
 
     Attributes:
         failed: the paths whose last save has failed; that in the background may be on its way.
@@ -33,143 +32,93 @@ class RemovalGuard:
         self.failed: set[str] = set()
         self.deadline = 600.0
         self._last_save_failed = False
+        self._buffer = Buffer()
+        self._saving, self._starting = threading.Lock(), threading.Lock()
+        self._last_thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def __reduce__(self) -> Any:
+        return Saver, ()  # started ranks get a copy; threads, and memory for snapshots, are this process's own
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Run a save, and remember whether it failed."""
+        """Write to ``path`` now by ``job``, and remember whether it failed."""
         try:
             with delaying_forced_end(self.deadline):
                 job()
         except BaseException:
-            self.note_failure(path)
+            self._note_failure(path)
             raise
         self.failed.discard(path)
         self._last_save_failed = False
 
-    def note_failure(self, path: str) -> None:
-        """Remember that a save has failed."""
+    def _note_failure(self, path: str) -> None:
         self.failed.add(path)
         self._last_save_failed = True
 
-    def remove(self, path: str, job: Callable[[], None]) -> None:
-        """Run a removal, unless the save before it failed."""
-        if self._last_save_failed:
-            _logger.warning("leaving checkpoint %s as it is: the save before has failed", path)
-        else:
-            job()
-
-
-@dataclass(frozen=True)
-class _Job:
-    run: Callable[[], None]
-    uses_buffer: bool = False
-
-
-_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
-_process: int | None = None
-
-
-def _finish_at_exit() -> None:
-    """Once a process: a forked one does not inherit what its parent does at its end."""
-    global _process
-    if _process != os.getpid():
-        _process = os.getpid()
-        at_exit(_finish_all)
-
-
-def _finish_all() -> None:
-    for saver in list(_savers):
-        try:
-            if saver.is_of_this_process:
-                saver.wait()
-        except Exception as error:
-            _logger.error("%s", error)
-
-
-class BackgroundSaver:
-    """Writes one checkpoint after another in a thread, which is there while there is something to do.
-
-    It belongs to the process that has made it: a forked one has no such thread. At the process's end it is waited for.
-
-    Args:
-        write: writes a checkpoint to a path.
-        guard: decides about removals.
-    """
-
-    def __init__(self, write: Callable[[Any, str], None], guard: RemovalGuard) -> None:
-        self._write = write
-        self._guard = guard
-        self._buffer = Buffer()
-        self._saving = threading.Lock()
-        self._changed = threading.Condition()
-        # What is to be done, and what is being done: a job leaves when it has ended.
-        self._jobs: deque[_Job] = deque()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._pid = os.getpid()
-        _savers.add(self)
-        _finish_at_exit()
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether its thread is here, or in the process that this one was forked from."""
-        return self._pid == os.getpid()
-
-    def save(self, checkpoint: Any, path: str) -> None:
-        """Copy ``checkpoint`` now and write it to ``path`` later.
+    def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
+        """Copy ``checkpoint`` now, and have ``write`` write the copy to ``path`` later.
 
         Raises:
             Exception: what pickling raises, and starting a thread; errors of the disk come with :meth:`raise_error` and
                 :meth:`wait`.
         """
         with self._saving:
-            with self._changed:
-                self._changed.wait_for(lambda: not any(job.uses_buffer for job in self._jobs))
-            self._guard.failed.discard(path)
-            snapshot = take(checkpoint, self._buffer)
-            self._add(_Job(lambda: self._write_snapshot(snapshot, path), uses_buffer=True))
-
-    def _write_snapshot(self, snapshot: Snapshot, path: str) -> None:
-        self._guard.save(path, lambda: self._write(snapshot.content(), path))
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job`` after all that was given before."""
-        self._add(_Job(job))
-
-    def _add(self, job: _Job) -> None:
-        with self._changed:  # wherever this is interrupted, the thread finds a job that it does, or none, and ends
-            if self._thread is None:
-                thread = threading.Thread(target=self._work, name="ddpx-checkpoints", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._jobs.append(job)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    return
-                job = self._jobs[0]
+            self.join()
+            self.failed.discard(path)
             try:
-                job.run()
-            except BaseException as error:
-                self._error = self._error or error
-            with self._changed:
-                self._jobs.popleft()
-                self._changed.notify_all()
+                content = self._buffer.take(checkpoint)
+                job = partial(self.save, path, lambda: write(content()))
+                self._start(job)
+            except BaseException:
+                self._note_failure(path)
+                raise
+
+    def follow_up(self, path: str, job: Callable[[], None], *, later: bool) -> None:
+        """Run a removal or a link, unless the save before it failed; now, or after all that was given before."""
+
+        def unless_failed() -> None:
+            if self._last_save_failed:
+                _logger.warning("leaving checkpoint %s as it is: the save before has failed", path)
+            else:
+                job()
+
+        if later:
+            self._start(unless_failed)
+        else:
+            unless_failed()
+
+    def _start(self, job: Callable[[], None]) -> None:
+        """Run ``job`` in a thread of its own, when the thread before it has ended."""
+        jobs: list[Callable[[], None]] = []
+        _finish_at_exit(self)
+        with self._starting:  # the thread waits for the end of this: if this is interrupted, it has nothing to do
+            arguments = (jobs, self._last_thread)
+            thread = threading.Thread(target=self._run, args=arguments, name="ddpx-checkpoints", daemon=True)
+            thread.start()
+            self._last_thread = thread
+            jobs.append(job)
+
+    def _run(self, jobs: list[Callable[[], None]], previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
+        with self._starting:
+            pass
+        try:
+            for job in jobs:
+                job()
+        except BaseException as error:
+            self._error = self._error or error
 
     def raise_error(self) -> None:
-        """Raise the first error that has happened since the last call, if there is one."""
+        """Raise the first error that has happened in the background since the last call, if there is one."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def join(self) -> None:
         """Wait until everything is done; memory is kept for the next time."""
-        with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        if self._last_thread is not None:
+            self._last_thread.join()
 
     def wait(self) -> None:
         """Wait until everything is done.
@@ -179,3 +128,24 @@ class BackgroundSaver:
         """
         self.join()
         self.raise_error()
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+_process: int | None = None
+
+
+def _finish_at_exit(saver: Saver) -> None:
+    """Wait for it at the end of this process; a forked one does not inherit what its parent does at its end."""
+    global _process
+    _savers.add(saver)
+    if _process != os.getpid():
+        _process = os.getpid()
+        at_exit(_finish_all)
+
+
+def _finish_all() -> None:
+    for saver in list(_savers):
+        try:
+            saver.wait()
+        except Exception as error:
+            _logger.error("%s", error)

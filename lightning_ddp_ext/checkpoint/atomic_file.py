@@ -7,24 +7,23 @@ left behind only when, besides, nobody has written to it for an hour.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 _NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
 _LEFT_BEHIND_AFTER = 3600.0
 # The disk is set to work each time so much has been written: in the end less is left to wait for.
 _WRITE_BACK_EVERY = 32 << 20
 _LONGEST_WRITE = 8 << 20
-_SYNC_FILE_RANGE_WRITE = 2  # start, do not wait
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 # To look at the lock of a file that this process is writing would end that lock. They are known by name, because one
@@ -33,69 +32,85 @@ _being_written_here: set[str] = set()
 
 
 class Sink:
-    """The writable end of a temporary file: unbuffered; it counts what it takes and keeps the error that ended it.
+    """The writable end of a temporary file: unbuffered; it keeps the error that ended it.
 
     Args:
         descriptor: where to write.
-        on_progress: called with the number of bytes so far.
     """
 
-    def __init__(self, descriptor: int, on_progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._on_progress = on_progress
-        self._written_back = 0
-        self.position = 0
+        self._written = self._written_back = 0
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of ``data``; an error of the disk, or Ctrl-C, is kept in ``error``: torch rewords it."""
         view = memoryview(data).cast("B")
+        size = len(view)
         try:
-            for start in range(0, len(view), _LONGEST_WRITE):
-                self._write(view[start : start + _LONGEST_WRITE])
+            while view:
+                view = view[os.write(self._descriptor, view[:_LONGEST_WRITE]) :]
         except BaseException as error:
             self.error = error
             raise
-        return len(view)
+        self._written += size
+        if self._written - self._written_back >= _WRITE_BACK_EVERY:
+            self._start_write_back()
+        return size
 
-    def _write(self, view: memoryview) -> None:
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-        self.position = os.lseek(self._descriptor, 0, os.SEEK_CUR)
-        if self.position - self._written_back >= _WRITE_BACK_EVERY:
-            _start_write_back(self._descriptor, self._written_back, self.position)
-            self._written_back = self.position
-        if self._on_progress is not None:
-            self._on_progress(self.position)
+    def _start_write_back(self) -> None:
+        # The pages that are written now are not dropped; on Linux this advice starts the disk, and does not wait.
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            length = self._written - self._written_back
+            os.posix_fadvise(self._descriptor, self._written_back, length, os.POSIX_FADV_DONTNEED)
+        self._written_back = self._written
 
     def flush(self) -> None:
         """Nothing is held back."""
 
 
 @contextmanager
-def atomic_write(path: Path, on_progress: Callable[[int], None] | None = None) -> Iterator[Sink]:
+def atomic_write(path: Path) -> Iterator[Sink]:
     """Put at ``path``, on the disk, what the block writes to the sink; if it raises, nothing changes.
 
     Raises:
         OSError: the system's, as it is.
     """
-    partial = _temporary(path, "partial")
-    _being_written_here.add(partial.name)
+    with _temporary_file(path.parent, mode=0o666) as (partial, descriptor):
+        yield Sink(descriptor)
+        os.fsync(descriptor)
+        os.replace(partial, path)
+    sync_directory(path.parent)
+
+
+@contextmanager
+def scratch_file() -> Iterator[tuple[Path, Sink]]:
+    """A file in the temporary directory while the block runs; those of killed processes are removed before.
+
+    Raises:
+        OSError: the system's, as it is.
+    """
+    directory = Path(gettempdir())
+    with suppress(OSError):  # of what is somebody else's
+        remove_leftovers(directory)
+    with _temporary_file(directory, mode=0o600) as (path, descriptor):
+        yield path, Sink(descriptor)
+
+
+@contextmanager
+def _temporary_file(directory: Path, *, mode: int) -> Iterator[tuple[Path, int]]:
+    path = directory / _temporary_name("partial")
+    _being_written_here.add(path.name)
     try:
-        descriptor = _create_locked(partial)
+        descriptor = _create_locked(path, mode)
         try:
-            yield Sink(descriptor, on_progress)
-            os.fsync(descriptor)
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(partial)
-            raise
+            yield path, descriptor
         finally:
             os.close(descriptor)
-        sync_directory(path.parent)
+            with suppress(OSError):
+                os.unlink(path)  # it is not there if it has been renamed
     finally:
-        _being_written_here.discard(partial.name)
+        _being_written_here.discard(path.name)
 
 
 def atomic_symlink(target: Path, path: Path) -> None:
@@ -104,23 +119,18 @@ def atomic_symlink(target: Path, path: Path) -> None:
     Raises:
         OSError: the system's, as it is.
     """
-    temporary = _temporary(path, "link")
+    temporary = path.parent / _temporary_name("link")
     os.symlink(os.path.relpath(target, path.parent), temporary)
-    try:
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    os.replace(temporary, path)
 
 
-def _temporary(path: Path, suffix: str) -> Path:
-    return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
+def _temporary_name(suffix: str) -> str:
+    return f".ddpx-{secrets.token_hex(8)}.{suffix}"
 
 
-def _create_locked(partial: Path) -> int:
+def _create_locked(partial: Path, mode: int) -> int:
     while True:  # O_EXCL follows no link that somebody else may have put there
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         _lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return descriptor
@@ -202,21 +212,3 @@ def _lock(descriptor: int) -> None:
     # A record lock, not flock: it is not inherited by the loader's workers, which outlive a killed writer for a while.
     with suppress(OSError):
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _start_write_back(descriptor: int, start: int, end: int) -> None:
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, start, end - start, _SYNC_FILE_RANGE_WRITE)
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Linux's own; elsewhere all of the waiting is in the end."""
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    return function
-
-
-_sync_file_range = _find_sync_file_range()

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Shows how far a long piece of work is: given its name and size in bytes, if that is known, it yields what to call with
-# the bytes done.
-Show = Callable[[str, int | None], AbstractContextManager[Callable[[int], None]]]
+from lightning_ddp_ext.supervision.rank_zero import side_by_side
+
+T = TypeVar("T")
+
 # Over a backend that knows no CPU memory, so much goes through the device at a time.
 _STAGED = 32 << 20
-# Bytes that each rank gives to an exchange of small values: their size, and they themselves.
-_SLOT, _SIZE_BYTES = 2048, 8
-
-
-@contextmanager
-def show_nothing(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """No progress bar."""
-    yield lambda done: None
 
 
 @dataclass(frozen=True)
@@ -42,29 +33,16 @@ class Ranks:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective: one exchange where all of them are small."""
+        """The values of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [value]
-        pickled = pickle.dumps(value)
-        mine = torch.zeros(_SLOT, dtype=torch.uint8)
-        mine[:_SIZE_BYTES] = _tensor(len(pickled).to_bytes(_SIZE_BYTES, "little"))
-        if len(pickled) <= _SLOT - _SIZE_BYTES:
-            mine[_SIZE_BYTES : _SIZE_BYTES + len(pickled)] = _tensor(pickled)
-        slots = [torch.empty(_SLOT, dtype=torch.uint8, device=self._exchange_device) for _ in range(self.world_size)]
-        dist.all_gather(slots, mine.to(self._exchange_device))
-        contents = [bytes(slot.cpu().numpy()) for slot in slots]
-        sizes = [int.from_bytes(content[:_SIZE_BYTES], "little") for content in contents]
-        if max(sizes) <= _SLOT - _SIZE_BYTES:
-            return [pickle.loads(content[_SIZE_BYTES:]) for content in contents]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
-    @property
-    def _exchange_device(self) -> torch.device:
-        """Where tensors must be for the backend."""
-        knows_cpu = "gloo" in str(dist.get_backend()) or self.device.type == "cpu"
-        return torch.device("cpu") if knows_cpu else self.device
+    def on_every_rank(self, work: Callable[[], T], what: str) -> T:
+        """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
+        return side_by_side(work, rank=self.rank, gather=self.gather, what=what)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""
@@ -86,7 +64,7 @@ class Ranks:
         """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
         if self.world_size == 1:
             return
-        if self._exchange_device.type == "cpu":
+        if "gloo" in str(dist.get_backend()) or self.device.type == "cpu":
             dist.broadcast(data, src=0)
             return
         for piece in data.split(_STAGED):
@@ -94,7 +72,3 @@ class Ranks:
             dist.broadcast(staged, src=0)
             if self.rank != 0:
                 piece.copy_(staged)
-
-
-def _tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

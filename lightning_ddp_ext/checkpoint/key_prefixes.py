@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,31 +16,11 @@ def is_plain_state_dict(content: Any) -> bool:
     """Whether it is what ``torch.save(model.state_dict(), path)`` writes: names and tensors, and nothing around."""
     return (
         isinstance(content, Mapping)
-        and len(content) > 0
         and any(isinstance(value, Tensor) for value in content.values())
         and all(isinstance(key, str) for key in content)
         and "state_dict" not in content
         and "pytorch-lightning_version" not in content
     )
-
-
-def weights_of(content: Any) -> dict[str, Tensor]:
-    """The weights in a checkpoint, by name; none where it has no ``state_dict`` and is none."""
-    weights = content if is_plain_state_dict(content) else None
-    if weights is None and isinstance(content, Mapping):
-        weights = content.get("state_dict")
-    if not isinstance(weights, Mapping):
-        return {}
-    return {name: value for name, value in weights.items() if isinstance(name, str) and isinstance(value, Tensor)}
-
-
-def without_weights(content: Any, names: Collection[str]) -> list[Any]:
-    """All that is in a checkpoint but the weights of these names."""
-    if not isinstance(content, Mapping):
-        return [content]
-    entries = content if is_plain_state_dict(content) else content.get("state_dict", {})
-    others = [] if entries is content else [value for key, value in content.items() if key != "state_dict"]
-    return [*others, *(value for name, value in entries.items() if name not in names)]
 
 
 def as_lightning_checkpoint(content: Any, version: str) -> dict[str, Any]:
@@ -75,16 +55,17 @@ def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dic
     >>> names_in_model(["module.net.weight"], ["net.weight"])
     {'module.net.weight': 'net.weight'}
     """
-    in_file, in_model = list(file_names), set(model_names)
+    in_file, in_model = set(file_names), set(model_names)
+    left_over, missing = _unambiguous(in_file - in_model), _unambiguous(in_model - in_file)
+    return {name: missing[short] for short, name in left_over.items() if short in missing}
+
+
+def _unambiguous(names: Iterable[str]) -> dict[str, str]:
+    """Names by their canonical name, where no other has the same."""
     by_canonical: dict[str, list[str]] = {}
-    for name in in_model - set(in_file):
+    for name in names:
         by_canonical.setdefault(canonical(name), []).append(name)
-    wanted: dict[str, list[str]] = {}
-    for name in in_file:
-        candidates = by_canonical.get(canonical(name), [])
-        if name not in in_model and len(candidates) == 1:
-            wanted.setdefault(candidates[0], []).append(name)
-    return {names[0]: target for target, names in wanted.items() if len(names) == 1}
+    return {short: found[0] for short, found in by_canonical.items() if len(found) == 1}
 
 
 def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
@@ -92,11 +73,7 @@ def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict
     result = OrderedDict((names.get(name, name), value) for name, value in weights.items())
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, Mapping):
-        modules = {_module_of(name): _module_of(target) for name, target in names.items()}
+        modules = {name.rpartition(".")[0]: target.rpartition(".")[0] for name, target in names.items()}
         kept = OrderedDict((modules.get(module, module), value) for module, value in metadata.items())
         result._metadata = kept  # type: ignore[attr-defined] # where load_state_dict looks for it
     return result
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]

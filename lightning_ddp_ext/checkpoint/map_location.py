@@ -15,44 +15,28 @@ MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
 
-def check(map_location: Any) -> None:
-    """Refuse what ``torch.load`` would choke on halfway.
-
-    Raises:
-        OptionError: it is neither a device, nor a mapping of devices, nor callable.
-    """
-    devices: list[Any] = []
-    if isinstance(map_location, Mapping):
-        devices = [*map_location.keys(), *map_location.values()]
-    elif isinstance(map_location, str):
-        devices = [map_location]
-    elif map_location is not None and not isinstance(map_location, torch.device) and not callable(map_location):
-        raise OptionError(
-            f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
-            f"(got {map_location!r})"
-        )
-    for device in devices:
-        try:
-            torch.device(device)
-        except (RuntimeError, TypeError):
-            raise OptionError(
-                f"map_location names {device!r}, which is no device; write 'cpu', 'cuda:0', ... (got {map_location!r})"
-            ) from None
-
-
 def placement(map_location: MapLocation) -> Placement:
     """What ``map_location`` does with the memory of one tensor.
 
     ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device. A placement
     raises :class:`~lightning_ddp_ext.errors.CheckpointError` where there is no such device.
+
+    Raises:
+        OptionError: it is neither a device, nor a mapping of devices, nor callable.
     """
     if map_location is None:
         return lambda storage, location: storage
-    if isinstance(map_location, Mapping):
-        devices = {str(source): str(target) for source, target in map_location.items()}
-        return lambda storage, location: _restored(storage, location, devices.get(location, location))
     if isinstance(map_location, (str, torch.device)):
-        return lambda storage, location: _restored(storage, location, str(map_location))
+        target = _device(map_location)
+        return lambda storage, location: _restored(storage, location, target)
+    if isinstance(map_location, Mapping):
+        devices = {_device(source): _device(target) for source, target in map_location.items()}
+        return lambda storage, location: _restored(storage, location, devices.get(location, location))
+    if not callable(map_location):
+        raise OptionError(
+            f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
+            f"(got {map_location!r})"
+        )
 
     def by_the_user(storage: UntypedStorage, location: str) -> UntypedStorage:
         try:
@@ -62,6 +46,13 @@ def placement(map_location: MapLocation) -> Placement:
         return _restored(storage, location, location) if result is None else result
 
     return by_the_user
+
+
+def _device(name: Any) -> str:
+    try:
+        return str(torch.device(name))
+    except (RuntimeError, TypeError):
+        raise OptionError(f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ...") from None
 
 
 def _restored(storage: UntypedStorage, location: str, target: str) -> UntypedStorage:

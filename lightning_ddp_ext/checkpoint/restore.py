@@ -1,8 +1,8 @@
-"""Read a checkpoint on all ranks, from its disk once: each maps the same file, or receives what rank 0 has read.
+"""Read a checkpoint on all ranks, from its disk once.
 
-Where every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share
-the checking among them. If any rank does not see it, all receive it from rank 0. Either every rank has the checkpoint
-in the end, or every rank raises the error of the first rank that failed.
+A rank that sees the same file as rank 0, or one of the same content, reads that; to the others rank 0 sends it. The
+ranks of a host share the checking among them. Either every rank has the checkpoint in the end, or every rank raises
+the error of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.broadcast import ReceiveInto, broadcast
-from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.broadcast import received
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.map_location import placement
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, usable_cores
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, threads_for
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
 
 Mode = Literal["auto", "map", "broadcast"]
 
@@ -51,67 +50,54 @@ class Restored:
     is_checked: bool
 
 
-def restore(
-    location: Location,
-    ranks: Ranks,
-    options: LoadOptions,
-    *,
-    receive_into: ReceiveInto | None = None,
-    show: Show = show_nothing,
-) -> Restored:
+def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Restored:
     """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
         location: where it is; the path may be one that only rank 0 sees.
         ranks: who reads.
         options: how.
-        receive_into: gives this rank's own tensors for names of the file's ``state_dict``: where they fit, what rank 0
-            sends is written straight into them. Only for callers that copy the weights into a model and drop them,
-            because they may be mapped from the file. ``None``: all is in this process's own memory.
-        show: shows rank 0's progress.
+        map_weights: whether the ``state_dict`` may be mapped from the file. Only for callers that copy the weights into
+            a model and drop them; all else is in this process's own memory.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    receive_into = receive_into if options.map_location is None else None
-    with _opened(location, ranks, options) as (archive, view):
+    place = placement(options.map_location)
+    with _opened(location, ranks, options) as (own, view):
         views = ranks.gather(view)
-        by_map, how = _choose(views, options, location)
-        if by_map:
-            assert archive is not None, "a rank without the file cannot map it"
-            value = _map(archive, views, ranks, options, receive_into is not None, show)
-        else:
-            value = broadcast(
-                archive if ranks.rank == 0 else None,
-                ranks,
-                placement(options.map_location),
-                name=location.url,
-                weights_only=options.weights_only,
-                verify=options.verify,
-                receive_into=receive_into,
-                show=show,
-            )
+        receivers = _receivers(views, options, location)
+        with received(own, ranks, receivers, name=location.url) as archive:
+
+            def check_and_read() -> Any:
+                if options.verify:
+                    number, count = _position(views, receivers, ranks.rank)
+                    refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
+                mapped = map_weights and options.map_location is None
+                return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
+
+            value = ranks.on_every_rank(check_and_read, f"reading {location.url}")
+    how = f"sent from rank 0 to {len(receivers)} of {len(views)} ranks" if receivers else "read by every rank"
     return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
-
-
-# Who sees what.
 
 
 @dataclass(frozen=True)
 class _View:
-    """What one rank sees at the path; ``file`` is equal only for one and the same file, as seen from one host."""
+    """What one rank sees at the path.
+
+    Attributes:
+        host: where it is.
+        file: equal for one and the same file, as seen from one host.
+        content: equal for files of equal content, whatever host they are on, as far as that can be told.
+        has_checksums: whether that of all of its content can be told.
+        error: why it sees nothing.
+    """
 
     host: str
-    file: tuple[int, ...] | None = None
-    fingerprint: str | None = None
+    file: tuple[int, ...] = ()
+    content: Any = None
     has_checksums: bool = False
     error: Exception | None = None
-
-    def is_same_as(self, other: _View) -> bool:
-        if self.file is None or other.file is None:
-            return False
-        same_file = (self.host, self.file) == (other.host, other.file)
-        return same_file or (self.fingerprint is not None and self.fingerprint == other.fingerprint)
 
 
 @contextmanager
@@ -124,74 +110,40 @@ def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[
     with ExitStack() as stack:
         try:
             archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
-            view = _View(host, _identity_of(archive), archive.fingerprint, archive.has_checksums)
+            status = os.stat(archive.path)
         except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
             yield None, _View(host, error=error)
         else:
-            yield archive, view
+            file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            yield archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
-def _identity_of(archive: Archive) -> tuple[int, ...]:
-    status = os.stat(archive.path)
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
-    """Whether every rank maps the file, and a sentence on that."""
+def _receivers(views: list[_View], options: LoadOptions, location: Location) -> dict[int, str]:
+    """The hosts of those ranks to which rank 0 is to send the file."""
     first = views[0]
     if first.error is not None:
         raise first.error
-    blind = [rank for rank, view in enumerate(views) if not view.is_same_as(first)]
-    if options.mode == "map" and blind:
-        rank, view = blind[0], views[blind[0]]
+    others = {rank: view for rank, view in enumerate(views) if rank > 0}
+    if options.mode == "broadcast":
+        return {rank: view.host for rank, view in others.items()}
+    blind = {rank: view for rank, view in others.items() if view.content != first.content}
+    for rank, view in blind.items() if options.mode == "map" else ():
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
             f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    if options.mode == "broadcast" or blind:
-        why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
-        return False, f"sent from rank 0 to all ({why})"
-    return True, "mapped by every rank"
+    return {rank: view.host for rank, view in blind.items()}
 
 
-# Each rank maps the file.
-
-
-def _map(
-    archive: Archive, views: list[_View], ranks: Ranks, options: LoadOptions, map_weights: bool, show: Show
-) -> Any:
-    def check_and_read() -> Any:
-        if options.verify:
-            share, of = _share_on_host(views, ranks.rank)
-            records = shares(archive.tensor_data, of)[share]
-            with show("verifying", sum(record.size for record in records)) as on_progress:
-                refuse_damage(archive, records, threads=threads_for(of), on_progress=on_progress)
-        place = placement(options.map_location)
-        return read(archive, place, weights_only=options.weights_only, map_weights=map_weights)
-
-    return side_by_side(check_and_read, rank=ranks.rank, gather=ranks.gather, what=f"reading {archive.name}")
-
-
-def _share_on_host(views: list[_View], rank: int) -> tuple[int, int]:
-    """This rank's number among those of its host that see the same file, and how many these are."""
-    mine = views[rank]
-    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == (mine.host, mine.file)]
+def _position(views: list[_View], receivers: dict[int, str], rank: int) -> tuple[int, int]:
+    """This rank's number among those of its host that read the same file, and how many these are."""
+    files = [(view.host, None if number in receivers else view.file) for number, view in enumerate(views)]
+    peers = [number for number, file in enumerate(files) if file == files[rank]]
     return peers.index(rank), len(peers)
 
 
-def shares(records: tuple[Record, ...], count: int) -> list[list[Record]]:
-    """The records in ``count`` shares of about the same number of bytes: the largest first, to the smallest share."""
-    parts: list[list[Record]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for record in sorted(records, key=lambda record: record.size, reverse=True):
-        smallest = sizes.index(min(sizes))
-        parts[smallest].append(record)
-        sizes[smallest] += record.size
-    return parts
-
-
-def threads_for(processes: int) -> int:
-    """How many threads each of so many processes of this host may keep busy."""
-    return max(1, min(8, usable_cores() // processes))
+def share_of(records: tuple[Record, ...], number: int, count: int) -> list[Record]:
+    """One of ``count`` shares of the records, which are of about the same number of bytes."""
+    return sorted(records, key=lambda record: record.size, reverse=True)[number::count]

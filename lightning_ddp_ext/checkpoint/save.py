@@ -6,23 +6,29 @@ import errno
 import os
 import pwd
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.atomic_file import Sink, atomic_symlink, atomic_write
+from lightning_ddp_ext.checkpoint.atomic_file import atomic_symlink, atomic_write
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 from lightning_ddp_ext.checkpoint.skeleton import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
-Progress = Callable[[int], None]
+_REMEDIES = {
+    errno.EROFS: "its file system is mounted read-only: save elsewhere",
+    errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
+    errno.ENAMETOOLONG: "shorten the file name",
+    errno.ENOTDIR: "a file stands where the path needs a directory: choose another path",
+    errno.EEXIST: "a file stands where the path needs a directory: choose another path",
+}
 
 
-def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) -> None:
+def write(checkpoint: Any, path: PathLike) -> None:
     """Write ``checkpoint`` in torch's format to ``path``, which then holds it whole, or else what it held before.
 
     A local file is streamed, forced to the disk and put in place in one step. In a store behind fsspec it is written
@@ -32,42 +38,43 @@ def write(checkpoint: Any, path: PathLike, on_progress: Progress | None = None) 
     Args:
         checkpoint: whatever ``torch.save`` takes.
         path: a path or URL; missing directories are made.
-        on_progress: called with the number of bytes so far.
 
     Raises:
         CheckpointSaveError: it is not written; what was there before is untouched.
     """
     location = locate(path)
     try:
-        if location.local is not None:
-            _write_local(checkpoint, location.local, on_progress)
-        else:
-            _write_remote(checkpoint, location, on_progress)
+        with _checksums():
+            if location.local is not None:
+                _write_local(checkpoint, location.local)
+            else:
+                _write_remote(checkpoint, location)
     except OSError as error:
-        raise save_error(error, location) from error
+        raise _save_error(error, location) from error
     except CheckpointError:
         raise
     except Exception as error:
         raise unwritable(checkpoint, path, error) from error
 
 
-def _write_local(checkpoint: Any, path: Path, on_progress: Progress | None) -> None:
+def _write_local(checkpoint: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Before a gigabyte has been written, not after; a name that is too long is found here, too.
     if path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with atomic_write(path, on_progress) as sink:
-        _fill(checkpoint, sink)
-
-
-def _fill(checkpoint: Any, sink: Sink) -> None:
-    try:
-        with _checksums():
+    with atomic_write(path) as sink:
+        try:
             torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
-    except Exception:
-        if sink.error is not None:
-            raise sink.error from None  # torch says it in other words, and Ctrl-C, too
-        raise
+        except Exception:
+            if sink.error is not None:
+                raise sink.error from None  # torch says it in other words, and Ctrl-C, too
+            raise
+
+
+def _write_remote(checkpoint: Any, location: Location) -> None:
+    location.fs.makedirs(location.fs._parent(location.path), exist_ok=True)
+    with location.fs.transaction, location.fs.open(location.path, "wb") as file:
+        torch.save(checkpoint, file)
 
 
 @contextmanager
@@ -81,14 +88,6 @@ def _checksums() -> Iterator[None]:
         set_crc32_options(chosen)
 
 
-def _write_remote(checkpoint: Any, location: Location, on_progress: Progress | None) -> None:
-    location.fs.makedirs(location.fs._parent(location.path), exist_ok=True)
-    with location.fs.transaction, location.fs.open(location.path, "wb") as file, _checksums():
-        torch.save(checkpoint, file)
-        if on_progress is not None:
-            on_progress(file.tell())
-
-
 def remove(path: PathLike) -> None:
     """Remove a checkpoint, file or directory; nothing happens where there is none.
 
@@ -96,11 +95,17 @@ def remove(path: PathLike) -> None:
         CheckpointError: it is still there.
     """
     location = locate(path)
+    local = location.local
     try:
-        if location.local is not None:
-            _remove_local(location.local)
-        elif location.fs.exists(location.path):
-            location.fs.rm(location.path, recursive=True)
+        if local is None:
+            if location.fs.exists(location.path):
+                location.fs.rm(location.path, recursive=True)
+        elif local.is_dir() and not local.is_symlink():
+            shutil.rmtree(local)
+        else:
+            local.unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise CheckpointError(
             f"cannot remove checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}"
@@ -113,33 +118,22 @@ def link(target: PathLike, path: PathLike) -> None:
     Raises:
         CheckpointSaveError: neither could be made.
     """
-    location, source = locate(path), locate(target)
-    assert location.local is not None, "Lightning refuses links elsewhere"
-    assert source.local is not None, "Lightning refuses links elsewhere"
+    location, source = locate(path), locate(target).local
+    local = location.local
+    assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
     try:
-        if location.local.is_dir() and not location.local.is_symlink():
-            shutil.rmtree(location.local)
+        if local.is_dir() and not local.is_symlink():
+            shutil.rmtree(local)
         try:
-            atomic_symlink(source.local, location.local)
+            atomic_symlink(source, local)
         except OSError:
-            with atomic_write(location.local) as sink, source.local.open("rb") as file:
+            with atomic_write(local) as sink, source.open("rb") as file:
                 shutil.copyfileobj(file, sink)
     except OSError as error:
-        raise save_error(error, location) from error
+        raise _save_error(error, location) from error
 
 
-def _remove_local(path: Path) -> None:
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        pass
-
-
-def save_error(error: OSError, location: Location) -> CheckpointSaveError:
-    """The named error for what the system said."""
+def _save_error(error: OSError, location: Location) -> CheckpointSaveError:
     return CheckpointSaveError(
         f"cannot save checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}; "
         "what was there before is untouched",
@@ -160,35 +154,13 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
 def _remedy(error: OSError, location: Location) -> str:
     directory = Path(location.path).parent
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"free some space{_space_left(directory)}, or save elsewhere"
+        with suppress(OSError):
+            left = shutil.disk_usage(directory).free / 2**20
+            return f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"let user {_user()} write to {directory}, or save elsewhere"
-    if error.errno == errno.EROFS:
-        return "its file system is mounted read-only: save elsewhere"
-    if error.errno in (errno.EISDIR, errno.ENOTEMPTY):
-        return "there is a directory at that path: remove it, or choose another name"
-    if error.errno == errno.ENAMETOOLONG:
-        return f"shorten the file name ({len(os.fsencode(Path(location.path).name))} bytes)"
-    if error.errno == errno.ENOENT:
-        return f"directory {directory} has been removed: make it again, or save elsewhere"
-    if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "a file stands where the path needs a directory: choose another path"
-    return "look at the file system, or save elsewhere"
-
-
-def _space_left(directory: Path) -> str:
-    try:
-        status = os.statvfs(directory)
-    except OSError:
-        return ""
-    return f" ({status.f_bavail * status.f_frsize / 2**20:.0f} MiB are left on the file system of {directory})"
-
-
-def _user() -> str:
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
+        with suppress(KeyError):
+            return f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
+    return _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
 
 
 def _culprit(checkpoint: Any) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint in two parts: everything but the memory of its tensors, pickled, and that memory.
+"""Take a checkpoint apart into the memory of its tensors and everything else, pickled; put it together again.
 
 Tensors are pickled as ``torch.save`` pickles them, so every kind that it takes can be taken apart and put together.
 """
@@ -7,29 +7,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 from torch.storage import TypedStorage
 
 
-@dataclass(frozen=True)
-class Skeleton:
-    """What :func:`split` has made of a checkpoint.
-
-    Attributes:
-        pickled: everything but the memory of tensors.
-        storages: that memory, each piece once.
-    """
-
-    pickled: bytes
-    storages: list[UntypedStorage] = field(repr=False)
-
-
-def split(content: Any) -> Skeleton:
-    """Take a checkpoint apart; the memory is not copied.
+def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
+    """Pickle everything but the memory of tensors; that memory comes beside it, each piece once and not copied.
 
     Raises:
         Exception: whatever pickling raises for what cannot be pickled.
@@ -37,7 +23,7 @@ def split(content: Any) -> Skeleton:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(content)
-    return Skeleton(file.getvalue(), pickler.storages)
+    return file.getvalue(), pickler.storages
 
 
 def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
@@ -51,6 +37,11 @@ def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
 def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
     """Equal for storages that are the same memory; parts of a NumPy array begin at one place, and differ in size."""
     return str(storage.device), storage.data_ptr(), storage.nbytes()
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """The memory as a tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Pickler(pickle.Pickler):

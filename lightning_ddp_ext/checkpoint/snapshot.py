@@ -7,30 +7,15 @@ what would overwrite the tensors waits for it, on the GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
-from lightning_ddp_ext.checkpoint.skeleton import join, split
+from lightning_ddp_ext.checkpoint.skeleton import bytes_of, join, split
 
 _ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What :func:`take` has taken; valid until the buffer is used for the next one."""
-
-    pickled: bytes
-    storages: list[UntypedStorage] = field(repr=False)
-    copied: list[torch.cuda.Event]
-
-    def content(self) -> Any:
-        """The checkpoint, as it was; made of new objects on the buffer's memory."""
-        for event in self.copied:
-            event.synchronize()
-        return join(self.pickled, self.storages)
 
 
 class Buffer:
@@ -45,8 +30,27 @@ class Buffer:
         """Bytes that it takes."""
         return self._bytes.numel()
 
-    def copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
-        """Copies of ``storages`` in the buffer; those from GPUs are there when the events have happened."""
+    def take(self, checkpoint: Any) -> Callable[[], Any]:
+        """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
+
+        Returns:
+            What gives the copy, made of new objects on this memory, until the next one is taken.
+
+        Raises:
+            Exception: whatever pickling raises for what cannot be pickled.
+        """
+        pickled, storages = split(checkpoint)
+        copies, copied = self._copy(storages)
+
+        def content() -> Any:
+            for event in copied:
+                event.synchronize()
+            return join(pickled, copies)
+
+        return content
+
+    def _copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
+        """Copies of ``storages``; those from GPUs are there when the events have happened."""
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
@@ -55,7 +59,7 @@ class Buffer:
             size = storage.nbytes()
             piece = self._bytes[used : used + size]
             with torch.cuda.stream(sides.get(storage.device)):  # none for the CPU: then it does nothing
-                piece.copy_(_bytes_of(storage), non_blocking=True)
+                piece.copy_(bytes_of(storage), non_blocking=True)
             # An empty part of the buffer would have the address of the next one, and torch.save takes them for one.
             copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
             used += aligned(size)
@@ -74,24 +78,6 @@ class Buffer:
         return side
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def aligned(size: int) -> int:
     """So many bytes, rounded up."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def take(checkpoint: Any, buffer: Buffer) -> Snapshot:
-    """Copy ``checkpoint`` as it is now.
-
-    Args:
-        checkpoint: what ``torch.save`` would take; tensors may be on any device.
-        buffer: where to; what was there before is void.
-
-    Raises:
-        Exception: whatever pickling raises for what cannot be pickled.
-    """
-    skeleton = split(checkpoint)
-    return Snapshot(skeleton.pickled, *buffer.copy(skeleton.storages))

@@ -11,7 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -151,6 +151,10 @@ def _parse(file: BinaryIO, path: str, name: str) -> Archive:
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
             f"and was probably cut off; {_ANOTHER}"
         ) from None
+    if all(record.name != "data.pkl" for record in records):
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+        )
     if any(record.offset + record.size > size for record in records):
         raise DamagedCheckpointError(f"checkpoint {name} is damaged: records lie beyond its {size} bytes; {_ANOTHER}")
     for one, other in pairwise(records):
@@ -171,13 +175,7 @@ def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
     return Record(entry.filename.partition("/")[2], entry.header_offset, offset, entry.file_size, entry.CRC)
 
 
-def find_damage(
-    archive: Archive,
-    records: Iterable[Record],
-    *,
-    threads: int = 1,
-    on_progress: Callable[[int], None] | None = None,
-) -> list[Record]:
+def find_damage(archive: Archive, records: Iterable[Record], *, threads: int = 1) -> list[Record]:
     """The records whose content does not have the checksum that was recorded for it.
 
     The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
@@ -186,25 +184,18 @@ def find_damage(
         archive: the file that the records are in.
         records: those to check; one without a checksum is passed over.
         threads: how many records to check at a time.
-        on_progress: called with the number of bytes checked so far.
 
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
         DamagedCheckpointError: it has become shorter.
     """
     checked = [record for record in records if record.has_crc and record.size]
-    damaged, done = [], 0
     try:
-        with open(archive.path, "rb") as file, ThreadPoolExecutor(max(1, threads)) as pool:
-            apply = map if threads <= 1 else pool.map
-            for record, crc in zip(checked, apply(lambda each: _crc_of(archive, file, each), checked), strict=True):
-                damaged += [record] if crc != record.crc else []
-                done += record.size
-                if on_progress is not None:
-                    on_progress(done)
+        with open(archive.path, "rb") as file, ThreadPoolExecutor(threads) as pool:
+            crcs = pool.map(lambda record: _crc_of(archive, file, record), checked)
+            return [record for record, crc in zip(checked, crcs, strict=True) if crc != record.crc]
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
-    return damaged
 
 
 def _crc_of(archive: Archive, file: BinaryIO, record: Record) -> int:
@@ -218,8 +209,7 @@ def _crc_of(archive: Archive, file: BinaryIO, record: Record) -> int:
     return crc
 
 
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def threads_for(processes: int) -> int:
+    """How many threads each of so many processes of this host may keep busy."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return max(1, min(8, cores // processes))

@@ -6,25 +6,17 @@ from typing import Annotated
 
 import typer
 
-from lightning_ddp_ext.checkpoint.collectives import show_nothing
 from lightning_ddp_ext.cli import cleaning, inspection, verification
-from lightning_ddp_ext.cli.output import finish, progress_on_stderr
+from lightning_ddp_ext.cli.output import finish
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 checkpoint = typer.Typer(no_args_is_help=True)
 app.add_typer(checkpoint, name="checkpoint", help="Look at checkpoint files, and clear up after killed saves.")
 
-_Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint file on this machine.", show_default=False)]
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="A file, or URL.", show_default=False)]
 _Directory = Annotated[str, typer.Argument(metavar="DIR", help="Where checkpoints are saved.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else; sizes are bytes.")]
 _Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Files, or URLs.", show_default=False)]
-_WeightsOnly = Annotated[
-    bool,
-    typer.Option(
-        "--weights-only/--no-weights-only",
-        help="Unpickle data alone, or everything, which runs code that the file may hold.",
-    ),
-]
 _Yes = Annotated[bool, typer.Option("--yes", help="Remove them.")]
 
 
@@ -46,13 +38,12 @@ def _about(
 
 
 @checkpoint.command()
-def inspect(path: _Path, weights_only: _WeightsOnly = True, json: _Json = False) -> None:
+def inspect(path: _Path, json: _Json = False) -> None:
     """List every tensor of a checkpoint without loading it: key, shape, dtype, size.
 
-    Nothing that the file holds is run, unless --no-weights-only says so. Ends with status 1 if its tensors cannot be
-    listed.
+    Nothing that the file holds is run. Ends with status 1 if its tensors cannot be listed.
     """
-    finish(inspection.inspect(path, weights_only=weights_only), as_json=json)
+    finish(inspection.inspect(path), as_json=json)
 
 
 @checkpoint.command()
@@ -62,8 +53,7 @@ def verify(paths: _Paths, json: _Json = False) -> None:
     Ends with status 0 if all files are whole, 1 if one is damaged, cut off, missing or no checkpoint, and else 3 if one
     has no checksums.
     """
-    progress = show_nothing if json else progress_on_stderr
-    finish(*(verification.verify(path, progress=progress) for path in paths), as_json=json)
+    finish(*(verification.verify(path) for path in paths), as_json=json)
 
 
 @checkpoint.command()

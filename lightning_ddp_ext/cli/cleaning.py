@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from lightning_ddp_ext.checkpoint.atomic_file import Leftover, find_leftovers, remove_leftovers
-from lightning_ddp_ext.cli.files import refuse_url
+from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.cli.output import Report, add_row, age_text, count_text, size_text, table
 from lightning_ddp_ext.errors import CheckpointError
 
@@ -21,7 +21,8 @@ def clean(directory: str, *, remove: bool) -> Report:
         remove: whether to remove those that are older than an hour, too.
     """
     try:
-        refuse_url(directory)
+        if locate(directory).local is None:
+            raise CheckpointError(f"{directory} is a URL, and only local directories have such files; give one")
         removed = remove_leftovers(Path(directory)) if remove else []
         leftovers = [*removed, *find_leftovers(Path(directory))]
     except CheckpointError as error:

@@ -1,96 +1,119 @@
-"""What is in this checkpoint file?"""
+"""What is in this checkpoint file, without running any of it?"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from rich.table import Table
 
-from lightning_ddp_ext.checkpoint.zip_crc import Archive
-from lightning_ddp_ext.cli.files import TensorEntry, open_file, plain, read_file, tensors_in
-from lightning_ddp_ext.cli.output import Report, add_row, count_text, header, size_text, table
-from lightning_ddp_ext.cli.tensors import payload_bytes
-from lightning_ddp_ext.errors import CheckpointError, UnsafeCheckpointError
+from lightning_ddp_ext.checkpoint.load import refuse_damage
+from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
+from lightning_ddp_ext.checkpoint.structure import StoredTensor, named_tensors, read_structure
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.cli.output import Report, add_row, header, size_text, table
+from lightning_ddp_ext.errors import CheckpointError
 
 # Of a plain state dict all names are top-level keys, and the table has them all.
 _MOST_KEYS = 20
 
 
-def inspect(path: str, *, weights_only: bool = True) -> Report:
-    """Every tensor of a file; its records only, where it cannot be unpickled.
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file, as people and programs want to see it listed."""
 
-    Args:
-        path: of a local file.
-        weights_only: whether code that it holds is refused.
-    """
+    key: str
+    """Its path, such as ``optimizer_states.0.state.3.exp_avg``."""
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    """Bytes of its elements."""
+    memory_size: int
+    """Bytes of the memory that was saved for it, which may be that of other tensors, too."""
+    device: str
+    """That it was saved from."""
+    record: str | None
+    """Where in the archive that memory is."""
+    shared_with: str | None
+    """The first other tensor that has the same memory."""
+
+
+def inspect(path: str) -> Report:
+    """Every tensor of a file, or URL."""
     try:
-        archive = open_file(path)
+        with on_local_disk(locate(path)) as local:
+            return _listed(open_archive(local, path))
     except CheckpointError as error:
         return Report({"path": path}, str(error))
+    except OSError as error:
+        return Report({"path": path}, f"checkpoint {path} cannot be read: {error.strerror or error}")
+
+
+def _listed(archive: Archive) -> Report:
+    if archive.records is None:
+        raise CheckpointError(
+            f"checkpoint {archive.name} is in the format from before torch 1.6, which cannot be listed without loading "
+            "it; load it with torch.load, and save it again"
+        )
+    refuse_damage(archive, ())
     try:
-        return _listed(archive, weights_only)
-    except UnsafeCheckpointError as error:
-        return _records_only(archive, f"{error}; here: --no-weights-only, which runs what the file holds")
-    except CheckpointError as error:
-        return _records_only(archive, str(error))
-
-
-def _listed(archive: Archive, weights_only: bool) -> Report:
-    reading = read_file(archive, weights_only=weights_only)
-    tensors = tensors_in(reading)
-    value = reading.value
+        content = read_structure(archive)
+        tensors = _entries(archive, list(named_tensors(content)))
+    except Exception as error:  # there is no end to what a malformed pickle can raise
+        raise CheckpointError(f"checkpoint {archive.name} cannot be listed: {error}; load it with torch.load") from None
+    keys = [str(key) for key in content] if isinstance(content, Mapping) else None
     facts = {
-        **_file_facts(archive),
-        **_lightning_facts(value),
-        "top_level_keys": [str(key) for key in value] if isinstance(value, Mapping) else None,
-        "tensor_bytes": payload_bytes(value),
-        "unlisted_records": _unlisted(archive, tensors),
-        "tensors": [asdict(tensor) for tensor in tensors],
-    }
-    return Report(facts, parts=[_header(facts, value, len(tensors)), _tensor_table(tensors)])
-
-
-def _file_facts(archive: Archive) -> dict[str, Any]:
-    return {
         "path": archive.name,
         "file_bytes": archive.size,
-        "format": "before torch 1.6" if archive.records is None else "zip",
+        **_lightning_facts(content),
+        "top_level_keys": keys,
+        "tensor_bytes": sum(record.size for record in archive.tensor_data),
+        "tensors": [asdict(tensor) for tensor in tensors],
     }
+    about = {
+        "file": archive.name,
+        "size": size_text(archive.size),
+        "tensors": f"{len(tensors)}, {size_text(facts['tensor_bytes'])} in all",
+        "Lightning": _text(facts.get("lightning_version")),
+        "epoch": _text(facts.get("epoch")),
+        "global step": _text(facts.get("global_step")),
+        "top-level keys": _key_list(keys or []),
+    }
+    return Report(facts, parts=[header(about), _tensor_table(tensors)])
 
 
-def _lightning_facts(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or "pytorch-lightning_version" not in value:
+def _lightning_facts(content: Any) -> dict[str, Any]:
+    if not isinstance(content, Mapping) or "pytorch-lightning_version" not in content:
         return {}
-    return {
-        "lightning_version": plain(value["pytorch-lightning_version"]),
-        "epoch": plain(value.get("epoch")),
-        "global_step": plain(value.get("global_step")),
-    }
+    names = {"pytorch-lightning_version": "lightning_version", "epoch": "epoch", "global_step": "global_step"}
+    values = {short: content.get(name) for name, short in names.items()}
+    return {name: value if isinstance(value, (int, str)) else None for name, value in values.items()}
 
 
-def _unlisted(archive: Archive, tensors: Sequence[TensorEntry]) -> list[str]:
-    """Memory of tensors that cannot be named, such as those of a class that keeps them to itself."""
-    listed = {tensor.record for tensor in tensors}
-    return [record.name for record in archive.tensor_data if record.size and record.name not in listed]
+def _entries(archive: Archive, found: Sequence[tuple[str, StoredTensor]]) -> list[TensorEntry]:
+    sizes = {record.name: record.size for record in archive.tensor_data}
+    names: dict[str, list[str]] = {}
+    for name, tensor in found:
+        if tensor.record is not None and sizes.get(tensor.record):
+            names.setdefault(tensor.record, []).append(name)
+    return [_entry(name, tensor, sizes, names.get(tensor.record or "", [])) for name, tensor in found]
 
 
-def _header(facts: Mapping[str, Any], value: Any, tensors: int) -> Table:
-    keys = facts["top_level_keys"]
-    return header(
-        {
-            "file": facts["path"],
-            "size": size_text(facts["file_bytes"])
-            + (", in the format from before torch 1.6: without checksums, read whole" * (facts["format"] != "zip")),
-            "tensors": f"{tensors}, {size_text(facts['tensor_bytes'])} in all",
-            "Lightning": _text(facts.get("lightning_version")),
-            "epoch": _text(facts.get("epoch")),
-            "global step": _text(facts.get("global_step")),
-            "top-level keys": f"none: it holds one {type(value).__name__}" if keys is None else _key_list(keys),
-            "not listed": ", ".join(facts["unlisted_records"]),
-        }
+def _entry(name: str, tensor: StoredTensor, sizes: Mapping[str, int], sharing: Sequence[str]) -> TensorEntry:
+    itemsize = getattr(torch, tensor.dtype, torch.uint8).itemsize
+    return TensorEntry(
+        key=name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        size=math.prod(tensor.shape) * itemsize,
+        memory_size=sizes.get(tensor.record or "", 0),
+        device=tensor.device,
+        record=tensor.record,
+        shared_with=next((other for other in sharing if other != name), None),
     )
 
 
@@ -126,20 +149,3 @@ def _notes(tensor: TensorEntry) -> list[str]:
     elif tensor.memory_size > tensor.size:
         notes.append(f"saved with {size_text(tensor.memory_size)} of memory")
     return notes
-
-
-def _records_only(archive: Archive, error: str) -> Report:
-    records = archive.records or ()
-    facts = {
-        **_file_facts(archive),
-        "records": [{"name": record.name, "size": record.size} for record in records],
-    }
-    listing = table("record", "size", numbers=["size"])
-    for record in records:
-        add_row(listing, record.name, size_text(record.size))
-    about = {
-        "file": archive.name,
-        "size": size_text(archive.size),
-        "tensors": f"not known; their memory is in {count_text(len(archive.tensor_data), 'record')}" * bool(records),
-    }
-    return Report(facts, error, [header(about), *([listing] if records else [])])

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-# Bytes: what is smaller is checked before anybody has read a progress bar.
-_LARGE = 256 << 20
 # Columns where there is no terminal: whoever reads a pipe or a file wants whole lines.
 _ENDLESS = 1 << 15
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -123,13 +119,3 @@ def count_text(number: int, what: str) -> str:
     ('1 tensor', '2 tensors')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-@contextmanager
-def progress_on_stderr(what: str, size: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar for large files, while somebody looks at a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-    disabled = (size or 0) < _LARGE or not sys.stderr.isatty()
-    with Progress(*columns, console=_console(sys.stderr), transient=True, disable=disabled) as bar:
-        task = bar.add_task(what, total=size)
-        yield lambda done: bar.update(task, completed=done)

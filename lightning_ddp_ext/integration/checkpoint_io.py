@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint import map_location as locations
-from lightning_ddp_ext.checkpoint.async_save import BackgroundSaver, RemovalGuard
+from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
-from lightning_ddp_ext.checkpoint.collectives import Ranks, Show, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, Restored, restore
+from lightning_ddp_ext.checkpoint.map_location import MapLocation, placement
+from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore
 from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
@@ -48,8 +48,9 @@ class RankZeroCheckpointIO(CheckpointIO):
             switched off; a file without is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
-        restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
-            ``"auto"``: map where all see the same file, else broadcast.
+        restore: how ranks read together. ``"map"``: each maps the file that it sees. ``"broadcast"``: rank 0 sends it,
+            and one of the others on each host keeps it in the temporary directory meanwhile. ``"auto"``: rank 0 sends
+            it to those that do not see it.
         on_save_error: ``"raise"``, or ``"warn"`` and train on: errors of saves within ``fit`` cannot be caught.
 
     Raises:
@@ -58,7 +59,7 @@ class RankZeroCheckpointIO(CheckpointIO):
 
     def __init__(
         self,
-        map_location: locations.MapLocation = None,
+        map_location: MapLocation = None,
         *,
         background: bool = False,
         verify: bool = True,
@@ -66,34 +67,15 @@ class RankZeroCheckpointIO(CheckpointIO):
         restore: Mode = "auto",
         on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        locations.check(map_location)
+        placement(map_location)  # refuses a wrong one now rather than when it is used
         _check_choice("restore", restore, ("auto", "map", "broadcast"))
         _check_choice("on_save_error", on_save_error, ("raise", "warn"))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
-        self.show: Show = show_nothing
         self.is_default = False
-        self._guard = RemovalGuard()
-        self._saver: BackgroundSaver | None = None
+        self.saver = Saver()
         self._tidied: set[Path] = set()
-
-    def prepare(self, show: Show, deadline: timedelta | None) -> None:
-        """Before a save: set how to show progress, and for how long it may delay a forced end of this process."""
-        self.show = show
-        if deadline is not None:
-            self._guard.deadline = deadline.total_seconds()
-
-    @property
-    def failed_saves(self) -> frozenset[str]:
-        """The paths whose last save, as far as it has ended, has failed."""
-        return frozenset(self._guard.failed)
-
-    def settled_failures(self) -> frozenset[str]:
-        """The same when all saves have ended; errors are left to :meth:`wait` and the next save."""
-        if self._own_saver is not None:
-            self._own_saver.join()
-        return self.failed_saves
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -110,28 +92,23 @@ class RankZeroCheckpointIO(CheckpointIO):
             )
         _warn_if_wrapped()
         with self._errors_as_chosen():
-            self._raise_earlier_error()
+            self.saver.raise_error()
         with self._errors_as_chosen():
             self.tidy(path)
             if self.background and Path(path).name != _HANDED_OVER:
-                self._copy_and_write_later(checkpoint, os.fspath(path))
+                self._copy_and_write_later(checkpoint, path)
             else:
-                self._guard.save(os.fspath(path), lambda: self._write(checkpoint, path))
+                self.saver.save(os.fspath(path), partial(write, checkpoint, path))
 
-    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: str) -> None:
+    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: PathLike) -> None:
         try:
-            self._background.save(checkpoint, path)
+            self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
         except Exception as error:
-            self._guard.note_failure(path)
             raise unwritable(checkpoint, path, error) from error
-
-    def _write(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        with self.show("saving", None) as on_progress:
-            write(checkpoint, path, on_progress)
 
     @override
     def load_checkpoint(
-        self, path: PathLike, map_location: locations.MapLocation = None, weights_only: bool | None = None
+        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what was saved, on this rank alone and into memory of its own.
 
@@ -139,18 +116,24 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        restored = restore(locate(path), Ranks(), self.options_for(weights_only, map_location), show=self.show)
-        self.warn_if_unchecked(path, restored)
-        return restored.value  # type: ignore[no-any-return]
+        return self.read(path, Ranks(), self.options_for(weights_only, map_location))  # type: ignore[no-any-return]
 
     @staticmethod
-    def warn_if_unchecked(path: PathLike, restored: Restored) -> None:
-        """Say that a file has no checksums."""
+    def read(path: PathLike, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Any:
+        """Read a checkpoint on all of ``ranks``; a file without checksums gives a warning. Collective.
+
+        Raises:
+            CheckpointError: one of its kinds, on every rank.
+        """
+        restored = restore(locate(path), ranks, options, map_weights=map_weights)
+        if ranks.world_size > 1:
+            rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
         if not restored.is_checked:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
+        return restored.value
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -159,8 +142,7 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        with self._errors_as_chosen():
-            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: remove(path)))
+        self._in_turn(path, partial(remove, path))
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -170,8 +152,11 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: neither could be made.
         """
+        self._in_turn(path, partial(link, target, path))
+
+    def _in_turn(self, path: PathLike, job: Callable[[], None]) -> None:
         with self._errors_as_chosen():
-            self._in_turn(lambda: self._guard.remove(os.fspath(path), lambda: link(target, path)))
+            self.saver.follow_up(os.fspath(path), job, later=self.background)
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
@@ -179,10 +164,8 @@ class RankZeroCheckpointIO(CheckpointIO):
         Raises:
             CheckpointSaveError: something could not be saved, and nobody has been told so far.
         """
-        saver = self._own_saver
-        if saver is not None:
-            with self._errors_as_chosen():
-                saver.wait()
+        with self._errors_as_chosen():
+            self.saver.wait()
 
     @override
     def teardown(self) -> None:
@@ -204,7 +187,7 @@ class RankZeroCheckpointIO(CheckpointIO):
             size = sum(leftover.size for leftover in removed) / 2**20
             rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
 
-    def options_for(self, weights_only: bool | None, map_location: locations.MapLocation = None) -> LoadOptions:
+    def options_for(self, weights_only: bool | None, map_location: MapLocation = None) -> LoadOptions:
         """How to read where a call says something of its own."""
         mine = self.load_options
         return replace(
@@ -212,30 +195,6 @@ class RankZeroCheckpointIO(CheckpointIO):
             map_location=mine.map_location if map_location is None else map_location,
             weights_only=mine.weights_only if weights_only is None else weights_only,
         )
-
-    @property
-    def _background(self) -> BackgroundSaver:
-        if self._own_saver is None:
-            self._saver = BackgroundSaver(write, self._guard)
-        assert self._saver is not None
-        return self._saver
-
-    @property
-    def _own_saver(self) -> BackgroundSaver | None:
-        """That of this process; a forked one makes its own."""
-        saver = self._saver
-        return saver if saver is not None and saver.is_of_this_process else None
-
-    def _raise_earlier_error(self) -> None:
-        saver = self._own_saver
-        if saver is not None:
-            saver.raise_error()
-
-    def _in_turn(self, job: Callable[[], None]) -> None:
-        if self.background:
-            self._background.submit(job)
-        else:
-            job()
 
     @contextmanager
     def _errors_as_chosen(self) -> Iterator[None]:
@@ -247,16 +206,11 @@ class RankZeroCheckpointIO(CheckpointIO):
                 raise
             rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Started ranks get a copy; threads, and what has been seen of the disk, are this process's own.
-        return {**self.__dict__, "_saver": None, "_tidied": set(), "show": show_nothing}
-
 
 def _warn_if_wrapped() -> None:
     """Warn of Lightning's ``AsyncCheckpointIO`` around ours: it calls ``save_checkpoint`` from its own thread."""
-    frame = inspect.currentframe()
-    callers = (each for each in (frame and frame.f_back and frame.f_back.f_back,) if each is not None)
-    if any(caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin") for caller in callers):
+    caller = sys._getframe(2)  # that of save_checkpoint
+    if caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin"):
         rank_zero_warn(
             "AsyncCheckpointIO around RankZeroCheckpointIO copies a checkpoint twice, removes the last good one before "
             "its successor is there, and tells of errors late; use RankZeroCheckpointIO(background=True) alone"

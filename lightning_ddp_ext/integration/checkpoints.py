@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.key_prefixes import names_in_model
-from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.compat import ReplacedMethods
@@ -28,10 +26,8 @@ from lightning_ddp_ext.integration.lightning_tree import (
     Precision,
     Strategy,
     TrainerStatus,
-    rank_zero_info,
     rank_zero_warn,
 )
-from lightning_ddp_ext.integration.progress import progress_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from lightning_ddp_ext.supervision.places import calling_place
@@ -59,13 +55,13 @@ class Checkpoints:
             Exception: what the IO raises, on every rank.
         """
         io = self._strategy.checkpoint_io
-        if isinstance(io, RankZeroCheckpointIO):
-            stops = getattr(self._strategy, "stops", None)  # of our strategy
-            io.prepare(progress_of(self._trainer), None if stops is None else stops.deadline)
+        stops = getattr(self._strategy, "stops", None)  # of our strategy
+        if isinstance(io, RankZeroCheckpointIO) and stops is not None:
+            io.saver.deadline = stops.deadline.total_seconds()
 
         def work() -> frozenset[str]:
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return _failed_saves(io)
+            return frozenset(io.saver.failed if isinstance(io, RankZeroCheckpointIO) else ())
 
         self.failed_saves = self.on_rank_zero(work, f"saving {os.fspath(path)}") or frozenset()
 
@@ -77,29 +73,34 @@ class Checkpoints:
         """
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
+    def settle(self) -> None:
+        """Wait until ``failed_saves`` is complete. Collective, unless the Trainer is interrupted."""
+        io = self._background_io
+        if io is None:
+            return
+
+        def work() -> frozenset[str]:
+            io.saver.join()
+            return frozenset(io.saver.failed)
+
+        self.failed_saves = self.on_rank_zero(work, "saving in the background") or frozenset()
+
     def finish(self) -> None:
         """Wait for what is saved in the background. Collective, unless the Trainer is interrupted.
 
         Raises:
             CheckpointSaveError: something could not be saved; on every rank.
         """
-        io = self._strategy.checkpoint_io
-        if not isinstance(io, RankZeroCheckpointIO) or not io.background:
+        io = self._background_io
+        if io is None:
             return
         self.settle()
-        if not self.is_interrupted:
-            self.on_rank_zero(io.wait, "saving in the background")
-            return
         try:
-            io.wait()
+            self.on_rank_zero(io.wait, "saving in the background")
         except Exception as error:
+            if not self.is_interrupted:
+                raise
             rank_zero_warn(f"and {error}")  # another error is on its way to the user already
-
-    def settle(self) -> None:
-        """Wait until ``failed_saves`` is complete. Collective, unless the Trainer is interrupted."""
-        io = self._strategy.checkpoint_io
-        if isinstance(io, RankZeroCheckpointIO) and io.background:
-            self.failed_saves = self.on_rank_zero(io.settled_failures, "saving in the background") or frozenset()
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
@@ -155,16 +156,9 @@ class Checkpoints:
         with self._every_rank(f"reading {self._path}"):
             if self._strategy.is_global_zero:
                 io.tidy(path)
-            restored = restore(
-                locate(path),
-                self._ranks,
-                io.options_for(weights_only),
-                receive_into=self._own_weights if self._only_copies_weights else None,
-                show=progress_of(self._trainer),
-            )
-        rank_zero_info(f"checkpoint {self._path}: {restored.how}")
-        io.warn_if_unchecked(path, restored)
-        return adapted(restored.value, self._path, self._strategy.lightning_module)
+            map_weights = not wants_content(self._strategy.lightning_module, self._trainer)
+            content = io.read(path, self._ranks, io.options_for(weights_only), map_weights=map_weights)
+        return adapted(content, self._path, self._strategy.lightning_module)
 
     def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint's weights into the model by ``load``.
@@ -180,27 +174,15 @@ class Checkpoints:
                 "saved, or set strict_loading = False in the LightningModule if keys may be missing"
             ) from error
 
-    def release(self) -> None:
-        """Forget which file was read last; training or an evaluation begins."""
-        self._path = ""
-
-    @property
-    def _only_copies_weights(self) -> bool:
-        module = self._strategy.lightning_module
-        return module is not None and not wants_content(module, self._trainer)
-
-    def _own_weights(self, names: list[str]) -> Mapping[str, Tensor]:
-        """This rank's weights by the file's names."""
-        assert self._strategy.lightning_module is not None
-        own = self._strategy.lightning_module.state_dict()
-        in_model = names_in_model(names, own)
-        return {name: own[target] for name in names if (target := in_model.get(name, name)) in own}
-
     @property
     def saves_in_background(self) -> bool:
         """Whether a save may not have ended when :meth:`save` returns."""
+        return self._background_io is not None
+
+    @property
+    def _background_io(self) -> RankZeroCheckpointIO | None:
         io = self._strategy.checkpoint_io
-        return isinstance(io, RankZeroCheckpointIO) and io.background
+        return io if isinstance(io, RankZeroCheckpointIO) and io.background else None
 
     @property
     def _ranks(self) -> Ranks:
@@ -231,23 +213,22 @@ class Checkpoints:
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
-def _failed_saves(io: Any) -> frozenset[str]:
-    return io.failed_saves if isinstance(io, RankZeroCheckpointIO) else frozenset()
-
-
-def wants_content(module: LightningModule, trainer: Any) -> bool:
-    """Whether some hook is given the file's weights before they are loaded, and may read or change them."""
-    hooks = [
-        (module, LightningModule, ("on_load_checkpoint", "load_state_dict")),
-        *((callback, Callback, ("on_load_checkpoint",)) for callback in (trainer.callbacks if trainer else ())),
-        *(((trainer.precision_plugin, Precision, ("on_load_checkpoint",)),) if trainer else ()),
+def wants_content(module: LightningModule | None, trainer: Any) -> bool:
+    """Whether some hook is given the file's weights before they are loaded, and may read, change or keep them."""
+    if module is None:
+        return True
+    hooks: list[tuple[Any, type, str]] = [
+        (module, LightningModule, "on_load_checkpoint"),
+        (module, LightningModule, "load_state_dict"),
     ]
-    overridden = (
+    if trainer is not None:
+        hooks += [(callback, Callback, "on_load_checkpoint") for callback in trainer.callbacks]
+        hooks += [(trainer.precision_plugin, Precision, "on_load_checkpoint")]
+    overridden = [
         getattr(type(thing), name)
-        for thing, base, names in hooks
-        for name in names
+        for thing, base, name in hooks
         if getattr(type(thing), name) is not getattr(base, name)
-    )
+    ]
     # Hooks of this package, such as the watchdog's, do not look.
     if any(not hook.__module__.startswith("lightning_ddp_ext.") for hook in overridden):
         return True

@@ -458,7 +458,6 @@ class DDPExtStrategy(DDPStrategy):
 
     def _start(self) -> None:
         self._pass()
-        self.checkpoints.release()
         self.stops.on_start()
 
     @override

@@ -121,11 +121,18 @@ def saved(path: Path, content: Any, **options: Any) -> Archive:
     return open_archive(path)
 
 
-def read_alone(archive: Archive, place: Placement, *, weights_only: bool | None = None, verify: bool = True) -> Any:
+def read_alone(
+    archive: Archive,
+    place: Placement,
+    *,
+    weights_only: bool | None = None,
+    verify: bool = True,
+    map_weights: bool = False,
+) -> Any:
     """The checkpoint as one rank reads it that has nobody to share the checking with."""
     if verify:
         refuse_damage(archive, archive.tensor_data)
-    return read(archive, place, weights_only=weights_only)
+    return read(archive, place, weights_only=weights_only, map_weights=map_weights)
 
 
 def as_bytes(content: Any) -> bytes:

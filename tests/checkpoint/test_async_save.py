@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint.async_save import BackgroundSaver, RemovalGuard
+from lightning_ddp_ext.checkpoint.async_save import Saver
 from tests.checkpoint.content import numbers
 
 
 class Disk:
-    """Writes for a BackgroundSaver; holds one path until it is let go, and fails for others."""
+    """Writes for a Saver; holds one path until it is let go, and fails for others."""
 
     def __init__(self, held: str = "", failing: tuple[str, ...] = ()) -> None:
         self.events: list[str] = []
@@ -46,36 +46,42 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")]
 
 
+class Writer(Saver):
+    """Saves to such a disk."""
+
+    def __init__(self, disk: Disk) -> None:
+        super().__init__()
+        self.disk = disk
+
+    def write(self, checkpoint: Any, path: str) -> None:
+        self.save_later(path, checkpoint, lambda content: self.disk.write(content, path))
+
+
 @contextmanager
-def writer_on(disk: Disk) -> Iterator[BackgroundSaver]:
+def writer_on(disk: Disk) -> Iterator[Writer]:
     """Whatever the test does, the thread has ended afterwards."""
-    writer = BackgroundSaver(disk.write, RemovalGuard())
+    writer = Writer(disk)
     try:
         yield writer
     finally:
         disk.let_go.set()
-        if writer._thread is not None:
-            writer._thread.join()
-
-
-def remove(writer: BackgroundSaver, disk: Disk, path: str) -> None:
-    writer.submit(lambda: writer._guard.remove(path, disk.removal(path)))
+        writer.join()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
-def test_saves_and_removals_keep_their_guard(calls: list[tuple[bool, bool]]) -> None:
+def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
     """All is done in the order of the calls, but for removals after a save that failed; its error is told once."""
     failing = tuple(str(number) for number, (_, fails) in enumerate(calls) if fails)
     disk, expected, has_failed = Disk(failing=failing), [], False
     with writer_on(disk) as writer:
         for number, (is_save, fails) in enumerate(calls):
             if is_save:
-                writer.save({"x": numbers(3)}, str(number))
+                writer.write({"x": numbers(3)}, str(number))
                 expected.append(f"{'failed' if fails else 'wrote'} {number}")
                 has_failed = fails
             else:
-                remove(writer, disk, str(number))
+                writer.follow_up(str(number), disk.removal(str(number)), later=True)
                 expected += [] if has_failed else [f"removed {number}"]
         failed = [event.split()[1] for event in expected if event.startswith("failed")]
         if failed:
@@ -88,16 +94,16 @@ def test_saves_and_removals_keep_their_guard(calls: list[tuple[bool, bool]]) -> 
 
 def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
     """A removal that is left out, because its successor could not be written, is logged with its path."""
-    guard, disk = RemovalGuard(), Disk(failing=("new",))
+    saver, disk = Saver(), Disk(failing=("new",))
     with pytest.raises(OSError, match="no room"):
-        guard.save("new", lambda: disk.write({}, "new"))
-    assert guard.failed == {"new"}
+        saver.save("new", lambda: disk.write({}, "new"))
+    assert saver.failed == {"new"}
     with caplog.at_level(logging.WARNING):
-        guard.remove("old", disk.removal("old"))
+        saver.follow_up("old", disk.removal("old"), later=False)
     assert caplog.messages == ["leaving checkpoint old as it is: the save before has failed"]
-    guard.save("new", lambda: None)
-    assert guard.failed == set()
-    guard.remove("old", disk.removal("old"))
+    saver.save("new", lambda: None)
+    assert saver.failed == set()
+    saver.follow_up("old", disk.removal("old"), later=False)
     assert disk.events == ["failed new", "removed old"]
 
 
@@ -105,7 +111,7 @@ def test_training_goes_on_while_it_is_written() -> None:
     """A save returns before the write has ended; what changes afterwards is not in the file."""
     disk, x = Disk(held="first"), numbers(5)
     with writer_on(disk) as writer:
-        writer.save({"x": x}, "first")
+        writer.write({"x": x}, "first")
         assert disk.reached.wait(20)
         x.zero_()
         assert disk.events == []
@@ -121,11 +127,11 @@ def test_one_snapshot_at_a_time() -> None:
 
     def save_again() -> None:
         second_began.set()
-        writer.save({"x": x}, "second")
+        writer.write({"x": x}, "second")
         second_taken.set()
 
     with writer_on(disk) as writer:
-        writer.save({"x": x}, "first")
+        writer.write({"x": x}, "first")
         assert disk.reached.wait(20)
         other = threading.Thread(target=save_again)
         other.start()
@@ -145,7 +151,7 @@ def test_an_error_is_told_once() -> None:
     disk = Disk(failing=("a", "b"))
     with writer_on(disk) as writer:
         for path in ("a", "b", "c"):
-            writer.save({"x": numbers(1)}, path)
+            writer.write({"x": numbers(1)}, path)
         with pytest.raises(OSError, match=r"^no room for a$"):
             writer.wait()
         writer.raise_error()
@@ -158,8 +164,8 @@ def test_what_cannot_be_pickled_stops_nobody() -> None:
     disk = Disk()
     with writer_on(disk) as writer:
         with pytest.raises(AttributeError, match="lambda"):
-            writer.save({"x": lambda: None}, "bad")
-        writer.save({"x": numbers(1)}, "good")
+            writer.write({"x": lambda: None}, "bad")
+        writer.write({"x": numbers(1)}, "good")
         writer.wait()
     assert disk.events == ["wrote good"]
 
@@ -171,7 +177,7 @@ def test_waiting_ends_the_thread_and_it_can_begin_again() -> None:
         writer.wait()
         for path in ("first", "second"):
             assert threads() == []
-            writer.save({"x": numbers(1)}, path)
+            writer.write({"x": numbers(1)}, path)
             writer.wait()
         assert threads() == []
     assert disk.events == ["wrote first", "wrote second"]
@@ -179,14 +185,14 @@ def test_waiting_ends_the_thread_and_it_can_begin_again() -> None:
 
 @pytest.mark.parametrize("waits_again", [False, True])
 def test_an_interrupted_wait_loses_nothing(waits_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in guard."""
+    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in order."""
     disk, join = Disk(held="first"), threading.Thread.join
 
     def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
     with writer_on(disk) as writer:
-        writer.save({"x": numbers(1)}, "first")
+        writer.write({"x": numbers(1)}, "first")
         monkeypatch.setattr(threading.Thread, "join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.wait()
@@ -198,7 +204,7 @@ def test_an_interrupted_wait_loses_nothing(waits_again: bool, monkeypatch: pytes
             writer.wait()
             assert disk.events == ["wrote first"]
         for path in ("second", "third"):
-            writer.save({"x": numbers(1)}, path)
+            writer.write({"x": numbers(1)}, path)
         writer.wait()
     assert disk.events == ["wrote first", "wrote second", "wrote third"]
     assert threads() == []
@@ -210,7 +216,7 @@ def test_several_threads_may_save() -> None:
     with writer_on(disk) as writer:
 
         def save(name: int) -> None:
-            writer.save({"x": numbers(9) + name}, str(name))
+            writer.write({"x": numbers(9) + name}, str(name))
 
         savers = [threading.Thread(target=save, args=(name,)) for name in range(12)]
         for saver in savers:
@@ -238,9 +244,9 @@ def test_a_thread_that_cannot_be_started_holds_nobody_up(
     with writer_on(disk) as writer:
         monkeypatch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(type(error)):
-            writer.save({"x": numbers(1)}, "first")
+            writer.write({"x": numbers(1)}, "first")
         monkeypatch.setattr(threading.Thread, "start", start)
-        saves = threading.Thread(target=writer.save, args=({"x": numbers(1)}, "second"))
+        saves = threading.Thread(target=writer.write, args=({"x": numbers(1)}, "second"))
         saves.start()
         saves.join(20)
         assert not saves.is_alive(), "it waits for ever"
@@ -251,8 +257,8 @@ def test_a_thread_that_cannot_be_started_holds_nobody_up(
 def test_a_writer_that_nobody_needs_any_more_frees_its_memory() -> None:
     """Though it would be waited for at the process's end, if it were still there."""
     disk = Disk()
-    writer = BackgroundSaver(disk.write, RemovalGuard())
-    writer.save({"x": numbers(9)}, "a")
+    writer = Writer(disk)
+    writer.write({"x": numbers(9)}, "a")
     writer.wait()
     gone = weakref.ref(writer)
     del writer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks, show_nothing
+from lightning_ddp_ext.checkpoint.collectives import Ranks
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 
@@ -18,8 +18,6 @@ def test_one_rank_is_alone() -> None:
     data = torch.ones(3, dtype=torch.uint8)
     Ranks().broadcast(data)
     assert data.tolist() == [1, 1, 1]
-    with show_nothing("verifying", 10) as on_progress:
-        on_progress(10)
 
 
 def exchanged(rank: int, world_size: int, directory: Path) -> tuple[list[int], str, list[int], list[int]]:

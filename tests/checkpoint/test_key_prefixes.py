@@ -17,7 +17,6 @@ from lightning_ddp_ext.checkpoint.key_prefixes import (
     is_plain_state_dict,
     names_in_model,
     renamed,
-    weights_of,
 )
 from tests.checkpoint.content import numbers
 
@@ -80,20 +79,11 @@ def test_a_plain_state_dict_is_known(content: Any, is_plain: bool) -> None:
     assert is_plain_state_dict(content) is is_plain
 
 
-def test_weights_are_found_in_both_kinds() -> None:
-    """Tensors with names, of a plain state dict or below ``state_dict``; nothing where there are none."""
-    weight = numbers(2)
-    for content in ({"a": weight}, {"state_dict": {"a": weight, "_extra": 1, 3: weight}, "epoch": 1}):
-        assert weights_of(content) == {"a": weight}
-    for content in ({}, [weight], None, {"state_dict": [weight]}, {"epoch": 1}):
-        assert weights_of(content) == {}
-
-
 def test_a_plain_state_dict_becomes_a_checkpoint() -> None:
     """It has the weights and nothing to resume from, and is not plain any more."""
     weight = numbers(2)
     checkpoint = as_lightning_checkpoint({"a": weight}, "2.6")
-    assert weights_of(checkpoint) == {"a": weight}
+    assert checkpoint["state_dict"] == {"a": weight}
     assert not is_plain_state_dict(checkpoint)
     assert (checkpoint["optimizer_states"], checkpoint["pytorch-lightning_version"]) == ([], "2.6")
 

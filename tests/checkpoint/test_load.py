@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_ext.checkpoint import load as module
-from lightning_ddp_ext.checkpoint.load import damage_error, names_by_record, read
+from lightning_ddp_ext.checkpoint.load import damage_error, read
 from lightning_ddp_ext.checkpoint.map_location import placement
+from lightning_ddp_ext.checkpoint.structure import names_by_record
 from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
 from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.checkpoint.content import ANYWHERE, Owner, flip, kinds, mapped, model, numbers, read_alone, same, saved
@@ -26,12 +28,10 @@ class Tagged(Tensor):
     """A subclass of tensors."""
 
 
-@pytest.fixture(params=["mapped", "read"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Large files are mapped, small ones are read; what comes of it is the same."""
-    if request.param == "mapped":
-        monkeypatch.setattr(module, "_SMALL_FILE", 0)
-    return str(request.param)
+@pytest.fixture(autouse=True)
+def way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files are mapped like large ones."""
+    monkeypatch.setattr(module, "_SMALL_FILE", 0)
 
 
 def odd() -> dict[str, Any]:
@@ -108,11 +108,11 @@ def test_views_still_share(tmp_path: Path) -> None:
 WEIGHTS = {"a": numbers(6000), "tied": numbers(5000), "part": numbers(9000)[100:], "small": numbers(3)}
 
 
-def test_weights_stay_mapped_until_they_are_dropped(way: str, tmp_path: Path) -> None:
+def test_weights_stay_mapped_until_they_are_dropped(tmp_path: Path) -> None:
     """Where they are only copied into a model, they take no memory; then nothing of the file is mapped any more."""
     path = tmp_path / "it.ckpt"
     value = read(saved(path, {"state_dict": WEIGHTS, "epoch": 3}), ANYWHERE, map_weights=True)
-    assert mapped(path) is (way == "mapped")
+    assert mapped(path)
     assert same(value, {"state_dict": WEIGHTS, "epoch": 3})
     value.pop("state_dict")
     assert not mapped(path)
@@ -147,14 +147,39 @@ def test_everything_but_weights_has_memory_of_its_own(kind: str, tmp_path: Path)
         assert same(value, {"state_dict": left, "kept": content["kept"]})
 
 
-def test_a_plain_state_dict_is_mapped_too(way: str, tmp_path: Path) -> None:
+def test_a_plain_state_dict_is_mapped_too(tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())` is nothing but weights."""
     path = tmp_path / "it.ckpt"
     value = read(saved(path, WEIGHTS), ANYWHERE, map_weights=True)
-    assert mapped(path) is (way == "mapped")
+    assert mapped(path)
     assert same(value, WEIGHTS)
     value.clear()
     assert not mapped(path)
+
+
+def test_a_small_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is faster; nothing of it stays mapped."""
+    monkeypatch.undo()
+    path = tmp_path / "it.ckpt"
+    value = read(saved(path, {"state_dict": WEIGHTS}), ANYWHERE, map_weights=True)
+    assert not mapped(path)
+    assert same(value, {"state_dict": WEIGHTS})
+
+
+def test_what_cannot_be_pickled_again_is_read(tmp_path: Path) -> None:
+    """An object that forbids it does not keep a file from being read."""
+    path = tmp_path / "it.ckpt"
+    content = {"state_dict": WEIGHTS, "kept": Once()}
+    value = read(saved(path, content), ANYWHERE, weights_only=False, map_weights=True)
+    assert not mapped(path)
+    assert same(value["state_dict"], WEIGHTS)
+
+
+class Once:
+    """Can be pickled, and what comes of it cannot."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
 
 
 def test_damage_names_the_tensors(tmp_path: Path) -> None:

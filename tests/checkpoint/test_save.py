@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint import atomic_file
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
@@ -48,11 +48,10 @@ def url_in(where: str, directory: Path) -> str:
 
 @URLS
 def test_all_kinds_come_back(where: str, tmp_path: Path, memory: MemoryFileSystem) -> None:
-    """Every kind of tensor is read by torch as it was written; directories are made; the progress ends at the size."""
-    url, seen = url_in(where, tmp_path), list[int]()
-    write(kinds(), url, seen.append)
+    """Every kind of tensor is read by torch as it was written; directories are made."""
+    url = url_in(where, tmp_path)
+    write(kinds(), url)
     assert same(loaded(url), kinds())
-    assert seen[-1] == locate(url).fs.size(locate(url).path)
 
 
 @URLS
@@ -150,20 +149,24 @@ def test_an_object_that_breaks_off_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])
-def test_whoever_is_interrupted_while_writing_is_told_so(end: BaseException, tmp_path: Path) -> None:
+def test_whoever_is_interrupted_while_writing_is_told_so(
+    end: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not, in torch's words, that the file is too short; what was there before is untouched."""
     path = tmp_path / "it.ckpt"
     write({"number": 1}, path)
 
-    sizes: list[int] = []
+    write_some, calls = os.write, list[int]()
 
-    def interrupt_once(size: int) -> None:
-        sizes.append(size)
-        if len(sizes) == 4:
+    def interrupted(descriptor: int, view: memoryview) -> int:
+        calls.append(descriptor)
+        if len(calls) == 4:
             raise end
+        return write_some(descriptor, view)
 
+    monkeypatch.setattr(os, "write", interrupted)
     with pytest.raises(type(end)):
-        write(kinds(), path, interrupt_once)
+        write(kinds(), path)
     assert loaded(str(path)) == {"number": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
 
@@ -181,11 +184,11 @@ def test_whoever_is_interrupted_while_writing_is_told_so(end: BaseException, tmp
 def test_errors_of_the_disk_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str) -> None:
     """The error has the system's number, says what to do, and the earlier checkpoint is untouched."""
 
-    def fail(self: atomic_file.Sink, view: memoryview) -> None:
+    def fail(descriptor: int, view: memoryview) -> int:
         raise OSError(number, "because")
 
     write({"old": 1}, tmp_path / "it.ckpt")
-    monkeypatch.setattr(atomic_file.Sink, "_write", fail)
+    monkeypatch.setattr(os, "write", fail)
     with pytest.raises(CheckpointSaveError, match=f"it.ckpt: because; .*{says}") as caught:
         write({"new": 2}, tmp_path / "it.ckpt")
     assert caught.value.errno == number
@@ -198,7 +201,7 @@ def test_errors_of_the_disk_are_named(tmp_path: Path, monkeypatch: pytest.Monkey
         ("directory", errno.EISDIR, "there is a directory at that path"),
         ("file/it.ckpt", errno.EEXIST, "a file stands where the path needs a directory"),
         ("file/deeper/it.ckpt", errno.ENOTDIR, "a file stands where the path needs a directory"),
-        ("x" * 300, errno.ENAMETOOLONG, r"shorten the file name \(300 bytes\)"),
+        ("x" * 300, errno.ENAMETOOLONG, "shorten the file name"),
     ],
 )
 def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int, says: str) -> None:
@@ -239,7 +242,7 @@ def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
 def test_a_removal_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says that the checkpoint cannot be removed, and why."""
 
-    def fail(self: Path) -> None:
+    def fail(self: Path, missing_ok: bool) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     (tmp_path / "it.ckpt").touch()

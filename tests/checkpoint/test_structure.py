@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_ddp_ext.checkpoint.structure import Structure
+from lightning_ddp_ext.checkpoint.structure import named_tensors, names_by_record, read_structure
 from tests.checkpoint.content import Owner, kinds, model, numbers, saved
 
 
 def names(path: Path, content: Any) -> list[str]:
     archive = saved(path, content)
-    return [name for names in Structure(archive).names_of(archive.tensor_data).values() for name in names]
+    return [name for names in names_by_record(archive, archive.tensor_data).values() for name in names]
 
 
 class Both(Owner):
@@ -85,31 +85,13 @@ def test_circles_and_repetitions_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(kinds()))
-def test_only_memory_of_plain_weights_alone_may_stay_mapped(kind: str, tmp_path: Path) -> None:
-    """Whatever else a record is for, one that only weights refer to is told from it."""
-    shared = numbers(7)
-    content = {
-        "state_dict": {"a": numbers(5), "shared": shared, "b": numbers(6), "x._extra_state": numbers(4)},
-        "other": [shared[2:], kinds()[kind]],
-    }
-    structure = Structure(saved(tmp_path / "it.ckpt", content))
-    keys = dict(zip(["a", "shared", "b", "extra"], structure.order, strict=False))
-    assert structure.weights() == {keys["a"], keys["b"]}
-
-
-def test_the_order_is_that_of_torch(tmp_path: Path) -> None:
-    """Keys come in the order in which `torch.load` asks for memory, empty ones as often as it asks."""
-    base, empty = numbers(4), torch.empty(0)
-    archive = saved(tmp_path / "it.ckpt", [base, empty, numbers(5), base[1:], empty[:0], numbers(6), empty])
-    seen: list[int] = []
-
-    def noted(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        seen.append(storage.nbytes())
-        return storage.clone()
-
-    torch.load(archive.path, mmap=True, map_location=noted)
-    sizes = {record.name: record.size for record in archive.tensor_data}
-    assert [sizes[f"data/{key}"] for key in Structure(archive).order] == seen
+def test_types_and_shapes_are_those_of_the_tensor(kind: str, tmp_path: Path) -> None:
+    """Of a dense tensor of each kind; a sparse one is several."""
+    tensor = kinds()[kind]
+    found = dict(named_tensors(read_structure(saved(tmp_path / "it.ckpt", {"x": tensor}))))
+    if tensor.layout == torch.strided:
+        facts = (f"torch.{found['x'].dtype}", found["x"].shape, found["x"].device)
+        assert facts == (str(tensor.dtype), tuple(tensor.shape), tensor.device.type)
 
 
 def test_a_malformed_pickle_raises(tmp_path: Path) -> None:
@@ -120,4 +102,5 @@ def test_a_malformed_pickle_raises(tmp_path: Path) -> None:
     content[record.offset + record.size - 5 : record.offset + record.size] = b"qqqqq"
     Path(archive.path).write_bytes(content)
     with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, IndexError)):
-        Structure(archive)
+        read_structure(archive)
+    assert names_by_record(archive, archive.tensor_data) == {"data/0": []}

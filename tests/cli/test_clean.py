@@ -104,7 +104,7 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
     [
         ("missing", "directory missing does not exist"),
         ("file", "file is not a directory; give the directory in which checkpoints are saved"),
-        ("s3://bucket/checkpoints", "s3://bucket/checkpoints is a URL, and only local paths are read here"),
+        ("memory://bucket", "memory://bucket is a URL, and only local directories have such files"),
     ],
 )
 def test_what_cannot_be_cleaned_is_told_in_one_sentence(

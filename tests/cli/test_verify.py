@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import select
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +12,6 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.serialization import set_crc32_options
 
-from lightning_ddp_ext.cli import output
 from tests.cli.command import WouldRun, checkpoint, save
 from tests.damage import flip
 
@@ -33,24 +29,6 @@ def without_checksums() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(True)
-
-
-@contextmanager
-def terminal(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """``sys.stdout`` or ``sys.stderr`` is a terminal; what it has shown can be read, until a text has come."""
-    ours, theirs = os.openpty()
-    with os.fdopen(theirs, "w") as end, monkeypatch.context() as patch:
-        patch.setattr(sys, name, end)
-
-        def shown(until: str) -> str:
-            end.flush()
-            text = ""
-            while until not in text and select.select([ours], [], [], 10)[0]:
-                text += os.read(ours, 1 << 16).decode()
-            return text
-
-        yield shown
-    os.close(ours)
 
 
 def test_a_whole_file(path: Path) -> None:
@@ -233,21 +211,3 @@ def test_code_in_a_file_without_checksums_is_not_run(path: Path) -> None:
         save(path, it=WouldRun(path.parent / "ran"))
     assert "it was not unpickled" in checkpoint("verify", path).stdout
     assert not (path.parent / "ran").exists()
-
-
-def test_a_progress_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files that take a while, on stderr."""
-    monkeypatch.setattr(output, "_LARGE", 100)
-    monkeypatch.setenv("TERM", "xterm")
-    with terminal("stderr", monkeypatch) as shown:
-        with output.progress_on_stderr("checking", 1000) as on_progress:
-            on_progress(1000)
-        assert "checking" in shown("checking")
-
-
-def test_no_progress_bar_is_shown_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor for small files."""
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with output.progress_on_stderr("checking", 10 << 30) as on_progress:
-        on_progress(10 << 30)
-    assert sys.stderr.getvalue() == ""

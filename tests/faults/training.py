@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext.checkpoint.atomic_file import Sink
 from lightning_ddp_ext.checkpoint.restore import LoadOptions
-from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection
@@ -87,8 +88,8 @@ class Fault:
             time.sleep(_PAUSE)
 
     def _pid_of(self, rank: int) -> int:
-        membership = current()
-        return os.getpid() if rank == self.rank or membership is None else membership.table[rank].pid
+        context = current()
+        return os.getpid() if rank == self.rank or context is None else context.table[rank].pid
 
 
 class Hooks(L.Callback):
@@ -142,12 +143,20 @@ class StruckIO(RankZeroCheckpointIO):
         self.fault = fault
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        super().save_checkpoint(checkpoint, path, storage_options)
-        self.fault.note(f"saved {checkpoint['global_step']}")
+        writes, write = iter(range(WRITES)), Sink.write
 
-    def _write(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        writes = iter(range(WRITES))
-        write(checkpoint, path, lambda _: self.fault.at("writing") if next(writes, None) is not None else None)
+        def struck(sink: Sink, data: bytes | memoryview) -> int:
+            try:
+                if next(writes, None) is not None:
+                    self.fault.at("writing")
+            except BaseException as error:
+                sink.error = error
+                raise
+            return write(sink, data)
+
+        with patch.object(Sink, "write", struck):
+            super().save_checkpoint(checkpoint, path, storage_options)
+        self.fault.note(f"saved {checkpoint['global_step']}")
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.fault.at("removing")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -145,7 +143,7 @@ def test_impossible_paths_are_refused_before_anything_is_written(tmp_path: Path)
     """A name that is too long, and a file where the path needs a directory."""
     results = on_ranks(fitted_at, "strategy", tmp_path, ["n" * 300, "file/it.ckpt"])
     assert results[0] == results[1]
-    assert "File name too long; shorten the file name (300 bytes)" in results[0][0]["errors"][0]
+    assert "File name too long; shorten the file name" in results[0][0]["errors"][0]
     assert "a file stands where the path needs a directory" in results[0][1]["errors"][0]
 
 
@@ -249,33 +247,20 @@ class MissingValue(dict[str, Any]):
         return MissingValue, ()
 
 
-class BrokenTerminal(io.StringIO):
-    """Fails whoever writes about a checkpoint."""
-
-    def write(self, text: str) -> int:
-        if "checkpoint" in text:
-            raise OSError("the terminal is gone")
-        return len(text)
-
-
-def saved_beside_a_bar(side: Side, directory: Path) -> bool:
-    from lightning_ddp_ext.integration import progress
-
+def saved_with_a_missing_value(side: Side, directory: Path) -> bool:
     class Config(L.Callback):
         def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
             checkpoint["config"] = MissingValue(lr=1)
 
-    progress._LONG = 0.0
-    trainer = trainer_for(side, directory, None, [Config()], max_epochs=1, enable_progress_bar=True)
+    trainer = trainer_for(side, directory, None, [Config()], max_epochs=1)
     trainer.fit(Net())
-    with contextlib.redirect_stderr(BrokenTerminal()):
-        trainer.save_checkpoint(directory / "it.ckpt")
+    trainer.save_checkpoint(directory / "it.ckpt")
     return (directory / "it.ckpt").exists()
 
 
-def test_a_progress_bar_fails_no_save(tmp_path: Path) -> None:
-    """Nor does a value in the checkpoint that cannot be looked at, as long as it can be pickled."""
-    assert on_ranks(saved_beside_a_bar, "strategy", tmp_path) == [True, True]
+def test_a_value_that_cannot_be_looked_at_fails_no_save(tmp_path: Path) -> None:
+    """As long as it can be pickled."""
+    assert on_ranks(saved_with_a_missing_value, "strategy", tmp_path) == [True, True]
 
 
 def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:

@@ -100,7 +100,7 @@ class Looks(L.Callback):
 
 
 def test_the_packages_own_hooks_do_not_look_at_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a watchdog weights are mapped, or received straight into the model; beside a user's hook they are not."""
+    """Beside a watchdog weights are mapped; beside a user's hook they are not."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")  # the watchdog would leave it there
     for callback, looks in ((HangWatchdog(60), False), (SamplerEpochSeeding(), False), (Looks(), True)):
         trainer = make_trainer("auto", devices=1, callbacks=[callback])

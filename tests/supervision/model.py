@@ -94,9 +94,9 @@ def wait_for_ever() -> None:
 
 def outlast_the_others() -> None:
     """Go on until another rank has said goodbye."""
-    membership = current()
-    assert membership is not None
-    assert membership.peers.wait(60.0) is not None
+    context = current()
+    assert context is not None
+    assert context.peers.wait(60.0) is not None
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,17 @@ from lightning_ddp_ext.integration.lightning_tree import (
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 
 # What ModelCheckpoint remembers of a save before it has succeeded.
-_OF_ANY_SAVE = ("_last_global_step_saved", "_last_checkpoint_saved")
-_OF_THE_BEST = (
+_REMEMBERED = (
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
     "best_k_models",
     "best_model_path",
     "best_model_score",
     "current_score",
     "kth_best_model_path",
     "kth_value",
-    *_OF_ANY_SAVE,
+    "last_model_path",
 )
-_OF_THE_LAST = ("last_model_path", *_OF_ANY_SAVE)
 
 refuse_missing(
     ModelCheckpoint, "_monitor_candidates", "_save_topk_checkpoint", "_save_last_checkpoint", "_link_checkpoint"
@@ -100,12 +100,12 @@ class RankZeroCheckpoint(ModelCheckpoint):
 
     @override
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures(_OF_THE_BEST):
+        with self._forgetting_failures():
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     @override
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures(_OF_THE_LAST):
+        with self._forgetting_failures():
             super()._save_last_checkpoint(trainer, monitor_candidates)
 
     @override
@@ -120,18 +120,19 @@ class RankZeroCheckpoint(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
 
     @contextmanager
-    def _forgetting_failures(self, names: tuple[str, ...]) -> Iterator[None]:
+    def _forgetting_failures(self) -> Iterator[None]:
         """Put back what was remembered before, if there is no checkpoint in the end."""
         if self._checkpoints is not None and self._unconfirmed is not None:
             self._checkpoints.settle()  # what to do next depends on what has come of the last save
         self._forget_failed_saves()
-        before = {name: copy.copy(getattr(self, name)) for name in names if hasattr(self, name)}
+        before = {name: copy.copy(getattr(self, name)) for name in _REMEMBERED}
         try:
             yield
         except BaseException:
             vars(self).update(before)
             raise
-        if any(getattr(self, name) != before[name] for name in _OF_ANY_SAVE):
+        step, path = before["_last_global_step_saved"], before["_last_checkpoint_saved"]
+        if (step, path) != (self._last_global_step_saved, self._last_checkpoint_saved):
             self._unconfirmed = (self._last_checkpoint_saved, before)
         if self._checkpoints is not None and not self._checkpoints.saves_in_background:
             self._forget_failed_saves()
