@@ -90,7 +90,8 @@ def start_variables(
         made_up = secrets.token_hex(8)
         return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))
     if num_nodes > 1 or isinstance(method, Tcp) or _has_address(environment):
-        return StartVariables({})
+        where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
+        return StartVariables({"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)})
     directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
     return StartVariables({PRIVATE_FILE: os.path.join(directory, "rank-0")}, leftover=directory)
 

@@ -575,7 +575,7 @@ class DDPExtStrategy(DDPStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.checkpoints.is_handling_exception:
             return obj
-        if not called_by_lightning():  # its loops ask rank 0's clock at every batch, alike on all ranks
+        if not (self._is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
             self._begin(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
@@ -603,6 +603,10 @@ class DDPExtStrategy(DDPStrategy):
         """Say that this rank begins a call that every rank must make, and that is rare enough to say so."""
         context = current()
         return None if context is None else context.barriers.begin(what, calling_place())
+
+    @property
+    def _is_training(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.training
 
     def _advance(self) -> None:
         """Pass a point that all ranks pass: calls that others began before it, and this rank did not, it will miss."""

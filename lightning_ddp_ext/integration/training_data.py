@@ -42,7 +42,7 @@ class TrainingData:
         self._strategy = strategy
         self._uneven = uneven
         self._resume_data = resume_data
-        self.before_batch: Callable[[], object] = lambda: None
+        self.before_batch: Callable[[], object] = _nothing
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
@@ -196,3 +196,7 @@ class TrainingData:
     @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
+
+
+def _nothing() -> None:
+    pass

@@ -194,7 +194,7 @@ def test_going_on(tmp_path: Path) -> None:
         ranks.release(1)
         outcomes = ranks.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
-    (line,) = [line for outcome in outcomes for line in outcome.output.splitlines() if "nothing has moved" in line]
+    line, *_ = [line for outcome in outcomes for line in outcome.output.splitlines() if "nothing has moved" in line]
     assert "train_dataloader_next" in line
     assert "going on, as was asked for" in line
 

@@ -34,4 +34,5 @@ def fit_in_turn(rank: int, world_size: int, directory: Path, worlds: Sequence[tu
 def test_worlds_of_other_sizes_in_turn(worlds: Sequence[tuple[str, int]], tmp_path: Path) -> None:
     """In any order, without a launcher and without an address."""
     expected = [devices for _, devices in worlds]
-    assert run_ranks(fit_in_turn, 1, tmp_path, worlds, time_limit=90.0) == [expected]
+    env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
+    assert run_ranks(fit_in_turn, 1, tmp_path, worlds, env=env, time_limit=90.0) == [expected]
