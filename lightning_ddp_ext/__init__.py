@@ -66,7 +66,7 @@ from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
-from lightning_ddp_ext.supervision.orphans import watch_own_launcher as _watch_own_launcher
+from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.world import World
 
 __all__ = [

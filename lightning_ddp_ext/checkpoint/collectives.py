@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
+from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class Ranks:
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
-        return side_by_side(work, rank=self.rank, gather=self.gather, what=what)
+        return on_every_rank(work, rank=self.rank, gather=self.gather, what=what)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""

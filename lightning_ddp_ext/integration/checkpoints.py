@@ -29,8 +29,8 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_warn,
 )
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
-from lightning_ddp_ext.supervision.places import calling_place
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 
@@ -125,7 +125,7 @@ class Checkpoints:
         context = current()
         try:
             if context is not None and self._world_size > 1:
-                context.barriers.enter(what, calling_place(), name=what.partition(" ")[0])
+                context.barriers.enter(what, call_site(), name=what.partition(" ")[0])
             yield
         except (DDPExtError, OSError):
             raise

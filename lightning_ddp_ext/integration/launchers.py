@@ -35,7 +35,7 @@ from lightning_ddp_ext.integration.stopping import StoppedException
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.orphans import LAUNCHER_PID
+from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts, RankProcesses
 
 if TYPE_CHECKING:

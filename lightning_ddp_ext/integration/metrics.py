@@ -14,7 +14,7 @@ from lightning_ddp_ext.integration.lightning_tree import calling_result
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.places import calling_place
+from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
 
@@ -73,7 +73,7 @@ class BatchedMetrics:
         if not is_expected and context is not None:
             name = "a reduction of logged values"  # of which ones, they compare in the reduction itself
             check = context.component(Survey).check_that_all_answer  # a process that is stopped is more than late
-            context.barriers.enter(f"the reduction of {listed(values)}", calling_place(), name=name, check=check)
+            context.barriers.enter(f"the reduction of {listed(values)}", call_site(), name=name, check=check)
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self._strategy.root_device
         return reduce_batch(values, device=device, idle_ranks=self._idle_ranks)
 

@@ -18,7 +18,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.lightning_tree import CombinedLoader
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.rank_zero import side_by_side
+from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ def _on_every_rank(work: Callable[[], T], group: dist.ProcessGroup | None, probl
             raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}") from error
 
     gather = partial(_all_gather, group=group)
-    return side_by_side(explained, rank=dist.get_rank(), gather=gather, what="gathering predictions")
+    return on_every_rank(explained, rank=dist.get_rank(), gather=gather, what="gathering predictions")
 
 
 def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -19,8 +19,8 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.loop_state import Stopped
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Request
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, has_handler, status_of
-from lightning_ddp_ext.supervision.stopping import Request, Stopping
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -55,7 +55,7 @@ class Stops:
         self._file = file
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
-        self._stopping: Stopping | None = None
+        self._stopping: GracefulStop | None = None
         self._replaced = ReplacedMethods()
         self._signals = StopSignals(self._hear, self._note)
         self._noted: int | None = None
@@ -79,7 +79,7 @@ class Stops:
         self._is_running = self._has_trained = False
         self._noted = None
         self._replace_lightnings(trainer)
-        stopping = context.component(Stopping)
+        stopping = context.component(GracefulStop)
         if stopping.is_active:
             return  # this Trainer works inside of another one's hook, and that one stops
         self._stopping = stopping

@@ -50,10 +50,10 @@ from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
+from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.orphans import watch_parent
-from lightning_ddp_ext.supervision.places import called_by_lightning, calling_place
+from lightning_ddp_ext.supervision.parent_watch import watch_parent
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -602,7 +602,7 @@ class DDPExtStrategy(DDPStrategy):
     def _begin(self, what: str) -> Call | None:
         """Say that this rank begins a call that every rank must make, and that is rare enough to say so."""
         context = current()
-        return None if context is None else context.barriers.begin(what, calling_place())
+        return None if context is None else context.barriers.begin(what, call_site())
 
     @property
     def _is_training(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,9 +40,11 @@ class Sockets:
                 _end_connection(descriptor)
 
     def _opened_so_far(self) -> dict[int, str]:
-        now = _sockets_of_this_process()
+        now, of_python = _sockets_of_this_process(), _sockets_of_other_threads()
         return {
-            descriptor: identity for descriptor, identity in now.items() if self._before.get(descriptor) != identity
+            descriptor: identity
+            for descriptor, identity in now.items()
+            if self._before.get(descriptor) != identity and descriptor not in of_python
         }
 
 
@@ -61,6 +65,14 @@ def _sockets_of_this_process() -> dict[int, str]:
         return {}
     identities = {descriptor: _identity(descriptor) for descriptor in descriptors}
     return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
+
+
+def _sockets_of_other_threads() -> set[int]:
+    """Descriptors of Python's own sockets, if a thread of somebody else's may have opened one of them meanwhile."""
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
+    if len(threads) <= 1:
+        return set()
+    return {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
 
 
 def _identity(descriptor: int) -> str:

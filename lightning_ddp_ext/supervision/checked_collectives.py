@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.supervision.places import calling_place
+from lightning_ddp_ext.supervision.call_site import call_site
 
 _SAME_SHAPE = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_single")
 _OTHERS = (
@@ -69,7 +69,7 @@ class CheckedCollectives:
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(*args, **kwargs).arguments
             if threading.current_thread() is threading.main_thread() and self._is_for_all(given.get("group")):
-                self._context.barriers.enter(_described(name, given), calling_place())
+                self._context.barriers.enter(_described(name, given), call_site())
             return function(*args, **kwargs)
 
         return checked

@@ -18,7 +18,7 @@ def rank_zero_for_all(
 ) -> T:
     """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
 
-    Collective: every rank must call it. If rank 0 dies on the way, its peers are released by the lifelines.
+    Collective: every rank must call it. If rank 0 dies on the way, its peers are released by the control channel.
 
     Args:
         work: called on rank 0 alone. Its result must be picklable, or that is the error.
@@ -48,7 +48,7 @@ def rank_zero_for_all(
     return result
 
 
-def side_by_side(work: Callable[[], T], *, rank: int, gather: Callable[[Any], list[Any]], what: str = "work") -> T:
+def on_every_rank(work: Callable[[], T], *, rank: int, gather: Callable[[Any], list[Any]], what: str = "work") -> T:
     """Run ``work`` on every rank; if it raises on any, raise the error of the first such rank on all.
 
     Collective: every rank must call it, and ``work`` must have no collective in it.
@@ -65,7 +65,7 @@ def side_by_side(work: Callable[[], T], *, rank: int, gather: Callable[[Any], li
     Raises:
         Exception: as for :func:`rank_zero_for_all`.
 
-    >>> side_by_side(lambda: 6 * 7, rank=0, gather=lambda obj: [obj])
+    >>> on_every_rank(lambda: 6 * 7, rank=0, gather=lambda obj: [obj])
     42
     """
     own: Exception | None = None

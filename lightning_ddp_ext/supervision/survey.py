@@ -20,8 +20,8 @@ from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.wire import Message
+from lightning_ddp_ext.supervision.call_site import call_site_of
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
-from lightning_ddp_ext.supervision.places import place_of
 from lightning_ddp_ext.supervision.stacks import main_frame, may_be_waiting_for_ranks
 
 # ``"collective"``: one has timed out; ``"silence"``: only a rank that does not answer is to be named; ``"hang"``: a
@@ -146,7 +146,7 @@ class Survey:
     def _brief_report(self) -> Report:
         frame = main_frame()
         waits = self._has_come_out or may_be_waiting_for_ranks(frame)
-        return Report(self._mine, doing="user code", place=place_of(frame), is_waiting=waits, is_outside=True)
+        return Report(self._mine, doing="user code", place=call_site_of(frame), is_waiting=waits, is_outside=True)
 
     # On rank 0.
 

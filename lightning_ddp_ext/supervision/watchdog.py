@@ -14,9 +14,9 @@ from typing import Literal
 
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.supervision.call_site import call_site_of
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
 from lightning_ddp_ext.supervision.flight import flights, why_unknown
-from lightning_ddp_ext.supervision.places import place_of
 from lightning_ddp_ext.supervision.stacks import all_stacks, is_waiting_for_ranks, main_frame
 from lightning_ddp_ext.supervision.survey import Survey
 
@@ -127,7 +127,7 @@ class Watchdog:
             idle=idle,
             is_still=idle >= self._timeout,
             doing=doing,
-            place=place_of(frame),
+            place=call_site_of(frame),
             is_waiting=is_waiting_for_ranks(frame),
             progress=progress if recorded is not None else f"{progress} ({why_unknown()})",
             flights=recorded,
@@ -146,7 +146,7 @@ def _report_outside(who: RankInfo) -> Callable[[], Report]:
             idle=time.monotonic() - left_at,
             is_still=True,
             doing="code after the Trainer's",
-            place=place_of(frame),
+            place=call_site_of(frame),
             is_waiting=is_waiting_for_ranks(frame),
             is_outside=True,
             flights=flights(),

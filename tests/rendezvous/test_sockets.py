@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,15 +32,31 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+class Descriptor:
+    """A socket as C++ code has it, that Python knows nothing of."""
+
+    def __init__(self, opened: socket.socket) -> None:
+        self.number = opened.detach()
+
+    def sendall(self, data: bytes) -> None:
+        os.write(self.number, data)
+
+    def recv(self, length: int) -> bytes:
+        select.select([self.number], [], [], 10.0)
+        return os.read(self.number, length)
+
+    def close(self) -> None:
+        os.close(self.number)
+
+
+def connect(listener: socket.socket) -> tuple[Descriptor, Descriptor]:
     """Both ends of a connection to the listener."""
     ours = socket.create_connection(listener.getsockname()[:2])
     theirs, _ = listener.accept()
-    theirs.settimeout(10.0)
-    return ours, theirs
+    return Descriptor(ours), Descriptor(theirs)
 
 
-def has_ended(end: socket.socket) -> bool:
+def has_ended(end: Descriptor) -> bool:
     """Whether this end has been told that there is no other one any more; else one byte arrives."""
     return end.recv(1) == b""
 
@@ -67,8 +86,30 @@ def test_a_block_that_still_runs_can_be_severed(listener: socket.socket) -> None
         ours, theirs = connect(listener)
         opened.sever()
         assert has_ended(theirs)
-    with ours, theirs:
-        opened.sever()  # a second time is no harm
+    opened.sever()  # a second time is no harm
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> None:
+    """Such as a logger's: it was opened by Python code while the block ran."""
+    found: list[socket.socket] = []
+    with sockets_opened() as opened:
+        is_done = threading.Event()
+
+        def open_one() -> None:
+            found.append(socket.create_connection(listener.getsockname()[:2]))
+            is_done.wait()
+
+        thread = threading.Thread(target=open_one)
+        thread.start()
+        theirs, _ = listener.accept()
+    opened.sever()
+    is_done.set()
+    thread.join()
+    with theirs, found[0] as ours:
+        ours.sendall(b".")
+        assert theirs.recv(1) == b"."
 
 
 def test_a_listening_socket_is_left_alone() -> None:
@@ -84,11 +125,11 @@ def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: s
     """A number that was given to another connection since is told by its inode."""
     with sockets_opened() as opened:
         first = connect(listener)
-    numbers = {end.fileno() for end in first}
+    numbers = {end.number for end in first}
     for end in first:
         end.close()
     second = connect(listener)
-    assert {end.fileno() for end in second} == numbers
+    assert {end.number for end in second} == numbers
     opened.sever()
     second[0].sendall(b".")
     assert not has_ended(second[1])
@@ -102,9 +143,10 @@ def test_without_proc_nothing_is_severed(listener: socket.socket, monkeypatch: p
     with sockets_opened() as opened:
         ours, theirs = connect(listener)
     opened.sever()
-    with ours, theirs:
-        ours.sendall(b".")
-        assert not has_ended(theirs)
+    ours.sendall(b".")
+    assert not has_ended(theirs)
+    for end in (ours, theirs):
+        end.close()
 
 
 # Listening

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.integration.current_hook import doing, progress
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
-from lightning_ddp_ext.integration.whereabouts import doing, progress
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import enable

@@ -2,8 +2,9 @@
 
 A *place* is a point of the program that every rank passes in the same order: the end of a training step, a barrier
 before training, the end of training. Each rank counts those that it has passed. A request reaches rank 0 over the
-lifelines, which has all ranks hold: from then on none passes a place, and a thread of each reports how many it has
-passed by then. So the ranks can agree on the first place that none of them has passed, and go on until there.
+control channel, and rank 0 has all ranks hold: from then on none passes a place, and the channel's thread of each rank
+reports how many it has passed by then. So the ranks agree on the first place that none of them has passed, and go on
+until there.
 
 Nothing waits for anything but these threads, so ranks that work together in a collective meanwhile always come out
 of it; and until a signal comes, a place costs an addition and a look at a bool.
@@ -21,7 +22,7 @@ from signal import Signals
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.wire import Message
-from lightning_ddp_ext.supervision.places import place_of_main_thread
+from lightning_ddp_ext.supervision.call_site import call_site_of_main_thread
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.survey import Survey
 
@@ -37,7 +38,7 @@ class Request:
     rank: int
     host: str
     job: int
-    """It is the so manieth that the ranks have begun."""
+    """The ordinal of the work that the ranks have begun."""
 
     def __str__(self) -> str:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
@@ -88,7 +89,7 @@ def agree(places: list[Place]) -> Agreement:
     return Agreement(Place(passed, steps) if is_common else Place(passed + 1))
 
 
-class Stopping:
+class GracefulStop:
     """This rank's part in stopping together; one for the process, as the ranks count places over all Trainers.
 
     Args:
@@ -235,7 +236,7 @@ class Stopping:
     # The agreement, in threads.
 
     def _hear(self, message: Message) -> None:
-        """Called by the lifelines' thread."""
+        """Called on the channel's thread."""
         if "request" in message:
             self._take_request(Request(**message["request"]))
         elif "hold" in message:
@@ -336,7 +337,7 @@ class Stopping:
         who = f" ({', '.join(map(str, silent))} did not answer)" if self._rank == 0 and silent else ""
         sys.stderr.write(
             f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "
-            f"{self._deadline.total_seconds():g} s{who}, so this one is ended at {place_of_main_thread()}; "
+            f"{self._deadline.total_seconds():g} s{who}, so this one is ended at {call_site_of_main_thread()}; "
             "what had been saved before is still there. Give them a longer save_deadline if they only need more time\n"
         )
         sys.stderr.flush()

@@ -20,9 +20,9 @@ _BETWEEN = sys.stdlib_module_names | {
 }
 
 
-def calling_place() -> str:
+def call_site() -> str:
     """File and line of the innermost call that is neither ours nor Lightning's nor torch's; empty if there is none."""
-    return place_of(sys._getframe(1))
+    return call_site_of(sys._getframe(1))
 
 
 def called_by_lightning() -> bool:
@@ -30,13 +30,13 @@ def called_by_lightning() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
 
 
-def place_of(frame: FrameType | None) -> str:
+def call_site_of(frame: FrameType | None) -> str:
     """The same for a frame and those that have called it."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def place_of_main_thread() -> str:
+def call_site_of_main_thread() -> str:
     """Where the main thread is right now; called by another one."""
-    return place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    return call_site_of(sys._current_frames().get(threading.main_thread().ident or 0))

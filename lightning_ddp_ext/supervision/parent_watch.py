@@ -54,7 +54,7 @@ def _watch(pid: int, *, has_ended: bool) -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it may be a launcher: in a container that is often process 1, to which others are left as orphans."""
+    """Whether it may be a launcher: in a container that is often process 1, which adopts orphans, too."""
     try:
         return any("python" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:

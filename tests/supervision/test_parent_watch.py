@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from lightning_ddp_ext.supervision import orphans
-from lightning_ddp_ext.supervision.orphans import LAUNCHER_PID, watch_own_launcher
+from lightning_ddp_ext.supervision import parent_watch
+from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_own_launcher
 from tests.ranks import RankProcesses, hold, launch_ranks, run_ranks
 
 
@@ -31,8 +31,8 @@ def watch(rank: int, world_size: int, *, has_pidfd: bool) -> None:
     if not has_pidfd:
         del os.pidfd_open
     launcher = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with its input
-    orphans.watch_launcher(launcher.pid)
-    orphans.watch_launcher(launcher.pid)
+    parent_watch.watch_launcher(launcher.pid)
+    parent_watch.watch_launcher(launcher.pid)
     hold("watching", (launcher.pid, len(watchers())))
     launcher.communicate()
     wait_for_ever()
@@ -53,7 +53,7 @@ def test_a_process_ends_with_the_one_it_watches(has_pidfd: bool) -> None:
 def watch_too_late(rank: int, world_size: int, *, has_pidfd: bool) -> None:
     if not has_pidfd:
         del os.pidfd_open
-    orphans.watch_launcher(an_ended_process())
+    parent_watch.watch_launcher(an_ended_process())
     wait_for_ever()
 
 
@@ -67,9 +67,9 @@ def test_a_launcher_that_is_gone_already_counts(has_pidfd: bool) -> None:
 
 def adopted_by_process_one(rank: int, world_size: int, *, is_launcher: bool) -> str:
     """What is so before any Trainer is made if the launcher was killed early: process 1 is the parent."""
-    orphans._parent = 1
-    orphans._is_python = lambda pid: is_launcher
-    orphans.watch_parent()
+    parent_watch._parent = 1
+    parent_watch._is_python = lambda pid: is_launcher
+    parent_watch.watch_parent()
     if not is_launcher:
         wait_for_ever()
     return "lives"
@@ -87,11 +87,11 @@ def test_python_is_told_from_other_programs() -> None:
     """A process that cannot be looked at is given the benefit of the doubt."""
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
     try:
-        assert orphans._is_python(os.getpid())
-        assert not orphans._is_python(other.pid)
+        assert parent_watch._is_python(os.getpid())
+        assert not parent_watch._is_python(other.pid)
     finally:
         other.communicate()
-    assert orphans._is_python(other.pid)
+    assert parent_watch._is_python(other.pid)
 
 
 def begin_as_started_rank(rank: int, world_size: int) -> tuple[str | None, int]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
-from lightning_ddp_ext.supervision.stopping import Place, Request, Stopping, agree
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Place, Request, agree
 from tests.ranks import run_ranks
 from tests.rendezvous.rooms import request
 
@@ -51,7 +51,7 @@ def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | N
     """Rank 1 is at the end long before rank 0, and gets a signal there that rank 0 is not told of."""
     context = join(request(rank, world_size, where, timeout=0.2))
     assert context is not None
-    stopping, barriers, store = context.component(Stopping), context.barriers, context.store
+    stopping, barriers, store = context.component(GracefulStop), context.barriers, context.store
     stopping.begin(timedelta(seconds=60))
 
     def signal_at_the_end() -> None:
@@ -79,7 +79,7 @@ def asked_after_the_end(rank: int, world_size: int, where: str) -> list[Request 
     """Rank 1 is asked to stop when the first job is over, and again in the second."""
     context = join(request(rank, world_size, where))
     assert context is not None
-    stopping, barriers = context.component(Stopping), context.barriers
+    stopping, barriers = context.component(GracefulStop), context.barriers
 
     def ask() -> None:
         if rank == 1:
