@@ -215,9 +215,7 @@ class Coordinator:
             self.table = RankTable(secrets.token_hex(8), infos)
             self._state = "running"
             self._changed.notify_all()
-        ranks = [[info.host, info.pid, info.network] for info in infos]
-        welcome = {"start_id": self.table.start_id, "ranks": ranks, "route": self.route}
-        self._channel.send("handshake", {"welcome": welcome})
+        self._channel.send("handshake", {"welcome": welcome_of(self.table, self.route)})
 
     def _on_closed(self, rank: int, reason: str) -> None:
         info = self._present[rank].info
@@ -277,6 +275,21 @@ def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
 def _refusal(error: RendezvousError) -> Message:
     missing = list(getattr(error, "missing", ()))
     return {"refused": {"kind": type(error).__name__, "sentence": str(error), "missing": missing}}
+
+
+def welcome_of(table: RankTable, route: str) -> Message:
+    """What every rank is told of all others; each host is written once, as there may be thousands of ranks."""
+    hosts = {(info.host, info.network): None for info in table.ranks}
+    numbers = {host: number for number, host in enumerate(hosts)}
+    ranks = [[numbers[info.host, info.network], info.pid] for info in table.ranks]
+    return {"start_id": table.start_id, "hosts": list(hosts), "ranks": ranks, "route": route}
+
+
+def table_in(welcome: Message) -> RankTable:
+    """The table that rank 0 has sent."""
+    hosts = welcome["hosts"]
+    infos = [RankInfo(rank, hosts[at][0], pid, hosts[at][1]) for rank, (at, pid) in enumerate(welcome["ranks"])]
+    return RankTable(welcome["start_id"], tuple(infos))
 
 
 def error_in(refused: Message) -> RendezvousError:

@@ -13,11 +13,11 @@ from torch.distributed import TCPStore
 from lightning_ddp_ext.errors import RendezvousError, StoreError
 from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up
+from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up, table_in
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, TcpEndpoint, unresolvable
 from lightning_ddp_ext.rendezvous.peer_event import event_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankTable
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.sockets import Sockets, sockets_opened
 from lightning_ddp_ext.rendezvous.store import connect_store
@@ -177,10 +177,10 @@ class Handshake:
         return self._store.result()
 
     def _table_in(self, welcome: Message) -> RankTable:
-        ranks = tuple(RankInfo(rank, *entry) for rank, entry in enumerate(welcome["ranks"]))
-        if self._hello.info.network == ranks[0].network:
+        table = table_in(welcome)
+        if self._hello.info.network == table[0].network:
             self.route = welcome["route"]
-        return RankTable(welcome["start_id"], ranks)
+        return table
 
     def _await_welcome(self) -> None:
         self._wait_for("welcome", self._deadline)
