@@ -52,7 +52,9 @@ def connect(rank: int, world_size: int, path: str) -> ProcessContext:
     )
     start = Start()
     start.run(request, Deadline(_LIMIT))
-    return ProcessContext(request, start)
+    context = ProcessContext(request, start)
+    context.peers.start()
+    return context
 
 
 def cpu_seconds() -> float:

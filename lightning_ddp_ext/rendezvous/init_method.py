@@ -208,8 +208,9 @@ def check_file(method: File, *, num_nodes: int) -> None:
             f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
             f" make it (mkdir -p {directory}), allow it (chmod u+wx {directory}), or write another path"
         )
+    is_there = os.path.exists(path)  # asked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
-    if os.path.exists(path) and not is_usable and not method.is_directory:
+    if is_there and not is_usable and not method.is_directory:
         raise InitMethodError(
             f"init_method '{method}' needs a plain file that this user can read and write, or none (got {path!r});"
             " remove it, or write another path"

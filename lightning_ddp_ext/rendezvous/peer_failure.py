@@ -72,9 +72,12 @@ class PeerFailure:
         self._ended: set[int] = set()
         self._has_raised = False
         self._exit_timer: threading.Timer | None = None
-        if channel is not None:
-            channel.listen("event", self._hear)
-            channel.on_closed(self._on_closed)
+
+    def start(self) -> None:
+        """Hear of events from now on, and of those that have come before."""
+        if self._channel is not None:
+            self._channel.listen("event", self._hear)
+            self._channel.on_closed(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:

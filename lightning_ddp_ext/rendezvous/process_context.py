@@ -115,7 +115,7 @@ class ProcessContext:
                 f"to be rank {request.world.rank} of {request.world.world_size}; give every Trainer of a script the "
                 "same devices and num_nodes, or run the other one in a script of its own"
             )
-        if request.is_explicit and request.init_method != self._request.init_method:
+        if len(self.table) > 1 and request.is_explicit and request.init_method != self._request.init_method:
             raise GroupInUseError(
                 f"this process's group was formed with init_method {self._request.init_method!r}, and this Trainer "
                 f"asks for {request.init_method!r}; use one init method in a script"
@@ -332,6 +332,7 @@ def _joined(request: Request) -> ProcessContext:
         raise
     context = ProcessContext(request, start)
     try:
+        context.peers.start()
         context.form_group(deadline)
     except BaseException as error:
         cause = _cause_of_broken_start(context, error)

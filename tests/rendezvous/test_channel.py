@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,10 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
     given_back = socket.socket()
     late = socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    held = []
+    with suppress(OSError):
+        while True:
+            held.append(socket.socket())
     late.connect(star.listener.getsockname()[:2])
     late.sendall(encode({"rank": 3}))
     hold("connected")
