@@ -66,7 +66,7 @@ def on_local_disk(location: Location) -> Iterator[str]:
     if location.local is not None:
         yield str(location.local)
         return
-    with tempfile.NamedTemporaryFile(prefix="ddpx-") as file:
+    with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
         try:
             with location.fs.open(location.path, "rb") as remote:
                 shutil.copyfileobj(remote, file, _PIECE)

@@ -84,6 +84,11 @@ class PeerFailure:
         """The cause, or else the first rank that has left in good order."""
         return self.cause or self._departed
 
+    @property
+    def unheard_cause(self) -> PeerEvent | None:
+        """The cause, if the main thread has not raised because of it."""
+        return None if self._has_raised else self.cause
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
         return rank in self._ended

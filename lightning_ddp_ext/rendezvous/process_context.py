@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from lightning_ddp_ext.at_exit import at_exit
-from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
+from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel, Listener
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
@@ -316,10 +316,22 @@ def join(request: Request) -> ProcessContext | None:
     elif _context.is_usable:
         _context.reuse(request)
     else:
-        before = _context
-        _context = _joined(before.prepare_restart(request))
-        before.close()
+        _context = _joined_again(_context, request)
     return _context
+
+
+def _joined_again(before: ProcessContext, request: Request) -> ProcessContext:
+    """Start anew among processes that have lived through a failure."""
+    unheard = before.peers.unheard_cause
+    try:
+        context = _joined(before.prepare_restart(request))
+    except RendezvousError:
+        if unheard is None or not before.peers.has_ended(unheard.rank):
+            raise
+        error = unheard.to_error()  # it is why that rank does not come, and this process has not been told so far
+        raise error from error.__cause__
+    before.close()
+    return context
 
 
 def _joined(request: Request) -> ProcessContext:
