@@ -166,14 +166,13 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
     return star.admitted.get(timeout=WITHIN)
 
 
-def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
+def test_without_descriptors_rank_0_waits_for_some() -> None:
     """It takes ranks again as soon as it can."""
     with RankProcesses(run_out_of_descriptors, 1) as ranks:
         ranks.wait_for("connected", 0)
         ranks.release(0)
         (outcome,) = ranks.wait()
     assert outcome.result == 3, outcome.story()
-    assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
 
 
 def fork_and_die(rank: int, world_size: int, directory: Path) -> None:
