@@ -82,5 +82,5 @@ def _patterns(plan: Injection, suspect: int) -> Iterator[str]:
     if plan.is_unmet:
         yield rf"\brank {suspect} of \d+ did not come"
         if suspect == 0:  # where the others have not found its store, or not for long
-            yield r"\bno answer from rank 0 at|\brank 0 (at \S+|or its host) has gone away"
+            yield r"\bfound no rank 0 at \S+ within|\brank 0 (at \S+|or its host) has gone away"
             yield r"\brank 0's process is stopped"
