@@ -262,6 +262,7 @@ class DDPExtStrategy(DDPStrategy):
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.metrics = BatchedMetrics(self)
+        self._frozen: list[torch.nn.Parameter] = []
         self._debug = debug
         self._checked: CheckedCollectives | None = None
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
@@ -510,10 +511,31 @@ class DDPExtStrategy(DDPStrategy):
             self._layer_sync.layers.before_backward()
         super().pre_backward(closure_loss)
 
+    # Parameters that are frozen at first.
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert self.model is not None
+        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+
+    def _reform_ddp(self) -> None:
+        """Form DDP anew with parameters that were unfrozen: it averages the gradients of those alone that it knows.
+
+        See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+        """
+        unfrozen = sum(parameter.requires_grad for parameter in self._frozen)
+        if unfrozen:
+            rank_zero_info(f"formed DDP anew, as {unfrozen} parameters that it did not know are no longer frozen")
+            self.model = self.lightning_module
+            self._pl_static_graph_delay_done = False
+            self.configure_ddp()
+
     # Data.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._reform_ddp()
         self.data.on_train_batch_start(batch)
 
     @override
