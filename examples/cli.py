@@ -1,0 +1,51 @@
+"""Everything from a configuration file, with LightningCLI.
+
+    python examples/cli.py fit --config examples/config.yaml
+    python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.timeout 600
+    python examples/cli.py fit --config examples/config.yaml --print_config > all_options.yaml
+
+It needs `pip install 'jsonargparse[signatures]'`.
+"""
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Sums(L.LightningDataModule):
+    """Rows of numbers and their sums, the same on every rank."""
+
+    def __init__(self, samples: int = 512, batch_size: int = 32) -> None:
+        super().__init__()
+        x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
+        self.dataset, self.batch_size = TensorDataset(x, x.sum(1, keepdim=True)), batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.dataset, self.batch_size)
+
+
+class Regression(L.LightningModule):
+    def __init__(self, width: int = 32, lr: float = 0.01) -> None:
+        super().__init__()
+        self.net, self.lr = (
+            nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 1)),
+            lr,
+        )
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], _: int) -> None:
+        self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+
+
+if __name__ == "__main__":
+    LightningCLI(Regression, Sums, save_config_kwargs={"overwrite": True})
