@@ -20,7 +20,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test soak coverage lint types test-lowest bench clean
+.PHONY: help venv demo test fast gpu soak coverage lint types test-lowest bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -31,14 +31,20 @@ venv: $(VENV)/$(INSTALLED) ## Make .venv and install the package with everything
 demo: venv ## Train on the UCI digits with two ranks, save and resume (under a minute once installed)
 	$(BIN)/python examples/digits.py
 
-test: lint types ## Lint, types, and all tests
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+test: lint types ## Lint, types, and all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" --numprocesses 3 --dist worksteal --durations 10
+
+fast: venv ## Tests without processes, and one run of each main promise (a minute)
+	$(BIN)/python -m pytest -m "unit or lowest" --numprocesses 3 --dist worksteal --durations 10
+
+gpu: venv ## What needs CUDA; says so where there is none
+	$(BIN)/python -m pytest -m gpu
 
 soak: venv ## 300 faults in real runs, one after another (half an hour); SEED= of the first one, COUNT=
 	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
 
 coverage: venv ## All tests, and which lines they reach: takes a quarter longer
-	$(BIN)/python -m pytest --cov --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --cov -m "not gpu" --numprocesses 3 --dist worksteal
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from tests.scripts import MARK
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ".pytest_shared"
+_HARNESS = {"tests.outcomes", "tests.rank_process", "tests.rank_run", "tests.leaks"}
 _RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
 
 
@@ -31,6 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     measuring = measured_coverage()
     if measuring is not None:
         os.environ["COVERAGE_FILE"] = str(Path(measuring.config.data_file).absolute())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test ``ranks`` if its module starts processes, itself or through a helper, and else ``unit``."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            item.add_marker("ranks" if _starts_processes(item.module.__name__) else "unit")
+
+
+@functools.cache
+def _starts_processes(module: str) -> bool:
+    """Whether the module has imported something of ``tests.ranks`` or ``tests.scripts``, or of a helper that has."""
+    origins = {getattr(value, "__module__", None) for value in vars(sys.modules[module]).values()}
+    helpers = {str(origin) for origin in origins if str(origin).startswith("tests.")} - {module}
+    return bool(helpers & {"tests.ranks", "tests.scripts"}) or any(map(_starts_processes, helpers - _HARNESS))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

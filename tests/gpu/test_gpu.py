@@ -1,0 +1,209 @@
+"""What needs CUDA: NCCL on every GPU there is, and two ranks that share one GPU over gloo, which NCCL refuses.
+
+`make gpu` runs these and nothing else does. Numbers are compared with the same training on the CPU, or with stock `ddp`
+on the same GPUs, up to the order of additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
+from lightning_ddp_ext.errors import RankFailedError
+from tests.integration.training import Net, make_trainer, weights
+from tests.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+
+pytestmark = pytest.mark.gpu
+
+GPU = "cuda:0"
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def gpus() -> int:
+    """How many there are; without one the test says so."""
+    count = torch.cuda.device_count()
+    if count == 0:
+        pytest.skip("there is no CUDA device")
+    return count
+
+
+def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    return run_ranks(function, world_size, *args, env=by_hand_env(world_size), time_limit=100)
+
+
+def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrategy:
+    """Two ranks on one device, over gloo."""
+    return DDPExtStrategy(
+        f"file://{directory}/meet",
+        parallel_devices=[torch.device(device)] * 2,
+        process_group_backend="gloo",
+        **options,
+    )
+
+
+def trainer_on(chosen: Any, **options: Any) -> L.Trainer:
+    return make_trainer(chosen, accelerator="auto", devices="auto", **options)
+
+
+def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}
+
+
+class Measured(Net):
+    """Logs plain values and a metric, of tensors where the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.loss(batch)
+        self.mean.update(batch[1])
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        self.log("largest", batch[1].max(), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("mean", self.mean)
+        return loss
+
+
+def train(rank: int, world_size: int, directory: Path, device: str, sync: bool) -> dict[str, Any]:
+    L.seed_everything(1)
+    model = Measured()
+    callbacks = [SyncBatchNormConversion()] if sync else []
+    trainer = trainer_on(strategy(directory, device), callbacks=callbacks)
+    trainer.fit(model)
+    tested = trainer.test(model, verbose=False)
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"weights": on_cpu(weights(model)), "logged": logged, "tested": tested}
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_two_ranks_on_one_gpu_learn_as_on_the_cpu(sync: bool, tmp_path: Path) -> None:
+    """Weights, running statistics, logged values, batched reductions and metrics, with and without SyncBatchNorm."""
+    on_gpu, on_host = (on_ranks(train, 2, tmp_path, device, sync) for device in (GPU, "cpu"))
+    torch.testing.assert_close(on_gpu, on_host, **TOLERANCE)
+    first, second = (result["weights"] for result in on_gpu)
+    torch.testing.assert_close(first["layers.0.weight"], second["layers.0.weight"], rtol=0, atol=0)
+
+
+def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> dict[str, Any]:
+    L.seed_everything(1)
+    model, checkpoint = Measured(), ModelCheckpoint(directory / kind, save_last=True)
+    ours = DDPExtStrategy(f"file://{directory}/meet") if kind == "ours" else DDPStrategy()
+    options = {"callbacks": [checkpoint], "enable_checkpointing": True, "devices": world_size, "accelerator": "gpu"}
+    trainer = make_trainer(ours, **options)
+    trainer.fit(model)
+    backend = dist.get_backend()
+    again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
+    again.fit(model, ckpt_path=checkpoint.last_model_path)
+    return {"weights": on_cpu(weights(model)), "step": again.global_step, "backend": backend}
+
+
+def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
+    """Training, saving and resuming, with one rank per GPU."""
+    ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
+    variables = by_hand_env(gpus, port=free_port())
+    stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
+    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    assert ours[0]["backend"] == "nccl"
+
+
+class Boom(Exception):
+    pass
+
+
+def fail(rank: int, world_size: int, directory: Path, backend: str) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, index: int) -> Any:
+            if index == 2 and self.global_rank == 1:
+                raise Boom("no such layer")
+            return super().training_step(batch, index)
+
+    if backend == "gloo":
+        trainer = trainer_on(strategy(directory))
+    else:
+        trainer = make_trainer(DDPExtStrategy(f"file://{directory}/meet"), accelerator="gpu", devices=world_size)
+    trainer.fit(Failing())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_failing_rank_releases_the_others(backend: str, gpus: int, tmp_path: Path) -> None:
+    """The others end with its error as their cause, and no signal of NCCL's watchdog; NCCL needs two GPUs."""
+    if backend == "nccl" and gpus < 2:
+        pytest.skip("NCCL needs a GPU for each rank")
+    first, second = launch_ranks(fail, 2, tmp_path, backend, env=by_hand_env(2), time_limit=60)
+    assert (first.exit_code, second.exit_code) == (1, 1), first.story()
+    assert second.error is not None
+    assert isinstance(second.error.exception, Boom)
+    assert first.error is not None
+    assert isinstance(first.error.exception, RankFailedError)
+
+
+def parameters(module: L.LightningModule) -> dict[str, Tensor]:
+    """The parameters, on the CPU: buffers of BatchNorm are each rank's own."""
+    return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
+
+
+def save_and_restore(rank: int, world_size: int, directory: Path, background: bool, restored_on: str) -> bool:
+    """Save in mid-training, train on, and restore on another device what was saved."""
+    at_save: dict[str, Tensor] = {}
+
+    class Note(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if trainer.global_step == 2:
+                at_save.update(parameters(module))
+                trainer.save_checkpoint(directory / "it.ckpt")
+
+    plugin = RankZeroCheckpointIO(background=background)
+    trainer_on(strategy(directory), callbacks=[Note()], plugins=[plugin]).fit(Net())
+    content = torch.load(directory / "it.ckpt", weights_only=True, map_location="cpu")
+    saved = {name: content["state_dict"][name] for name in at_save}
+    torch.testing.assert_close(saved, at_save, rtol=0, atol=0)
+
+    model = Net()
+    momenta: list[Tensor] = []
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
+            momenta.extend(state["momentum_buffer"] for state in trainer.optimizers[0].state.values())
+            torch.testing.assert_close(parameters(module), at_save, rtol=0, atol=0)
+
+    trainer = trainer_on(strategy(directory, restored_on), callbacks=[Look()], max_epochs=2)
+    trainer.fit(model, ckpt_path=directory / "it.ckpt")
+    return bool(momenta) and all(str(momentum.device) == restored_on for momentum in momenta)
+
+
+@pytest.mark.parametrize("restored_on", [GPU, "cpu"])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_of_a_gpu_holds_what_was_there_and_goes_anywhere(
+    background: bool, restored_on: str, tmp_path: Path
+) -> None:
+    """What is trained after a background save began is not in the file; optimisers follow their parameters."""
+    assert on_ranks(save_and_restore, 2, tmp_path, background, restored_on) == [True, True]
+
+
+def predict(rank: int, world_size: int, directory: Path) -> Any:
+    L.seed_everything(1)
+    trainer = trainer_on(strategy(directory))
+    trainer.predict(Net())
+    return gather_predictions(trainer)
+
+
+def test_predictions_are_gathered_over_host_memory(tmp_path: Path) -> None:
+    """Rank 0 has all of them, on the CPU."""
+    gathered, nothing = on_ranks(predict, 2, tmp_path)
+    assert nothing is None
+    flat = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in gathered])
+    assert flat.shape == (8,)
+    assert flat.device.type == "cpu"
