@@ -17,7 +17,18 @@ from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.integration.training import Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, weights
+from tests.integration.training import (
+    KINDS,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 
 Result = dict[str, Any]
 
@@ -153,4 +164,22 @@ def test_a_feature_does_what_it_does_with_stock(
     name: str, results: tuple[list[dict[str, Result]], list[dict[str, Result]]]
 ) -> None:
     ours, stock = ([by_name[name] for by_name in by_rank] for by_rank in results)
+    assert_same(ours, stock)
+
+
+class Compiled(Net):
+    def configure_model(self) -> None:
+        self.layers = torch.compile(self.layers)
+
+
+def compiled(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, Compiled(), max_epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
+    """With torch's own compiler, inductor."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ours, stock = (on_ranks(kind, compiled, tmp_path, time_limit=140, env=env) for kind in KINDS)
     assert_same(ours, stock)
