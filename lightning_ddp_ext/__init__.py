@@ -65,6 +65,7 @@ from lightning_ddp_ext.integration.predictions import gather_predictions
 from lightning_ddp_ext.integration.strategy import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rank_logger import rank_logger
+from lightning_ddp_ext.reductions.ring import ring_all_reduce
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.world import World
@@ -127,6 +128,7 @@ __all__ = [
     "rank_logger",
     "register_converter",
     "restore_batchnorm",
+    "ring_all_reduce",
 ]
 
 _register()

@@ -70,6 +70,7 @@ PUBLIC = [
     "rank_logger",
     "register_converter",
     "restore_batchnorm",
+    "ring_all_reduce",
 ]
 
 

@@ -20,6 +20,7 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
+from lightning_ddp_ext.integration.comm_hooks import CommHook, HookName, find_hook, register_on_cpu
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.data_path import DataPath, Order
 from lightning_ddp_ext.integration.endpoints import endpoint_of, shown_init_method
@@ -137,7 +138,9 @@ class DDPExtStrategy(DDPStrategy):
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: see ``DDPStrategy``.
         ddp_comm_state: see ``DDPStrategy``.
-        ddp_comm_hook: see ``DDPStrategy``.
+        ddp_comm_hook: how gradients are averaged, on the CPU, too: a function (see ``DDPStrategy``), or a name:
+            ``"fp16_compress"``, ``"bf16_compress"``, ``"power_sgd"`` (torch's), or ``"ring"``
+            (:func:`~lightning_ddp_ext.ring_all_reduce`).
         ddp_comm_wrapper: see ``DDPStrategy``.
         model_averaging_period: see ``DDPStrategy``.
         dim: this and all that follow: see :class:`torch.nn.parallel.DistributedDataParallel`.
@@ -162,7 +165,7 @@ class DDPExtStrategy(DDPStrategy):
         InitMethodError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
         DurationError: a timeout is not positive.
         WorldError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit together.
-        OptionError: an argument of that name does not exist, here or in the installed torch.
+        OptionError: an argument or a comm hook of that name does not exist, here or in the installed torch.
         ConfigurationError: ``uneven_inputs`` is none of its values.
 
     Example::
@@ -202,7 +205,7 @@ class DDPExtStrategy(DDPStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_hook: HookName | CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         dim: int = 0,
@@ -223,6 +226,7 @@ class DDPExtStrategy(DDPStrategy):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
         names = _ddp_options().keys()
         options = {name: value for name, value in locals().items() if name in names}
         super().__init__(
@@ -232,7 +236,7 @@ class DDPExtStrategy(DDPStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_hook=hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
@@ -262,6 +266,7 @@ class DDPExtStrategy(DDPStrategy):
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.metrics = BatchedMetrics(self)
+        self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
         self._debug = debug
         self._checked: CheckedCollectives | None = None
@@ -511,12 +516,14 @@ class DDPExtStrategy(DDPStrategy):
             self._layer_sync.layers.before_backward()
         super().pre_backward(closure_loss)
 
-    # Parameters that are frozen at first.
+    # DDP.
 
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        assert self.model is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.root_device.type == "cpu":
+            register_on_cpu(self.model, *self._comm_hook)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
 
     def _reform_ddp(self) -> None:

@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.integration.training import (
@@ -100,9 +99,6 @@ CASES = {
     "static graph, manual": Case(Manual, strategy=lambda: {"static_graph": True}),
     "bucket views": Case(strategy=lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
     "own buffers": Case(strategy=lambda: {"broadcast_buffers": False, "init_sync": False}),
-    "comm hook": Case(
-        strategy=lambda: {"ddp_comm_hook": fp16_compress_hook, "ddp_comm_wrapper": fp16_compress_wrapper}
-    ),
     "model averaging": Case(
         strategy=lambda: {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
     ),

@@ -1,0 +1,57 @@
+"""DDP's comm hooks by name, and on the CPU, where Lightning leaves them out without a word."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.reductions.ring import ring_all_reduce
+
+HookName = Literal["fp16_compress", "bf16_compress", "power_sgd", "ring"]
+CommHook = Callable[..., Any]
+
+_HOOKS: dict[str, CommHook] = {
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+    "power_sgd": powerSGD_hook.powerSGD_hook,
+    "ring": ring_all_reduce,
+}
+
+
+def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
+    """Find the hook of that name, with the state that it needs where none is given.
+
+    Raises:
+        OptionError: there is no hook of that name.
+    """
+    if not isinstance(hook, str):
+        return hook, state
+    if hook not in _HOOKS:
+        near = difflib.get_close_matches(hook, _HOOKS, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else "or give a function"
+        raise OptionError(f"ddp_comm_hook must be one of {', '.join(map(repr, _HOOKS))} (got {hook!r}); {remedy}")
+    if hook == "power_sgd" and state is None:
+        state = powerSGD_hook.PowerSGDState(process_group=None)
+    return _HOOKS[hook], state
+
+
+def register_on_cpu(
+    model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
+) -> None:
+    """Register a hook, as Lightning does on GPUs alone.
+
+    Raises:
+        OptionError: torch has it for GPUs alone.
+    """
+    if hook is None:
+        return
+    try:
+        model.register_comm_hook(state=state, hook=hook if wrapper is None else wrapper(hook))
+    except (TypeError, ValueError) as error:
+        name = getattr(hook, "__name__", repr(hook))
+        raise OptionError(f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there") from error
