@@ -46,6 +46,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
 from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.stopping import Stops
+from lightning_ddp_ext.integration.unused_parameters import name_unused
 from lightning_ddp_ext.rendezvous.call_counter import Call
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
@@ -537,6 +538,11 @@ class DDPExtStrategy(DDPStrategy):
             self.model = self.lightning_module
             self._pl_static_graph_delay_done = False
             self.configure_ddp()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.lightning_module is not None:
+            name_unused(exception, self.lightning_module)
 
     # Data.
 
