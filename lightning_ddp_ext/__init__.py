@@ -67,6 +67,7 @@ from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.reductions.ring import ring_all_reduce
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.world import World
 
@@ -98,6 +99,7 @@ __all__ = [
     "InitMethodError",
     "LogMismatchError",
     "MissingRanksError",
+    "NCCLOptions",
     "OptionError",
     "RankAbsentError",
     "RankConsistency",

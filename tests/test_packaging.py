@@ -40,6 +40,7 @@ PUBLIC = [
     "InitMethodError",
     "LogMismatchError",
     "MissingRanksError",
+    "NCCLOptions",
     "OptionError",
     "RankAbsentError",
     "RankConsistency",

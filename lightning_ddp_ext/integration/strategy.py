@@ -42,6 +42,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     lightning_name,
     lightning_version,
     rank_zero_info,
+    rank_zero_warn,
 )
 from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
@@ -50,6 +51,8 @@ from lightning_ddp_ext.integration.unused_parameters import name_unused
 from lightning_ddp_ext.rendezvous.call_counter import Call
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
+from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
@@ -132,6 +135,8 @@ class DDPExtStrategy(DDPStrategy):
             they are ended without; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         debug: whether each collective that your code calls waits until all ranks have come to the same one, and names
             those that are elsewhere; takes part of a millisecond for each.
+        nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
+        interface: the network interface that NCCL and gloo use, ``"eth1"``.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: see ``DDPStrategy``.
         parallel_devices: see ``DDPStrategy``.
@@ -199,6 +204,8 @@ class DDPExtStrategy(DDPStrategy):
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
         debug: bool = False,
+        nccl: NCCLOptions | None = None,
+        interface: str | None = None,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -267,6 +274,7 @@ class DDPExtStrategy(DDPStrategy):
         )
         self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.metrics = BatchedMetrics(self)
+        self._nccl, self._interface = nccl, interface
         self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
         self._debug = debug
@@ -356,6 +364,10 @@ class DDPExtStrategy(DDPStrategy):
             watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
         is_first = current() is None
+        apply_options(self._nccl, self._interface, os.environ)
+        if is_first:
+            for sentence in misspelt(os.environ):
+                rank_zero_warn(sentence)
         request = self._request()
         context = join(request)
         if is_first and context is not None:
