@@ -83,3 +83,10 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     losses = re.findall(r"^loss ([\d.]+), saved to \S+/(epoch=\d-step=\d+).ckpt$", said, re.MULTILINE)
     assert [file for _, file in losses] == ["epoch=2-step=24", "epoch=4-step=36"]
     assert float(losses[1][0]) < float(losses[0][0])
+
+
+def test_model_parallel(tmp_path: Path) -> None:
+    """Two ranks of two devices each, with and without a pipeline; the table says on what it was measured."""
+    output = run("model_parallel.py", directory=tmp_path, time_limit=100)
+    assert "on the CPU, as there are no four GPUs" in output or "on two GPUs" in output
+    assert re.findall(r"^ +(\d+) +\d+ ms +[\d.]+ ×$", output, re.MULTILINE) == ["1", "2", "4"]

@@ -113,6 +113,9 @@ class DDPExtStrategy(DDPStrategy):
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead; a
             process that ends is noticed at once.
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
+        devices_per_rank: how many of the Trainer's devices each rank has, for models that are spread over several:
+            with ``devices=8`` and ``devices_per_rank=2`` there are 4 ranks. The module puts its parts on
+            ``self.trainer.strategy.rank_devices`` in ``configure_model``; batches come to the first of them.
         start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
             ``"forkserver"`` start functions.
         sampler: the order of training samples, where Lightning puts a sampler into a loader: ``"torch"`` for that of
@@ -195,6 +198,7 @@ class DDPExtStrategy(DDPStrategy):
         init_timeout: float | timedelta = INIT_TIMEOUT,
         heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
+        devices_per_rank: int = 1,
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
         exact_evaluation: bool = True,
@@ -252,6 +256,9 @@ class DDPExtStrategy(DDPStrategy):
             start_method=start_method,
             **_chosen_options(options, self._given_names),
         )
+        if devices_per_rank < 1:
+            raise OptionError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
+        self.devices_per_rank = devices_per_rank
         self.chosen_init_method = choose(init_method, os.environ)
         self._rank_argument = rank
         self._world_size_argument = world_size
@@ -355,6 +362,51 @@ class DDPExtStrategy(DDPStrategy):
             self._launcher = ScriptLauncher(self)
         else:
             self._launcher = ProcessesLauncher(self, self._start_method)
+
+    # Devices.
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        devices, per_rank = len(self.parallel_devices or ()), self.devices_per_rank
+        if devices % per_rank:
+            raise OptionError(
+                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
+                f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
+            )
+        return devices // per_rank
+
+    @property
+    def rank_devices(self) -> list[torch.device]:
+        """This rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
+        first = self.local_rank * self.devices_per_rank
+        return (self.parallel_devices or [])[first : first + self.devices_per_rank]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.rank_devices[0]
+
+    @override
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None if self.devices_per_rank > 1 else super().determine_ddp_device_ids()
+
+    @override
+    def model_to_device(self) -> None:
+        if self.devices_per_rank == 1:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        for module in self.model.modules():
+            if isinstance(module, torchmetrics.Metric):
+                module.to(self.root_device)
+        for name, parameter in self.model.named_parameters():
+            if parameter.device not in self.rank_devices:
+                raise OptionError(
+                    f"with devices_per_rank={self.devices_per_rank} the module places its parts by itself, and {name} "
+                    f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
+                    f"({', '.join(map(str, self.rank_devices))}) in configure_model"
+                )
 
     # Finding the others.
 

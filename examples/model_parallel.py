@@ -1,0 +1,76 @@
+"""A network in two parts, each on a device of its own, in every rank; and the same with micro-batches in a pipeline.
+
+    python examples/model_parallel.py                # 2 ranks of 2 devices: 4 GPUs if there are so many, else the CPU
+    torchrun --nproc-per-node 2 examples/model_parallel.py
+
+While the second part computes one micro-batch, the first part computes the next one: on two GPUs that takes up to a
+third off a step. On the CPU both parts share the same cores, so nothing is gained, and the table says so.
+"""
+
+import time
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_ext import DDPExtStrategy
+
+WIDTH, BATCHES, BATCH_SIZE = 512, 20, 64
+HAS_GPUS = torch.cuda.device_count() >= 4
+
+
+class TwoParts(L.LightningModule):
+    """``micro_batches=1`` computes the parts one after the other."""
+
+    def __init__(self, micro_batches: int) -> None:
+        super().__init__()
+        self.micro_batches = micro_batches
+
+    def configure_model(self) -> None:
+        first, second = self.trainer.strategy.rank_devices
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(first)
+        self.second = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)).to(second)
+        self.second_device = second
+
+    def forward(self, x: Tensor) -> Tensor:
+        halves = (self.first(part).to(self.second_device, non_blocking=True) for part in x.chunk(self.micro_batches))
+        waiting, results = next(halves), []
+        for following in halves:  # is computed on the first device while the second one computes `waiting`
+            results.append(self.second(waiting))
+            waiting = following
+        return torch.cat([*results, self.second(waiting)])
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y.to(self.second_device))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def seconds_per_step(micro_batches: int) -> float:
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=DDPExtStrategy(devices_per_rank=2),
+        accelerator="gpu" if HAS_GPUS else "cpu",
+        devices=4,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    x = torch.randn(2 * BATCHES * BATCH_SIZE, WIDTH)
+    began = time.perf_counter()
+    trainer.fit(TwoParts(micro_batches), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH_SIZE))
+    return (time.perf_counter() - began) / trainer.global_step
+
+
+if __name__ == "__main__":
+    seconds_per_step(1)  # warms up
+    times = {number: seconds_per_step(number) for number in (1, 2, 4)}
+    if torch.distributed.get_rank() == 0:
+        print(f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, as there are no four GPUs'}")
+        for number, seconds in times.items():
+            print(f"{number:13}  {seconds * 1000:4.0f} ms  {seconds / times[1]:.2f} ×")
