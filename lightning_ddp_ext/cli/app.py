@@ -37,6 +37,35 @@ def _about(
     """Tools of lightning-ddp-ext, for use without a training script."""
 
 
+@app.command()
+def env(json: _Json = False) -> None:
+    """Show versions, devices, interfaces, and what the launcher's variables mean: what a bug report needs.
+
+    Ends with status 1 if variables contradict one another.
+    """
+    from lightning_ddp_ext.cli import environment  # imports torch
+
+    finish(environment.describe(), as_json=json)
+
+
+@app.command("test")
+def check_ranks(
+    devices: Annotated[int, typer.Option(help="Ranks to start here, where no launcher starts them.")] = 2,
+    accelerator: Annotated[str, typer.Option(help="auto, cpu or gpu.")] = "cpu",
+    init_method: Annotated[str | None, typer.Option(help="Where the ranks meet, as in code.")] = None,
+    json: _Json = False,
+) -> None:
+    """Let the ranks of this launcher meet, reduce, save, verify and restore; run it as you would run a script.
+
+    Rank 0 prints a table. Ends with status 0 if all is well, on every rank.
+    """
+    from lightning_ddp_ext.cli import self_test  # imports Lightning
+
+    report = self_test.run(devices=devices, accelerator=accelerator, init_method=init_method)
+    if report is not None:
+        finish(report, as_json=json)
+
+
 @checkpoint.command()
 def inspect(path: _Path, json: _Json = False) -> None:
     """List every tensor of a checkpoint without loading it: key, shape, dtype, size.

@@ -1,0 +1,63 @@
+"""`lightning-ddp-ext env` and `test`: what is here, and whether ranks can work with it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from lightning_ddp_ext.cli.app import app
+from tests.scripts import run_script
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
+
+
+def test_what_a_bug_report_needs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one document, with what this process would be."""
+    for name, value in (LAUNCHED | {"NCCL_DEBUGG": "INFO"}).items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["env", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["versions"]["torch"]
+    assert "gloo" in found["backends"]
+    assert "127.0.0.1" in found["interfaces"]["lo"]
+    assert "rank 1" in found["world"]
+    assert found["world"].endswith("torchrun")
+    assert found["variables"].items() >= LAUNCHED.items()
+    assert found["notes"] == [
+        "NCCL_DEBUGG in the environment has no effect that is documented; did you mean NCCL_DEBUG?"
+    ]
+
+
+def test_variables_that_contradict_one_another_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sentence as a run would end with, after everything else."""
+    for name, value in (LAUNCHED | {"RANK": "4"}).items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert re.search(r"^this process is +unclear *$", result.stdout, re.MULTILINE)
+    assert "rank must be in 0..3 for world_size 4 (got 4)" in result.stderr
+
+
+COMMAND = """
+    from lightning_ddp_ext.cli import main
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.mark.parametrize("launcher", [("python",), ("torchrun", "--standalone", "--nproc-per-node=2")])
+def test_ranks_meet_reduce_save_verify_and_restore(launcher: tuple[str, ...]) -> None:
+    """Two ranks, started by the command itself or by torchrun; rank 0 reports, and nothing stays."""
+    done = run_script(COMMAND, "test", "--json", launcher=launcher, time_limit=100)
+    assert done.returncode == 0, done.output
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    assert list(found["steps"]) == ["rendezvous", "all-reduce", "save", "verify", "restore"]
+    assert found["steps"]["rendezvous"]["what"] == "2 ranks on 1 node"
+    assert found["passed"]
+    assert found["error"] is None
