@@ -33,9 +33,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.default_samplers import TorchOrderSampler
-from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.streams import with_wrapped
+from lightning_ddp_ext.data.generators import with_wrapped
 
 
 class DistributedLoader:

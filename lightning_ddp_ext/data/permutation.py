@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.checks import LARGEST, whole_number
-from lightning_ddp_ext.data.streams import mix
+from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.errors import SamplerError
 
 ROUNDS = 10

@@ -9,19 +9,16 @@ where training is, see ``training_data``, and others from their start, see ``eva
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.entering import position_of, rewind
 from lightning_ddp_ext.data.epochs import unseedable_shufflers
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, index_sampler_of, own_copy
-from lightning_ddp_ext.data.resumable import Resumable
-from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
-from lightning_ddp_ext.data.streams import with_wrapped
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader_kinds import position_of, rewind
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
@@ -102,7 +99,7 @@ class DataPath:
             if stage != RunningStage.PREDICTING:
                 return dataloader
             inner = getattr(dataloader.batch_sampler, "sampler", None)
-            sampler = inner if isinstance(inner, Resumable) else dataloader.sampler
+            sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
         elif isinstance(dataloader, DataLoader) and connector._requires_distributed_sampler(dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
@@ -132,7 +129,6 @@ class DataPath:
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
         loader = DistributedLoader.around(dataloader, self.begin)
-        _check_weights(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
         stage, self._stage = self._stage or self._trainer.state.stage, None
         if stage in EVALUATED:
@@ -163,7 +159,7 @@ def is_shared_out(loader: Any) -> bool:
     """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(each, Resumable) for each in owned)
+    return any(isinstance(each, GlobalOrderSampler) for each in owned)
 
 
 def warn_of_same_orders(loader: object) -> None:
@@ -173,14 +169,6 @@ def warn_of_same_orders(loader: object) -> None:
             f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
             "method set_epoch(epoch) that its order depends on"
         )
-
-
-def _check_weights(loader: Any) -> None:
-    """Refuse weights of another number than there are samples."""
-    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
-        if isinstance(sampler, DistributedWeightedSampler):
-            with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
-                sampler.check_length(len(loader.dataset))
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
     DistributedLoader,
     batches_of,
@@ -21,8 +21,8 @@ from lightning_ddp_ext.data.loader import (
     set_index_sampler,
 )
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
-from lightning_ddp_ext.data.padded import PaddedSampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
+from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
@@ -98,7 +98,7 @@ class Evaluation:
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
         forget_workers(loader.loader)
-        set_index_sampler(loader.loader, PaddedSampler(sampler, length=max(batches), spare=spare))
+        set_index_sampler(loader.loader, PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare))
 
     # Reading.
 

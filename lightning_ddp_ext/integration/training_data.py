@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.data.generators import take_random
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
-from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, positions_of
+from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 
@@ -50,7 +50,7 @@ class TrainingData:
         self.stopped: Stopped | None = None
         if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
             self._seed: int | None = None
-        self.resume = Resume(self._strategy, trainer)
+        self.resume = Resume(self._strategy)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
         self._random: dict[str, dict[str, Any]] = {}  # when the last epoch, step and validation began
@@ -64,7 +64,7 @@ class TrainingData:
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self._resume_data != "off":
-            self.resume = Resume(self._strategy, self._trainer, checkpoint, self._resume_data)
+            self.resume = Resume(self._strategy, checkpoint, self._resume_data)
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
@@ -111,14 +111,13 @@ class TrainingData:
     def _start_epoch(self, epoch: int) -> None:
         self._uneven.finish()
         if epoch > self.resume.restart.epoch:
-            self.resume = Resume(self._strategy, self._trainer)
+            self.resume = Resume(self._strategy)
         if self.resume.restart.has_started:
             self.resume.restore_random()
         if self.resume.restart.is_within:
             self.resume.find_data()
         for index, position in enumerate(positions_of(self._trainer)):
-            state, own = self.resume.state_of(index)
-            position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
+            position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
         self._random["epoch"] = take_random(self._device)
 
     def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
@@ -165,15 +164,18 @@ class TrainingData:
         positions = positions_of(trainer) if restart.is_within else []
         own = {
             "random": self._random_of(restart, loops),
-            "loaders": [position.own_state_dict(restart.done) for position in positions],
+            "loaders": [position.state_dict(restart.done) for position in positions],
         }
+        if not checkpoints.is_interrupted:
+            ranks = checkpoints.to_rank_zero(own, what)
+        else:  # the others do not come
+            ranks = [own if self._strategy.world_size == 1 else in_common(own)]
         checkpoint[KEY] = {
             "version": VERSION,
             "seed": self._seed,
             "accumulate_grad_batches": accumulated,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done) for position in positions],
-            "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
+            "ranks": ranks,
         }
 
     def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:

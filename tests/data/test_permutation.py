@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning_ddp_ext.data.streams import mix
 from numpy.typing import NDArray
 from scipy import stats
 
 from lightning_ddp_ext.data import permutation
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
 
 SMALLEST_P = 1e-4

@@ -7,7 +7,7 @@ import pickle
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,20 +17,19 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    SubsetRandomSampler,
 )
 
-from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.samplers import (
     ExactDistributedSampler,
     ScalableDistributedSampler,
+    TorchOrderSampler,
 )
+from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
 from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
@@ -331,88 +330,6 @@ def test_a_rank_that_the_group_is_too_small_for_is_refused_when_it_is_used() -> 
         len(sampler)
 
 
-# Other samplers, shared out.
-
-
-class Epochs(Sampler[int]):
-    """Yields its epoch, and then numbers from a generator of its own and a global one."""
-
-    def __init__(self, length: int, promised: int | None = None) -> None:
-        self.length, self.promised, self.epoch = length, promised, -1
-        self.random = torch.Generator().manual_seed(torch.initial_seed())
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.length if self.promised is None else self.promised
-
-    def __iter__(self) -> Iterator[int]:
-        yield self.epoch
-        for _ in range(self.length - 1):
-            yield int(torch.randint(1000, (), generator=self.random)) + 1000 * int(torch.randint(1000, ()))
-
-
-def differently_seeded(kind: Any) -> Any:
-    def make(world_size: int, rank: int) -> SharedSampler:
-        torch.manual_seed(rank)
-        generator = torch.Generator().manual_seed(rank)
-        sampler = Epochs(41) if kind is Epochs else kind(range(41), generator=generator)
-        return SharedSampler(sampler, world_size, rank, seed=3)
-
-    return make
-
-
-@pytest.mark.parametrize("kind", [RandomSampler, SubsetRandomSampler, Epochs])
-def test_ranks_with_different_generators_share_one_list(kind: Any) -> None:
-    """Whatever random state the ranks are in, together they read the sampler's list, another one each epoch."""
-    epochs = [in_turn(dealt(differently_seeded(kind), 3, epoch)) for epoch in range(3)]
-    for epoch, read in enumerate(epochs):
-        assert read[:41] == in_turn(dealt(differently_seeded(kind), 1, epoch))
-        assert read[41:] == read[:1]
-        if kind is Epochs:
-            assert read[0] == epoch
-        else:
-            assert sorted(read[:41]) == list(range(41))
-    assert all(one[1:] != other[1:] for one, other in pairwise(epochs))
-
-
-@law
-@given(before=st.integers(1, 5), after=st.integers(1, 5), consumed=st.integers(0, 12), epoch=st.integers(0, 3))
-def test_shared_samplers_go_on_on_other_ranks(before: int, after: int, consumed: int, epoch: int) -> None:
-    """The rest of the list is read once."""
-    read = stop_and_go(
-        lambda world_size, rank: SharedSampler(RandomSampler(range(30)), world_size, rank, uneven="exact"),
-        before,
-        after,
-        consumed,
-        epoch,
-    )
-    assert sorted(read) == list(range(30))
-
-
-def test_sharing_leaves_generators_alone() -> None:
-    """Drawing the list moves neither the global generator nor the sampler's own."""
-    generator = torch.Generator().manual_seed(5)
-    before = torch.get_rng_state(), generator.get_state()
-    list(SharedSampler(RandomSampler(range(10), generator=generator), 2, 0))
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert torch.equal(generator.get_state(), before[1])
-
-
-def test_what_is_no_number_is_shared_out_as_it_is() -> None:
-    """A sampler may yield pairs, or lists: they reach the loader unchanged."""
-    batches = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
-    assert dealt(lambda w, r: SharedSampler(batches, w, r), 2) == [[[0, 1]], [[2, 3]]]
-
-
-def test_a_sampler_that_yields_too_little_is_named() -> None:
-    """Its length is a promise; more than that is left unread."""
-    with pytest.raises(SamplerError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
-        list(SharedSampler(Epochs(7, promised=9), 2, 0))
-    assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6
-
-
 # Bad input.
 
 
@@ -429,6 +346,7 @@ class Unsized(Sampler[int]):
         (lambda: ScalableDistributedSampler(iter([1])), r"dataset must have a length \(got list_iterator"),
         (lambda: TorchOrderSampler(iter([1])), r"dataset must have a length \(got list_iterator"),
         (lambda: SharedSampler(Unsized()), r"sampler must have a length \(got Unsized"),
+        (lambda: DistributedBatchSamplerWrapper(iter([])), r"batch_sampler must have a length \(got list_iterator"),
         (lambda: ScalableDistributedSampler([1], 2, 2), r"rank must be below num_replicas, 2 \(got 2\)"),
         (lambda: ExactDistributedSampler([1], 2, 3), r"rank must be below num_replicas, 2 \(got 3\)"),
         (lambda: SharedSampler(RandomSampler([1]), 2, 2), r"rank must be below num_replicas, 2 \(got 2\)"),
@@ -481,7 +399,7 @@ def test_drop_last_is_a_policy() -> None:
         ({"position": -1}, r"position must be .*from 0 to 100 \(got -1\)"),
         ({"position": "x"}, r"position must be a whole number.* \(got 'x'\)"),
         ({"epoch": -1}, r"epoch must be .*at least 0 \(got -1\)"),
-        ({"position": None, "seed": None}, r"state must have 'seed', 'position' \(got \['epoch', 'kind'"),
+        ({"position": None, "seed": None}, r"state must be a dict with \['version', .*'position'\] \(got \{'version'"),
     ],
 )
 def test_states_of_others_are_refused(change: dict[str, Any], says: str) -> None:
@@ -497,5 +415,5 @@ def test_states_of_others_are_refused(change: dict[str, Any], says: str) -> None
 
 def test_a_state_must_be_a_dict() -> None:
     """What is no state at all is refused in words, too."""
-    with pytest.raises(SamplerError, match=r"state must be a dict \(got \[1\]\)"):
+    with pytest.raises(SamplerError, match=r"state must be a dict with .* \(got \[1\]\)"):
         ScalableDistributedSampler([1]).load_state_dict([1])  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRa
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
+from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
 from tests.ranks import by_hand_env, run_ranks

@@ -23,7 +23,6 @@ from lightning_ddp_ext import (
     DistributedBatchSamplerWrapper,
     DistributedWeightedSampler,
     SamplerEpochSeeding,
-    SamplerError,
     ScalableDistributedSampler,
 )
 from tests.integration.training import Kind, make_strategy, make_trainer, on_both, on_ranks
@@ -344,23 +343,3 @@ def test_stock_ddp_says_what_a_wrapper_needs(tmp_path: Path) -> None:
     """Without the callback, stock Lightning refuses the wrapper and names the remedy."""
     for message in on_ranks("stock", stock_with_wrapper, tmp_path):
         assert "use_distributed_sampler=False" in message
-
-
-def refuse_weights(kind: Kind, directory: Path) -> list[str]:
-    messages = []
-    for in_batches in (False, True):
-        sampler = DistributedWeightedSampler([1.0] * 5, 8)
-        given = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)} if in_batches else {"sampler": sampler}
-        with pytest.raises(SamplerError) as raised:
-            fit(kind, directory, loader(8, **given))
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_weights_of_another_length_than_the_dataset_are_refused_before_training(tmp_path: Path) -> None:
-    """Every rank says how many weights there must be and how many there are."""
-    for messages in on_ranks("ours", refuse_weights, tmp_path):
-        assert (
-            messages
-            == ["weights must be as many as the dataset has samples, 8 (got 5); pass one weight for each sample"] * 2
-        )

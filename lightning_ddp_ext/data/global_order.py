@@ -1,18 +1,28 @@
-"""A position in an epoch's global order, which a sampler can start from, save and load."""
+"""Share out one global order of an epoch among the ranks, from any position of it on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
 from lightning_ddp_ext.data.partition import Share, Uneven
 from lightning_ddp_ext.errors import SamplerError
 
 STATE_VERSION = 1
+
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one comes soon
+CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
+
+Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 _REMEDIES = {
     "version": "load it with the version of lightning-ddp-ext that saved it",
@@ -22,62 +32,91 @@ _REMEDIES = {
 }
 
 
-class Resumable:
-    """Base of everything that shares out one global order among the ranks, and can start at any position of it.
+class GlobalOrderSampler(DistributedSampler[Any]):
+    """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
 
-    A subclass names its ``kind``, has a ``length``, iterates over ``share()``, and puts an object into ``_progress``
-    whose ``handed_out`` is the number of elements that its newest iterator has yielded.
+    It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
-        seed, shuffle, uneven: as given.
+        dataset, shuffle, seed, uneven: as given.
+        length: positions of the global order of an epoch.
     """
 
     kind: ClassVar[str]
-    """Whose state a state is."""
+    """Distinguishes the states of different samplers."""
 
-    def __init__(self, *, num_replicas: int | None, rank: int | None, shuffle: bool, seed: int, uneven: Uneven) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        *,
+        num_replicas: int | None,
+        rank: int | None,
+        shuffle: bool,
+        seed: int,
+        uneven: Uneven,
+    ) -> None:
+        self.dataset = dataset
+        self._length = length
         self._given_ranks = _validated(num_replicas, rank)
         self.shuffle = bool(shuffle)
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
-        self._progress: Any = None
+        self._chunks: _Chunks | None = None  # of the newest iterator
+
+    def _order(self) -> Order:
+        """Return the order of ``self.epoch``: a function from positions to what the sampler yields for them."""
+        raise NotImplementedError
+
+    def _set_wrapped_epoch(self) -> None:
+        """Set the epoch of what this sampler wraps."""
+
+    # What torch and Lightning ask of a DistributedSampler.
 
     @property
     def length(self) -> int:
         """Positions of the global order of an epoch."""
-        raise NotImplementedError
+        return self._length
 
     @property
-    def num_replicas(self) -> int:
+    def num_replicas(self) -> int:  # type: ignore[override]
         """Number of ranks, now."""
         return self._ranks()[0]
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         """This process's rank, now."""
         return self._ranks()[1]
 
     @property
-    def position(self) -> int:
-        """Where in the global order of this epoch an iterator starts; the same number on every rank."""
-        return self._position
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the last samples are left out where the ranks do not divide the rest."""
+        return self.uneven == "drop"
 
-    def share(self) -> Share:
-        """Return what this rank reads from ``position`` on."""
-        num_replicas, rank = self._ranks()
-        return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The length, by the name that torch gives it."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """What all ranks together read in an epoch."""
+        return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __len__(self) -> int:
         """What this rank reads in a whole epoch, whatever ``position`` is; loops count from an epoch's beginning."""
         return len(replace(self.share(), start=0))
 
-    @property
-    def left(self) -> int:
-        """What this rank reads from ``position`` to the end of the epoch."""
-        return len(self.share())
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items from ``position`` on; nothing is computed before the first one is asked for."""
+        return chain.from_iterable(self._iterate())
+
+    def _iterate(self) -> Iterator[Iterator[Any]]:
+        chunks = self._chunks = _Chunks(self.share(), self._order())
+        yield from chunks
 
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch's order; if it is another epoch than before, from its beginning.
@@ -87,9 +126,26 @@ class Resumable:
         """
         epoch = epoch_of(epoch)
         if epoch == self.epoch:
-            self._tell_wrapped()
+            self._set_wrapped_epoch()
         else:
             self.resume_at(epoch, 0)
+
+    # The position.
+
+    @property
+    def position(self) -> int:
+        """Where in the global order of this epoch an iterator starts; the same number on every rank."""
+        return self._position
+
+    @property
+    def left(self) -> int:
+        """What this rank reads from ``position`` to the end of the epoch."""
+        return len(self.share())
+
+    def share(self) -> Share:
+        """Return what this rank reads from ``position`` on."""
+        num_replicas, rank = self._ranks()
+        return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
 
     def resume_at(self, epoch: int, position: int) -> None:
         """Read this epoch's order from a position of the global order on; pass the same on every rank.
@@ -101,8 +157,8 @@ class Resumable:
         remedy = "take it from a state that a sampler of this length has saved"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self._progress = None
-        self._tell_wrapped()
+        self._chunks = None
+        self._set_wrapped_epoch()
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int | bool | str]:
         """Return the position that has been reached: the same on every rank, and good for any number of ranks.
@@ -118,7 +174,7 @@ class Resumable:
             SamplerError: ``consumed`` is negative or no whole number.
         """
         if consumed is None:
-            consumed = 0 if self._progress is None else self._progress.handed_out
+            consumed = 0 if self._chunks is None else self._chunks.handed_out
         consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
         return {**self.identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
 
@@ -128,15 +184,10 @@ class Resumable:
         Raises:
             SamplerError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
         """
-        if not isinstance(state, Mapping):
-            raise SamplerError(f"state must be a dict (got {state!r}); pass what state_dict() returned")
         mine = self.identity()
-        missing = [name for name in (*mine, "epoch", "position") if name not in state]
-        if missing:
-            raise SamplerError(
-                f"state must have {', '.join(map(repr, missing))} (got {sorted(state, key=str)});"
-                " pass what state_dict() returned"
-            )
+        names = [*mine, "epoch", "position"]
+        if not isinstance(state, Mapping) or not state.keys() >= set(names):
+            raise SamplerError(f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned")
         for name, value in mine.items():
             if state[name] != value:
                 remedy = _REMEDIES.get(name, f"build the sampler with the {name} of the state")
@@ -144,6 +195,17 @@ class Resumable:
                     f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); {remedy}"
                 )
         self.resume_at(state["epoch"], state["position"])
+
+    def identity(self) -> dict[str, int | bool | str]:
+        """What must be equal for a position to mean the same."""
+        return {
+            "version": STATE_VERSION,
+            "kind": self.kind,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "uneven": self.uneven,
+        }
 
     def _ranks(self) -> tuple[int, int]:
         """Number of ranks and own rank; what was not given is the process group's at this moment, else 1 and 0.
@@ -159,19 +221,30 @@ class Resumable:
         _check_rank(rank, num_replicas)
         return num_replicas, rank
 
-    def identity(self) -> dict[str, int | bool | str]:
-        """What must be equal for a position to mean the same."""
-        return {
-            "version": STATE_VERSION,
-            "kind": self.kind,
-            "length": self.length,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "uneven": self.uneven,
-        }
 
-    def _tell_wrapped(self) -> None:
-        """Set the epoch of what this sampler wraps."""
+class _Chunks:
+    """Iterators over the parts of a share, one after another; the newest one knows how much of it is left."""
+
+    def __init__(self, share: Share, order: Order) -> None:
+        self._share = share
+        self._order = order
+        self._end = 0
+        self._chunk: Iterator[Any] = iter(())
+
+    @property
+    def handed_out(self) -> int:
+        return self._end - operator.length_hint(self._chunk)
+
+    def __iter__(self) -> Iterator[Iterator[Any]]:
+        size = FIRST_BLOCK
+        while self._end < len(self._share):
+            items = self._order(self._share.positions(self._end, self._end + size))
+            for begin in range(0, len(items), CHUNK):
+                chunk = items[begin : begin + CHUNK].tolist()
+                self._end += len(chunk)
+                self._chunk = iter(chunk)
+                yield self._chunk
+            size = BLOCK
 
 
 def _validated(num_replicas: int | None, rank: int | None) -> tuple[int | None, int | None]:
