@@ -135,17 +135,13 @@ class LoaderPosition:
     def state_dict(self, done: int) -> dict[str, Any]:
         """Return where this rank is after ``done`` batches of the epoch."""
         start, batches = self._start_before(done)
-        return {**self._state(start.number, self._position(start, batches)), "random": start.random}
-
-    def assumed_state(self, done: int) -> dict[str, Any]:
-        """Return what a checkpoint would have that says nothing of its data, after ``done`` batches of the epoch."""
-        length = batches_of(self.loader)
-        number = (done - 1) // int(length) if done and 0 < length < float("inf") else 0
-        start = IteratorStart(number)
-        return self._state(number, self._position(start, done - number * int(length) if number else done))
-
-    def _state(self, number: int, at: int) -> dict[str, Any]:
-        return {"epoch": self.epoch, "number": number, "at": at, "data": self._description(), "random": None}
+        return {
+            "epoch": self.epoch,
+            "number": start.number,
+            "at": self._position(start, batches),
+            "data": self._description(),
+            "random": start.random,
+        }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
         """The iterator that a batch belongs to, and how many batches it had given by then.

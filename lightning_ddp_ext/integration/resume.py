@@ -66,15 +66,18 @@ class Resume:
         accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
+        if restart.is_within and not section:
+            rank_zero_warn(f"the checkpoint does not say which data of epoch {restart.epoch} are done; it begins again")
+            data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
-        elif restart.is_within and section.get("version", VERSION) != VERSION:
+        elif restart.is_within and section["version"] != VERSION:
             raise ResumeError(
                 f"the checkpoint was saved in the middle of epoch {restart.epoch} by a version of lightning_ddp_ext "
                 f"that described the data in another way; {FROM_THE_EPOCHS_START}"
             )
         changed = change_to(loops, restart, stopped=stopped)
-        if section and (self._knows_each_rank or restart.at == "epoch_start"):
+        if self._knows_each_rank or restart.has_started or (section and restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
@@ -158,11 +161,7 @@ class Resume:
         """
         if self._states is not None:
             return
-        positions = positions_of(self._trainer)
-        if self._ranks:
-            states = self._own["loaders"]
-        else:  # of a checkpoint that was not saved by us
-            states = [position.assumed_state(self.restart.done) for position in positions]
+        positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
                 f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "

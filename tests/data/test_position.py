@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.data.epochs import set_epoch
 from lightning_ddp_ext.data.generators import restore_random, take_random
-from lightning_ddp_ext.data.loader import batches_of, forget_workers, own_copy
+from lightning_ddp_ext.data.loader import forget_workers, own_copy
 from lightning_ddp_ext.data.loader_kinds import position_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.samplers import ScalableDistributedSampler, TorchOrderSampler
@@ -445,19 +445,6 @@ def test_a_stream_that_ends_before_the_batches_that_were_done_is_refused() -> No
     saved, _ = saved_after(DataLoader(Stream(20), 2), 7)
     with pytest.raises(ResumeError, match="Stream ends after 5 batches, and 7 were done"):
         Rank(DataLoader(Stream(10), 2)).resume(saved)
-
-
-@pytest.mark.parametrize("way", KIND_OF, ids=" ".join)
-@pytest.mark.parametrize("cycles", [False, True])
-def test_a_checkpoint_that_says_nothing_of_its_data_is_of_as_many_batches(way: tuple[str, str], cycles: bool) -> None:
-    """The state that is assumed is the one that this package would have saved."""
-    world_size = 2
-    here = Rank(KIND_OF[way](20, 2, world_size, 0), world_size)
-    here.begin(0)
-    length = batches_of(here.position.loader)
-    for done in (1, 3, 10, 12, 20, 25) if cycles and length != float("inf") else (1, 3):
-        here.train(done - here.position.given, cycles=cycles)
-        assert in_common(here.position.assumed_state(done)) == in_common(here.position.state_dict(done))
 
 
 @pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] == "state"], ids=" ".join)

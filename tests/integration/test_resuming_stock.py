@@ -1,4 +1,4 @@
-"""A run of stock Lightning that was stopped in the middle of an epoch goes on with ours at the very next batch."""
+"""A run of stock Lightning that was stopped in the middle of an epoch goes on with ours."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ def go_on_with_ours(rank: int, world_size: int, directory: Path, path: str) -> R
     return fit(strategy, unshuffled, ckpt_path=path, dropout=False, limit_val_batches=0, overfit_batches=4)
 
 
-def test_a_checkpoint_of_stock_lightning_goes_on_in_the_middle(tmp_path: Path) -> None:
-    """The batches left come, and no other; not shuffled here, as it does not say by which seed it was."""
+def test_a_checkpoint_of_stock_lightning_begins_its_epoch_again(tmp_path: Path) -> None:
+    """It does not say which data are done, so all of the epoch is trained on."""
     (tmp_path / "stock").mkdir()
     (tmp_path / "ours").mkdir()
     stopped = run_ranks(train_with_stock, 2, tmp_path / "stock", env=by_hand_env(2))
-    path, done = stopped[0].saved[1]
+    path, _ = stopped[0].saved[1]
     resumed = run_ranks(go_on_with_ours, 2, tmp_path / "ours", path, env=by_hand_env(2))
     for before, after in zip(stopped, resumed, strict=True):
-        assert after.steps == before.steps[done:]
-        assert torch.equal(after.weights, before.weights)
+        assert after.steps == before.steps
