@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.checks import epoch_of, seed_of, uneven_of, whole_number
+from lightning_ddp_ext.data.checks import seed_of, uneven_of, whole_number
 from lightning_ddp_ext.data.partition import Share, Uneven
 from lightning_ddp_ext.errors import SamplerError
 
@@ -59,7 +59,13 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     ) -> None:
         self.dataset = dataset
         self._length = length
-        self._given_ranks = _validated(num_replicas, rank)
+        remedy = "leave it out to use the process group's"
+        for field, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
+            if value is not None:
+                whole_number(value, field, at_least=least, remedy=remedy)
+        self._given_ranks = num_replicas, rank
+        if num_replicas is not None and rank is not None:
+            self._ranks()
         self.shuffle = bool(shuffle)
         self.seed = seed_of(seed)
         self.uneven: Uneven = uneven_of(uneven)
@@ -124,7 +130,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Raises:
             SamplerError: ``epoch`` is not a whole number, or negative.
         """
-        epoch = epoch_of(epoch)
         if epoch == self.epoch:
             self._set_wrapped_epoch()
         else:
@@ -153,7 +158,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         Raises:
             SamplerError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
         """
-        epoch = epoch_of(epoch)
+        epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
         remedy = "take it from a state that a sampler of this length has saved"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
@@ -218,7 +223,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             num_replicas = dist.get_world_size() if grouped else 1
         if rank is None:
             rank = dist.get_rank() if grouped else 0
-        _check_rank(rank, num_replicas)
+        if rank >= num_replicas:
+            raise SamplerError(
+                f"rank must be below num_replicas, {num_replicas} (got {rank});"
+                " leave both out to use those of the process group"
+            )
         return num_replicas, rank
 
 
@@ -245,22 +254,3 @@ class _Chunks:
                 self._chunk = iter(chunk)
                 yield self._chunk
             size = BLOCK
-
-
-def _validated(num_replicas: int | None, rank: int | None) -> tuple[int | None, int | None]:
-    remedy = "leave it out to use the process group's"
-    if num_replicas is not None:
-        whole_number(num_replicas, "num_replicas", at_least=1, remedy=remedy)
-    if rank is not None:
-        whole_number(rank, "rank", remedy=remedy)
-    if num_replicas is not None and rank is not None:
-        _check_rank(rank, num_replicas)
-    return num_replicas, rank
-
-
-def _check_rank(rank: int, num_replicas: int) -> None:
-    if rank >= num_replicas:
-        raise SamplerError(
-            f"rank must be below num_replicas, {num_replicas} (got {rank});"
-            " leave both out to use those of the process group"
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -15,20 +14,6 @@ from torch import Tensor
 T = TypeVar("T")
 
 _AHEAD = 2  # with one, a rank would wait for the others before each batch to know whether it is the last
-
-
-@dataclass(frozen=True)
-class _Drawn(Generic[T]):
-    """This rank's next item, if it has one, and the answer, under way, whether all ranks have one."""
-
-    item: list[T]
-    smallest: Tensor
-    work: Any
-
-    def is_everywhere(self) -> bool:
-        """Wait for the answer of every rank."""
-        self.work.wait()
-        return bool(self.smallest)
 
 
 class StopAtShortest(Iterator[T], Generic[T]):
@@ -62,25 +47,25 @@ class StopAtShortest(Iterator[T], Generic[T]):
         self._items = items
         self._group = group
         self._on_last = on_last
-        self._ahead: deque[_Drawn[T]] = deque()
+        self._ahead: deque[tuple[list[T], Tensor, Any]] = deque()  # with the answer, under way, whether all have one
         self._has_ended = False
 
     def __next__(self) -> T:
         self._draw_ahead()
-        if self._has_ended or not self._ahead[0].is_everywhere():
+        if self._has_ended or not self._all_have_next():
             self._has_ended = True
             raise StopIteration
-        (item,) = self._ahead.popleft().item
+        (item,), _, _ = self._ahead.popleft()
         self._draw_ahead()
-        if not self._ahead[0].is_everywhere():
+        if not self._all_have_next():
             self._on_last()
         return item
 
     def finish(self) -> None:
         """Wait for the answers that nobody has needed, so that no collective is under way. Collective."""
         self._has_ended = True
-        for each in self._ahead:
-            each.is_everywhere()
+        for _, _, work in self._ahead:
+            work.wait()
 
     def _draw_ahead(self) -> None:
         while len(self._ahead) < _AHEAD and not self._has_ended:
@@ -89,4 +74,9 @@ class StopAtShortest(Iterator[T], Generic[T]):
                 self._items = iter(())
             smallest = torch.tensor(len(item))
             work = dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group, async_op=True)
-            self._ahead.append(_Drawn(item, smallest, work))
+            self._ahead.append((item, smallest, work))
+
+    def _all_have_next(self) -> bool:
+        _, smallest, work = self._ahead[0]
+        work.wait()
+        return bool(smallest)

@@ -1,4 +1,4 @@
-"""Evaluate each sample once: samplers, and ranks that are idle in a step because they have no batch for it."""
+"""Evaluate each sample once, with ranks that are idle in a step because they have no batch for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
@@ -21,8 +21,6 @@ from lightning_ddp_ext.data.loader import (
     set_index_sampler,
 )
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler
-from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
@@ -54,16 +52,6 @@ class Evaluation:
         self._batches: tuple[int, ...] | None = None  # by rank, of the loader that is read, where they differ
         self._step = 0
         self._is_in_step = False
-
-    # Loaders.
-
-    def sampler_for(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> Sampler[int]:
-        """Each sample on one rank, in the order in which the loader would read them all."""
-        ranks = {"num_replicas": self._strategy.world_size, "rank": self._strategy.global_rank, "seed": seed}
-        if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            shuffle = shuffle and len(cast(Any, loader.dataset)) > 0
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **ranks)
-        return SharedSampler(loader.sampler, uneven="exact", **ranks)
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader. Collective: every rank must call it.
@@ -174,13 +162,10 @@ def _index_sampler_of(loader: Any) -> Any:
 def _warn_of_repeats(loader: Any) -> None:
     """Say so where a sampler that the user chose repeats samples."""
     sampler = getattr(loader, "sampler", None)
-    if type(sampler) is not DistributedSampler or sampler.drop_last:
-        return
-    samples = len(cast(Any, sampler.dataset))
-    if sampler.total_size != samples:
+    if type(sampler) is DistributedSampler and sampler.total_size > len(cast(Any, sampler.dataset)):
         rank_zero_warn(
-            f"the loader's own DistributedSampler evaluates {sampler.total_size - samples} of {samples} samples "
-            "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
+            "the loader's own DistributedSampler evaluates some samples twice; leave it out, or use "
+            "lightning_ddp_ext.ExactDistributedSampler"
         )
 
 

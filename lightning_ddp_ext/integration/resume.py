@@ -45,9 +45,6 @@ class Resume:
         restart: where training goes on.
         seed: of the orders of samples in the run that is resumed; ``None`` if that is not known.
         done: batches of the epoch that are done, as the ranks count them that there are now.
-
-    Raises:
-        ResumeError: the checkpoint was saved in the middle of an epoch by another version of this package.
     """
 
     def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
@@ -66,16 +63,11 @@ class Resume:
         accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
-        if restart.is_within and not section:
+        if restart.is_within and section.get("version") != VERSION:
             rank_zero_warn(f"the checkpoint does not say which data of epoch {restart.epoch} are done; it begins again")
             data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
-        elif restart.is_within and section["version"] != VERSION:
-            raise ResumeError(
-                f"the checkpoint was saved in the middle of epoch {restart.epoch} by a version of lightning_ddp_ext "
-                f"that described the data in another way; {FROM_THE_EPOCHS_START}"
-            )
         changed = change_to(loops, restart, stopped=stopped)
         if self._knows_each_rank or restart.has_started or (section and restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own

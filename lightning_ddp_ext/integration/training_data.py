@@ -56,11 +56,7 @@ class TrainingData:
         self._random: dict[str, dict[str, Any]] = {}  # when the last epoch, step and validation began
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to go on where a checkpoint was saved, and change the state of its loops for that.
-
-        Raises:
-            ResumeError: it cannot be resumed in the middle of an epoch.
-        """
+        """Prepare to go on where a checkpoint was saved, and change the state of its loops for that."""
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self._resume_data != "off":

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.digest import digest, same_on
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
+from lightning_ddp_ext.data.digest import digest
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
 from lightning_ddp_ext.data.shortest import StopAtShortest
-from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
+from lightning_ddp_ext.errors import UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -26,24 +26,16 @@ class UnevenInputs:
 
     Args:
         strategy: whose ranks.
-        uneven: ``"stop_at_shortest"`` ends each pass over a loader after the last batch that every rank has; ``None``
-            refuses ranks that know that they have different numbers of batches.
+        stops_at_shortest: whether each pass over a loader ends after the last batch that every rank has; else ranks
+            that know that they have different numbers of batches are refused.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
-
-    Raises:
-        ConfigurationError: ``uneven`` is something else.
     """
 
-    def __init__(self, strategy: Any, uneven: Literal["stop_at_shortest"] | None) -> None:
-        if uneven not in (None, "stop_at_shortest"):
-            raise ConfigurationError(
-                f"uneven_inputs must be None or 'stop_at_shortest' (got {uneven!r}); with the latter all ranks end an "
-                "epoch when the first of them has no more data"
-            )
+    def __init__(self, strategy: Any, *, stops_at_shortest: bool) -> None:
         self._strategy = strategy
-        self._uneven = uneven
+        self._is_chosen = stops_at_shortest
         self.attach()
 
     def attach(self) -> None:
@@ -55,7 +47,7 @@ class UnevenInputs:
 
     @property
     def _stops_at_shortest(self) -> bool:
-        return self._uneven is not None and dist.is_initialized() and self._strategy.world_size > 1
+        return self._is_chosen and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Give a training loader the length that it has on the shortest rank. Collective, if it is to stop there.
@@ -112,12 +104,14 @@ class UnevenInputs:
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        streams = [_name(loader) for loader in combined_loader_of(trainer.fit_loop).flattened if _is_stream(loader)]
+        streams = [
+            name_of(loader.loader) for loader in combined_loader_of(trainer.fit_loop).flattened if _is_stream(loader)
+        ]
         found: list[Any] = [None] * self._strategy.world_size
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        if self._uneven is None:
+        if not self._is_chosen:
             _refuse_uneven(trainer, lengths)
         if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
@@ -150,7 +144,10 @@ def _ends_within(trainer: Any, batches: float) -> bool:
 
 
 def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> None:
-    for ranks in same_on(digests):
+    for one in dict.fromkeys(digests):
+        ranks = [rank for rank, each in enumerate(digests) if each == one]
+        if one is None or len(ranks) == 1:
+            continue
         rank_zero_warn(
             f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
             f"{' and '.join(names) or 'the training data'} is not shared out, and each sample is trained on "
@@ -163,10 +160,6 @@ def _listed(items: list[Any]) -> str:
     return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")
 
 
-def _is_stream(loader: DistributedLoader) -> bool:
+def _is_stream(loader: Any) -> bool:
     """Whether no sampler says which samples a rank reads."""
-    return not isinstance(loader.loader, DataLoader) or isinstance(loader.loader.dataset, IterableDataset)
-
-
-def _name(loader: DistributedLoader) -> str:
-    return type(loader.loader.dataset if isinstance(loader.loader, DataLoader) else loader.loader).__name__
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)

@@ -14,15 +14,12 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
 )
 
-from lightning_ddp_ext.data.epochs import all_below, has_set_epoch, set_epoch, unseedable_shufflers
+from lightning_ddp_ext.data.epochs import all_below, has_set_epoch, set_epoch
 
 
 def epoch_takers(loaders: object) -> list[object]:
@@ -209,62 +206,3 @@ def test_data_is_not_walked_through() -> None:
     assert epoch_takers(DataLoader(taker)) == [taker]
     assert 0 < numbers.looked_at + records.looked_at + lists.looked_at <= 10
     assert module.inside.looked_at == 0
-
-
-class Shuffling(Sampler[int]):
-    """Says that it shuffles, and cannot be told the epoch."""
-
-    def __init__(self, shuffle: object = True, held: object = None) -> None:
-        self.shuffle = shuffle
-        self.held = held
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-    def __len__(self) -> int:
-        return 4
-
-
-class ShufflingDataset(MapDataset):
-    shuffle = True
-    set_epoch = None  # type: ignore[assignment]
-
-
-SHUFFLER_IN = {
-    "sampler": lambda shuffler: DataLoader(range(4), sampler=shuffler),
-    "batch sampler": lambda shuffler: DataLoader(range(4), batch_sampler=shuffler),
-    "wrapped": lambda shuffler: DataLoader(range(4), batch_sampler=BatchSampler(shuffler, 2, False)),
-    "in a list": lambda shuffler: [
-        DataLoader(range(4)),
-        {"a": CombinedLoader([DataLoader(range(4), sampler=shuffler)])},
-    ],
-}
-
-
-@pytest.mark.parametrize("place", SHUFFLER_IN)
-def test_shufflers_that_cannot_be_told_are_named(place: str) -> None:
-    """A sampler that shuffles and has no set_epoch is named once, wherever it is."""
-    shuffler = Shuffling()
-    assert unseedable_shufflers(SHUFFLER_IN[place](shuffler)) == [shuffler]
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(range(4), sampler=RandomSampler(range(4))),
-        DataLoader(range(4), sampler=SequentialSampler(range(4))),
-        DataLoader(range(4), shuffle=True),
-        DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=True)),
-        DataLoader(range(4), sampler=Shuffling(shuffle=False)),
-        DataLoader(range(4), sampler=Shuffling(shuffle=lambda: None)),
-        DataLoader(range(4), sampler=Broken(None)),
-        DataLoader(range(4), sampler=TakingSampler(Shuffling())),
-        DataLoader(ShufflingDataset()),
-        DataLoader(ShufflingDataset(), sampler=SequentialSampler(ShufflingDataset())),
-        range(4),
-        None,
-    ],
-)
-def test_samplers_that_can_be_told_or_do_not_shuffle_are_not_named(loader: object) -> None:
-    """No word of torch's own samplers, of those that take epochs and what these hold, nor of datasets."""
-    assert unseedable_shufflers(loader) == []
