@@ -183,6 +183,9 @@ def samples(runs: list[Batches], epoch: int) -> list[int]:
         ({"sampler": None}, r"sampler must be 'torch' or 'scalable' \(got None\)"),
         ({"exact_evaluation": "yes"}, r"exact_evaluation must be True or False \(got 'yes'\)"),
         ({"exact_evaluation": 1}, r"exact_evaluation must be True or False \(got 1\)"),
+        ({"idle_ranks": "wait"}, r"idle_ranks must be 'repeat' or 'skip' \(got 'wait'\)"),
+        ({"uneven_inputs": "pad"}, r"uneven_inputs must be None or 'stop_at_shortest' \(got 'pad'\)"),
+        ({"resume_data": "all"}, r"resume_data must be 'exact' or 'epoch' or 'off' \(got 'all'\)"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_refused_at_once(options: dict[str, Any], message: str) -> None:
