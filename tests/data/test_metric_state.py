@@ -182,14 +182,3 @@ def test_what_no_rank_reduces_stays_finite() -> None:
     with preserve_metric_state(results, nn.Module()):
         log(results, 9.0, sync=False)
     assert logged(results) == {"mean": 9.0, "sum": 9.0, "min": 9.0, "max": 9.0}
-
-
-def test_metrics_logged_from_elsewhere_are_put_back() -> None:
-    """A metric that belongs to no module, but was logged, is found by its key."""
-    metric, results = MeanMetric(), _ResultCollection(training=False)
-    metric.update(1.0)
-    results.log("step", "mean", metric, metric_attribute="somewhere")
-    with preserve_metric_state(results, nn.Module()):
-        metric.update(9.0)
-        results.log("step", "mean", metric, metric_attribute="somewhere")
-    assert logged(results) == {"mean": 1.0}

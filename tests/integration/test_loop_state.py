@@ -238,16 +238,6 @@ def test_a_batch_that_raised_an_exception_is_trained_again(accumulated: int, ind
     assert fit(change_to(state, restart), restart, **options).events == rest(run.events, restart)
 
 
-@pytest.mark.parametrize("place", ["train_epoch_end", "train_end"])
-def test_an_epoch_that_max_steps_has_cut_short_goes_on(place: str) -> None:
-    """A run with more steps trains the rest of the epoch."""
-    run = whole("plain")
-    state = fit(max_epochs=-1, max_steps=6).at(place)[-1]
-    restart = find_restart(state, accumulated=1)
-    assert restart == Restart("batch_end", 1, 2)
-    assert fit(change_to(state, restart), restart).events == rest(run.events, restart)
-
-
 def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_step() -> None:
     """A validation that could not be followed by its gradients is not begun again."""
     state = whole("both").at("validating")[0]
@@ -255,14 +245,6 @@ def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_ste
     assert find_restart(state, accumulated=2, stopped="validation") == Restart("validation", 0, 2)
     found = find_restart(state, accumulated=3, stopped="validation")
     assert found == Restart("epoch_start", 0, has_started=True)
-
-
-def test_what_is_not_about_progress_stays() -> None:
-    """States of loaders and of loops that we do not know are those of the checkpoint."""
-    state = {**whole("plain").at("train_batch_end")[1], "future": {"a": 1}, "state_dict": {"combined_loader": [{}]}}
-    changed = change_to(state, Restart("batch_end", 0, 2))
-    kept = ("future", "state_dict", "epoch_loop.val_loop.batch_progress", "epoch_loop.scheduler_progress")
-    assert {key: changed[key] for key in kept} == {key: state[key] for key in kept}
 
 
 def test_epochs_of_earlier_runs_stay_counted() -> None:
