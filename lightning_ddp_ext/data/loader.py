@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.generators import with_wrapped
 
+Begin = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
+
 
 class DistributedLoader:
-    """A loader whose passes are begun by ``begin``, when their first batch is asked for.
+    """A loader whose iterators are begun by ``begin``, when their first batch is asked for.
 
     Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
     does nothing before its first batch: only then does ``begin`` look up the epoch and the position to begin at.
@@ -36,19 +38,12 @@ class DistributedLoader:
     (2, [1, 2], [1, 2])
     """
 
-    source: Any
-    loader: Any
-    begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]
-    length: int | None
-    position: Any
-    balance: Any
-
-    def __init__(self, source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> None:
+    def __init__(self, source: Any, begin: Begin) -> None:
         own = own_copy(source)
         vars(self).update(source=source, loader=own, begin=begin, length=None, position=None, balance=None)
 
     @staticmethod
-    def around(source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> DistributedLoader:
+    def around(source: Any, begin: Begin) -> DistributedLoader:
         """Wrap a loader, in a class that keeps a state if the loader does."""
         return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, begin)
 
@@ -89,7 +84,7 @@ class StatefulDistributedLoader(DistributedLoader):
 
 
 class LazyIterator(Iterator[Any]):
-    """One pass over a :class:`DistributedLoader`, begun when its first batch is asked for."""
+    """One iterator over a :class:`DistributedLoader`, begun when its first batch is asked for."""
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader

@@ -25,10 +25,7 @@ class SharedSampler(GlobalOrderSampler):
 
     Args:
         sampler: any sampler with a length; ``set_epoch`` is called on it and what it wraps.
-        num_replicas: as for ``ScalableDistributedSampler``.
-        rank: as for ``ScalableDistributedSampler``.
-        seed: the same on every rank, not negative.
-        uneven: as for ``ScalableDistributedSampler``.
+        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
 
     Raises:
         SamplerError: the sampler has no length; when iterated: it yields fewer indices than that.
@@ -93,9 +90,7 @@ class DistributedBatchSamplerWrapper(SharedSampler):
 
     Args:
         batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and what it wraps.
-        num_replicas: as for ``ScalableDistributedSampler``.
-        rank: as for ``ScalableDistributedSampler``.
-        seed: the same on every rank, not negative.
+        num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
         uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
             some ranks one more batch.
 

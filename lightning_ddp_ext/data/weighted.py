@@ -32,10 +32,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         weights: one per sample of the dataset, in any scale: a tensor, array or sequence of one dimension.
         num_samples: draws of an epoch, over all ranks together.
         replacement: whether a sample can be drawn again within an epoch.
-        num_replicas: as for ``ScalableDistributedSampler``.
-        rank: as for ``ScalableDistributedSampler``.
-        seed: the same on every rank, not negative.
-        uneven: as for ``ScalableDistributedSampler``.
+        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
         dataset: what the indices are for, if its length is to be compared with that of ``weights``.
 
     Raises:
@@ -65,8 +62,12 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         length = whole_number(
             num_samples, "num_samples", at_least=1, at_most=LARGEST, remedy="pass the draws of an epoch, of all ranks"
         )
-        if not replacement:
-            _check_enough(self.weights, length)
+        positive = np.count_nonzero(self.weights)
+        if not replacement and length > positive:
+            raise SamplerError(
+                f"num_samples must be at most the number of positive weights, {positive}, without replacement"
+                f" (got {length}); draw fewer, or pass replacement=True"
+            )
         super().__init__(dataset, length, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven)
         if dataset is not None:
             samples = length_of(dataset, "dataset", "weights belong to samples that have a number")
@@ -158,12 +159,3 @@ def _validated(weights: Any) -> NDArray[np.float64]:
         )
     fractions: NDArray[np.float64] = found / found.max()
     return fractions
-
-
-def _check_enough(weights: NDArray[np.float64], count: int) -> None:
-    positive = np.count_nonzero(weights)
-    if count > positive:
-        raise SamplerError(
-            f"num_samples must be at most the number of positive weights, {positive}, without replacement"
-            f" (got {count}); draw fewer, or pass replacement=True"
-        )

@@ -104,17 +104,15 @@ class Evaluation:
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._trainer))
-        if self._is_in_step:
-            where = "a step takes dataloader_iter"
-        elif mode_of(combined) != "sequential":
-            where = "a CombinedLoader has a mode other than 'sequential'"
-        elif batches_of(combined) == float("inf"):  # then Lightning reads ahead of the step
-            where = "another loader has no length"
-        else:
+        if not self._is_in_step and mode_of(combined) == "sequential" and batches_of(combined) < float("inf"):
             return
         # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
         self._strategy.barrier("the refusal of idle ranks")
-        raise _idle_rank_error(batches, where)
+        raise _idle_rank_error(
+            batches,
+            "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one "
+            "of them has no length",
+        )
 
     # Steps.
 

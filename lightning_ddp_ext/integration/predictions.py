@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.lightning_tree import CombinedLoader
-from lightning_ddp_ext.rendezvous.process_context import current
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
@@ -49,9 +47,8 @@ def gather_predictions(trainer: Any) -> Any:
 
     Returns:
         On rank 0 what ``predict_step`` returns, for all samples in the dataset's order: tensors and arrays joined along
-        their first dimension, lists with an item a sample joined, dicts and tuples item by item, and lists of tensors
-        or arrays with a row a sample, too. With several loaders a list with one entry each, which is ``None`` where
-        nothing was read. On other ranks ``None``.
+        their first dimension, lists with an item a sample joined, dicts and tuples item by item. With several loaders a
+        list with one entry each, which is ``None`` where nothing was read. On other ranks ``None``.
 
     Raises:
         ExactEvaluationError: on every rank: there are no predictions, or it is not known which samples they are for, or
@@ -66,8 +63,13 @@ def gather_predictions(trainer: Any) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_loaders(*_own_batches(trainer))
-    with _cpu_group() as group:
+    # In CPU memory, so that rank 0's GPU need not hold what it receives.
+    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    try:
         return _gather(trainer, group)
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
@@ -95,23 +97,7 @@ def _attempt(work: Callable[[], Any], problem: str) -> tuple[Any, str | None]:
     except ExactEvaluationError as error:
         return None, str(error)
     except Exception as error:
-        return None, f"{problem}: {type(error).__name__}: {error}"
-
-
-@contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of all ranks with messages in CPU memory, so that rank 0's GPU need not hold what it receives."""
-    context = current()
-    if dist.get_backend() == "gloo":
-        yield None
-    elif context is not None:
-        yield context.side_group()
-    else:
-        group = dist.new_group(backend="gloo")
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group(group)
+        return None, f"{problem}: {type(error).__name__}: {error}; {_REMEDY}"
 
 
 def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
@@ -177,49 +163,20 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
     def join_items(key: Any) -> Any:
         return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
 
-    forms = sorted({_form(part) for part in parts})
-    if len(forms) > 1:
-        raise ExactEvaluationError(f"{name} must be alike in every batch (got {', '.join(forms)}); {_REMEDY}")
     first = parts[0]
     if isinstance(first, Mapping):
         return {key: join_items(key) for key in first}
-    if isinstance(first, tuple) or _are_structures(parts, sizes):
+    if isinstance(first, tuple):
         joined = [join_items(index) for index in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     for part, size in zip(parts, sizes, strict=True):
-        if _rows_of(part) != size:
+        has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
+        if not has_rows or len(part) != size or type(part) is not type(first):
             raise ExactEvaluationError(
-                f"{name} must have a first dimension by sample, {size} in this batch (got {_form(part)}); {_REMEDY}"
+                f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
+                f"rows: {len(part) if has_rows else 'none'}); {_REMEDY}"
             )
     if isinstance(first, list):
         items = [item for part in parts for item in part]
         return [items[row] for row in rows]
     return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
-
-
-def _are_structures(parts: list[Any], sizes: list[int]) -> bool:
-    """Whether lists have tensors or arrays with a row for each sample, rather than one item for each sample."""
-    return all(isinstance(part, list) and len(part) == len(parts[0]) > 0 for part in parts) and all(
-        isinstance(item, (Tensor, np.ndarray)) and _rows_of(item) == size
-        for part, size in zip(parts, sizes, strict=True)
-        for item in part
-    )
-
-
-def _rows_of(part: Any) -> int | None:
-    has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
-    return len(part) if has_rows else None
-
-
-def _form(part: Any) -> str:
-    """What must be the same in every batch, in words."""
-    name = type(part).__name__
-    if isinstance(part, Mapping):
-        return f"{name} with keys {sorted(map(str, part))}"
-    if isinstance(part, (Tensor, np.ndarray)):
-        return (
-            f"{name} with shape ({', '.join(['n', *map(str, part.shape[1:])])})"
-            if part.ndim
-            else f"{name} without rows"
-        )
-    return f"{name} of {len(part)}" if isinstance(part, tuple) else name

@@ -359,7 +359,7 @@ def test_the_users_sampler_is_left_alone(ranks: list[dict[str, Found]]) -> None:
     """A sampler that the user chose repeats what it repeats."""
     assert ranks[0]["by_the_users_sampler"].values["seen"] == [[0, 0, 1, 1, 2, 3]]
     assert [len(rank["repeated"]) for rank in ranks] == [1, 0, 0]
-    assert "evaluates 2 of 4 samples twice" in ranks[0]["repeated"][0]
+    assert "evaluates some samples twice" in ranks[0]["repeated"][0]
 
 
 def test_stocks_samplers_come_back(ranks: list[dict[str, Found]]) -> None:
@@ -382,9 +382,7 @@ def test_what_cannot_work_is_refused_on_every_rank(ranks: list[dict[str, Any]]) 
     """Where a batch cannot be left out of account, every rank raises at once, and says what to do instead."""
     assert ranks[0]["refused"] == ranks[1]["refused"] == ranks[2]["refused"]
     starts = [
-        *["every rank needs a batch of its own in every step where a CombinedLoader has a mode other"] * 2,
-        "every rank needs a batch of its own in every step where a step takes dataloader_iter",
-        "every rank needs a batch of its own in every step where another loader has no length",
+        *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 4,
         "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
         "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
         "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
