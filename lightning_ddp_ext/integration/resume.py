@@ -52,6 +52,7 @@ class Resume:
         self._ranks: Sequence[Mapping[str, Any]] = ()  # what each rank has saved
         self._states: Sequence[Mapping[str, Any]] | None = None  # in which this rank's loaders begin
         self.restart = _NO_RESTART
+        self.has_restored_random = False
         self.seed: int | None = None
         if checkpoint is not None:
             self._load(checkpoint, data)
@@ -90,6 +91,7 @@ class Resume:
 
     def restore_random(self) -> None:
         """Set this rank's random numbers to where they were, if it has saved them."""
+        self.has_restored_random = True
         if self._ranks and self._own["random"] is not None:
             restore_random(self._own["random"], self._strategy.root_device)
 
@@ -111,7 +113,8 @@ class Resume:
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end" and self.done != self.restart.done:
             self._set_counters()
-        if not self.restart.has_started:
+        has_begun = self.restart.at == "epoch_start" and (self.restart.has_started or self.has_restored_random)
+        if not has_begun:
             self.restore_random()
 
     def on_train_batch_start(self) -> None:

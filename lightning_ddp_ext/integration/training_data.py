@@ -108,9 +108,11 @@ class TrainingData:
         self._uneven.finish()
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy)
-        if self.resume.restart.has_started:
+        restart = self.resume.restart
+        # Without a length Lightning reads the first batch before training starts, and so before it is restored there.
+        if restart.has_started or (restart.at == "epoch_start" and not self.resume.has_restored_random):
             self.resume.restore_random()
-        if self.resume.restart.is_within:
+        if restart.is_within:
             self.resume.find_data()
         for index, position in enumerate(positions_of(self._trainer)):
             position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
