@@ -78,9 +78,8 @@ class DataPath:
         self._replaced.replace(connector, "_prepare_dataloader", prepare)
 
     def detach(self) -> None:
-        """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
+        """Leave the Trainer to itself."""
         self._replaced.put_back()
-        self.uneven.finish()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""

@@ -105,7 +105,6 @@ class TrainingData:
         return batches
 
     def _start_epoch(self, epoch: int) -> None:
-        self._uneven.finish()
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy)
         restart = self.resume.restart

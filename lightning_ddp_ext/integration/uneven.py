@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_ext.data.digest import digest
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
-from lightning_ddp_ext.data.shortest import StopAtShortest
+from lightning_ddp_ext.data.shortest import until_shortest
 from lightning_ddp_ext.errors import UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
@@ -42,8 +42,6 @@ class UnevenInputs:
         """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._group: dist.ProcessGroup | None = None
-        self._passes: list[StopAtShortest[Any]] = []
 
     @property
     def _stops_at_shortest(self) -> bool:
@@ -67,33 +65,18 @@ class UnevenInputs:
         loader.length = None if -1 in lengths else min(lengths)
 
     def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Begin a pass over a loader: all ranks end it together, if that was asked for. Collective then."""
+        """Have all ranks end an iterator together, if that was asked for."""
         if not self._stops_at_shortest:
             return batches
-        self._passes.append(StopAtShortest(batches, self._side_group(), on_last=self._end_epoch))
-        return self._passes[-1]
+        context = current()  # whose group for CPU tensors keeps an accelerator from waiting
+        group = None if context is None else context.side_group()
+        return until_shortest(batches, group, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
         trainer = self._strategy.lightning_module.trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
-
-    def finish(self) -> None:
-        """Wait for what is still under way. Collective, unless the Trainer is interrupted."""
-        if not self._strategy.checkpoints.is_interrupted:
-            for each in self._passes:
-                each.finish()
-        self._passes.clear()
-
-    def _side_group(self) -> dist.ProcessGroup:
-        """A group of its own, as answers are under way while gradients are. Collective, the first time."""
-        context = current()
-        if context is not None:
-            return context.side_group()
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
         """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
@@ -104,9 +87,8 @@ class UnevenInputs:
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        streams = [
-            name_of(loader.loader) for loader in combined_loader_of(trainer.fit_loop).flattened if _is_stream(loader)
-        ]
+        loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
+        streams = [name_of(loader) for loader in loaders if _is_stream(loader)]
         found: list[Any] = [None] * self._strategy.world_size
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)

@@ -146,16 +146,6 @@ def test_inside_of_takers_is_told_too_and_first() -> None:
     assert epoch_takers([DataLoader(outer), inner]) == [inner, middle, outer]
 
 
-def test_cycles_end() -> None:
-    """Datasets that hold each other, or themselves in a list, are told once."""
-    first, second = MapDataset(), MapDataset()
-    first._held, second._held = [second], {"back": first}
-    loop: list[object] = [first]
-    loop.append(loop)
-    set_epoch(loop, 1)
-    assert first.epochs == second.epochs == [1]
-
-
 def test_long_chains_of_wrappers_are_followed() -> None:
     """Wrappers may be nested deeper than Python's recursion goes."""
     taker = MapDataset()

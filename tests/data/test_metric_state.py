@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 from torchmetrics.utilities import dim_zero_cat
 
@@ -120,15 +120,6 @@ def test_empty_lists_keep_their_type_and_shape() -> None:
     assert [(state.shape, state.dtype) for state in metric.rows] == [((0, 3), torch.float64)]
     metric.update(torch.ones(1, 3, dtype=torch.float64))
     assert metric.compute().tolist() == [[1.0, 1.0, 1.0]]
-
-
-def test_a_metric_that_the_step_makes_is_empty() -> None:
-    """A metric that exists since the step has no samples either."""
-    module = nn.ModuleDict()
-    with preserve_metric_state({}, module):
-        module["late"] = MeanMetric()
-        module["late"].update(5.0)
-    assert module["late"].update_count == 0
 
 
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}

@@ -177,16 +177,6 @@ def test_streams_are_of_seed_epoch_rank_and_worker(dataset: type[Dataset[Any]]) 
         assert len(set(drawn)) == len(drawn) == 48
 
 
-def test_no_two_small_numbers_meet() -> None:
-    """All of 4 seeds, epochs, ranks and workers, swapped, added up or split over words, draw numbers of their own."""
-    numbers = [0, 1, 2, 2**32]
-    drawn = []
-    for seed, epoch, rank, worker in itertools.product(numbers, numbers, numbers, [None, *numbers]):
-        seed_generators(seed, epoch=epoch, rank=rank, worker=worker)
-        drawn += [random.getrandbits(62), int(np.random.randint(2**62)), int(torch.randint(2**62, ()))]
-    assert len(set(drawn)) == len(drawn)
-
-
 def test_global_generators_repeat() -> None:
     """Seeding twice alike draws alike from all three; the main process is not worker 0."""
     drawn = []
