@@ -14,8 +14,6 @@ from torch.utils.data import Sampler
 
 from lightning_ddp_ext.errors import SamplerError
 
-_KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
-
 
 def mix(*words: int) -> int:
     """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
@@ -97,7 +95,7 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
     """Seed all generators in the block, each with a stream of its own, and restore them after it.
 
     These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
-    and ``RandomState`` and ``random.Random`` that is an attribute of an owner.
+    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, in whose place stands another one.
 
     >>> with seeded(1):
     ...     first = random.random()
@@ -105,22 +103,45 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
     ...     print(random.random() == first)
     True
     """
-    generators = {id(found): (words, found) for words, found in reversed([*_named_generators(owners)])}
-    states = [(found, _state_of(found)) for _, found in generators.values()]
-    for words, found in generators.values():
-        _set_state(found, _state_from(found, mix(seed, *words)))
-    try:
-        yield
-    finally:
-        for found, state in states:
-            _set_state(found, state)
+    others: dict[int, object] = {}
+    replaced: list[tuple[object, str, object]] = []
+    for owner in owners:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if id(value) not in others:  # several owners may share one
+                others[id(value)] = _seeded_like(value, mix(seed, 3, len(replaced)))
+            if others[id(value)] is not None:
+                replaced.append((owner, name, value))
+    with keep_random():
+        random.seed(mix(seed, 0))
+        np.random.seed(mix(seed, 1) % 2**32)
+        torch.default_generator.manual_seed(mix(seed, 2))
+        try:
+            for owner, name, value in replaced:
+                setattr(owner, name, others[id(value)])
+            yield
+        finally:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
+
+
+def _seeded_like(value: object, seed: int) -> object | None:
+    """Another generator of the same kind; ``None`` for what is no generator, and for torch's global one."""
+    if isinstance(value, torch.Generator) and value is not torch.default_generator:
+        return torch.Generator(value.device).manual_seed(seed)
+    if isinstance(value, np.random.Generator):
+        return np.random.Generator(type(value.bit_generator)(seed))
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState(seed % 2**32)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return random.Random(seed)
+    return None
 
 
 def with_wrapped(sampler: object) -> list[object]:
     """Return the sampler, and the samplers that are its attributes, at any depth."""
     found = [sampler]
     for owner in found:
-        for name, value in sorted(_attributes(owner).items()):
+        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
             if _is_sampler(name, value) and not any(value is other for other in found):
                 found.append(value)
     return found
@@ -128,45 +149,3 @@ def with_wrapped(sampler: object) -> list[object]:
 
 def _is_sampler(name: str, value: object) -> bool:
     return isinstance(value, Sampler) or (name in ("sampler", "batch_sampler") and hasattr(value, "__iter__"))
-
-
-def _named_generators(owners: tuple[object, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield generators, each with numbers that identify it, whatever others there are."""
-    yield (0, 0), random
-    yield (0, 1), np.random
-    yield (0, 2), torch.default_generator
-    for number, owner in enumerate(owners, start=1):
-        for name, value in _attributes(owner).items():
-            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
-                yield (number, int.from_bytes(name.encode(), "little")), value
-
-
-def _attributes(owner: object) -> dict[str, Any]:
-    return {"generator": getattr(owner, "generator", None), **getattr(owner, "__dict__", {})}
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if generator is np.random or isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(state, tuple):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def _state_from(generator: Any, seed: int) -> Any:
-    """The state that a generator of this kind has after it was seeded."""
-    if isinstance(generator, torch.Generator):
-        return torch.Generator(generator.device).manual_seed(seed).get_state()
-    state = _state_of(generator)
-    if isinstance(state, tuple):
-        return random.Random(seed).getstate()
-    return getattr(np.random, state["bit_generator"])(seed).state

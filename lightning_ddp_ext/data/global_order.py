@@ -24,13 +24,6 @@ CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
-_REMEDIES = {
-    "version": "load it with the version of lightning-ddp-ext that saved it",
-    "kind": "build the same class of sampler as the run that saved the state",
-    "length": "give the sampler the same data as in the run that saved the state",
-    "uneven": "build the sampler with the policy of the state",
-}
-
 
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
@@ -195,9 +188,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             raise SamplerError(f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned")
         for name, value in mine.items():
             if state[name] != value:
-                remedy = _REMEDIES.get(name, f"build the sampler with the {name} of the state")
                 raise SamplerError(
-                    f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); {remedy}"
+                    f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); build the same"
+                    " sampler, over the same data, as the run that saved the state"
                 )
         self.resume_at(state["epoch"], state["position"])
 

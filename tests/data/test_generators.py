@@ -94,10 +94,11 @@ def test_afterwards_every_generator_is_as_it_was() -> None:
 def test_a_generator_that_several_own_is_seeded_once() -> None:
     """Owners that share a generator, or own a global one, draw one sequence from it."""
     shared = torch.Generator()
-    with seeded(7, SimpleNamespace(generator=shared), SimpleNamespace(generator=shared, other=torch.default_generator)):
-        first = torch.rand(3, generator=shared).tolist()
-    with seeded(7, SimpleNamespace(generator=shared)):
-        assert torch.rand(3, generator=shared).tolist() == first
+    first, second = SimpleNamespace(generator=shared), SimpleNamespace(generator=shared, other=torch.default_generator)
+    with seeded(7, first, second):
+        assert first.generator is second.generator is not shared
+        assert second.other is torch.default_generator
+    assert first.generator is second.generator is shared
 
 
 def test_wrapped_samplers_are_found_at_any_depth() -> None:

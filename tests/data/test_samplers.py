@@ -316,14 +316,14 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"length": 99}, r"length of the state must be the sampler's, 100 \(got 99\); give the sampler the same data"),
-        ({"seed": 1}, r"seed of the state must be the sampler's, 0 \(got 1\); build the sampler with the seed"),
+        ({"length": 99}, r"length of the state must be the sampler's, 100 \(got 99\); build the same sampler"),
+        ({"seed": 1}, r"seed of the state must be the sampler's, 0 \(got 1\); build"),
         ({"uneven": "drop"}, r"uneven of the state must be the sampler's, 'pad' \(got 'drop'\)"),
         (
             {"kind": "torch"},
-            r"kind of the state must be the sampler's, 'scalable' \(got 'torch'\); build the same class",
+            r"kind of the state must be the sampler's, 'scalable' \(got 'torch'\); build the same sampler",
         ),
-        ({"version": 2}, r"version of the state must be the sampler's, 1 \(got 2\); load it with the version"),
+        ({"version": 2}, r"version of the state must be the sampler's, 1 \(got 2\); build"),
         ({"position": 101}, r"position must be .*from 0 to 100 \(got 101\)"),
         ({"epoch": -1}, r"epoch must be .*at least 0 \(got -1\)"),
         ({"position": None, "seed": None}, r"state must be a dict with \['version', .*'position'\] \(got \{'version'"),
