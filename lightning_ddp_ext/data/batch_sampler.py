@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 class PermanentBatchSampler(Sampler[Any]):
     """Yields what another sampler yields, without the first items that :meth:`skip` names, and padded at the end.
 
-    A loader has one of these for good, since torch keeps the sampler of a loader's first pass in persistent workers.
+    A loader has one of these for good, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
@@ -40,14 +40,14 @@ class PermanentBatchSampler(Sampler[Any]):
 
         Args:
             items: how many are left out.
-            generators: a context with the random numbers from which the sampler drew its order, entered while the
+            generators: a context with the random numbers from which the sampler drew its order, active while the
                 order is drawn and items are left out.
         """
         self._skipped = items
         self._generators = generators
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers makes two iterators for a pass, and reads the second.
+        # A generator, because a loader with workers makes two iterators, and reads the second.
         with self._generators():
             items = iter(self.batch_sampler)
             for _ in islice(items, self._skipped):

@@ -1,4 +1,4 @@
-"""Wrap a loader so that each pass over it begins where training is."""
+"""Wrap a loader so that each iterator over it begins where training is."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LazyIterator(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
 
     def begin(self) -> Iterator[Any]:
-        """Begin the pass, unless it has begun."""
+        """Begin to read, unless that has begun."""
         if self._batches is None:
             self._batches = self.loader.begin(self.loader, self)
         return self._batches
@@ -123,9 +123,9 @@ def own_copy(loader: Any) -> Any:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have the next pass start workers of its own.
+    """Have the next iterator start workers of its own.
 
-    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first pass.
+    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
     """
     object.__setattr__(loader, "_iterator", None)
 

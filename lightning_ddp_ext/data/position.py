@@ -1,4 +1,4 @@
-"""Track how far the Trainer has read one training loader, and begin a pass where another run left it."""
+"""Track how far the Trainer has read one training loader, and begin where another run left it."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class LoaderPosition:
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """What must be the same for a position to be the same place."""
+        """What must be the same for a position to mean the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
         batch_size = getattr(self.loader, "batch_size", None)

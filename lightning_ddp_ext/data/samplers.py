@@ -106,7 +106,7 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(GlobalOrderSampler):
-    """Bit for bit the order of ``torch.utils.data.DistributedSampler``, entered at any position by any number of ranks.
+    """Bit for bit the order of ``torch.utils.data.DistributedSampler``, from any position on, on any number of ranks.
 
     The arguments are the same. An epoch's order takes 8 bytes a sample, and the time to draw it.
     """

@@ -62,10 +62,10 @@ class SeedWorker:
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
-    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before a pass over it begins.
+    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
 
-    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next pass starts new
-    ones.
+    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next iterator starts
+    new ones.
 
     Args:
         loader: a loader of our own, see ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.

@@ -1,9 +1,9 @@
-"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each pass over them.
+"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each iterator over them.
 
-A loader takes this way: Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for
-what is to be iterated over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When the first batch of a pass is
-asked for, :meth:`DataPath.begin` tells the epoch to everything below the loader and begins to read: training loaders
-where training is, see ``training_data``, and others from their start, see ``evaluation``.
+Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for what is to be iterated
+over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When its first batch is asked for, :meth:`DataPath.begin`
+calls ``set_epoch`` on everything inside the loader and begins to read: training loaders where training is, see
+``training_data``, and others at their start, see ``evaluation``.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class DataPath:
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Begin a pass over a loader: its first batch has just been asked for."""
+        """Begin an iterator over a loader: its first batch has just been asked for."""
         trainer = self._trainer
         epoch = self.training.epoch
         start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)

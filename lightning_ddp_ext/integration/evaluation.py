@@ -62,7 +62,7 @@ class Evaluation:
         _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
-                loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
+                loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
         elif self._is_exact and dist.is_initialized() and self._strategy.world_size > 1:
             self._pad(loader)
 
@@ -91,7 +91,7 @@ class Evaluation:
     # Reading.
 
     def begin(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Begin a pass over a loader.
+        """Begin an iterator over a loader.
 
         Raises:
             ExactEvaluationError: some rank is idle in a step in which that cannot be told from a batch that counts.

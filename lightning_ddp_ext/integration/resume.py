@@ -191,7 +191,7 @@ class Resume:
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
-        A loader in its second pass or later is left out: the longest one, which ends the epoch, is in its first.
+        A loader that is read again is left out: the longest one, which ends the epoch, is read once.
         """
         pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])

@@ -1,8 +1,8 @@
-"""Where training is in its data: what a checkpoint says about it, and where each pass over a loader begins.
+"""Where training is in its data: what a checkpoint says about it, and where each iterator over a loader begins.
 
 A checkpoint gets a section of its own, and nothing else of it is changed, so that stock ``ddp`` can resume it, too.
-When it is loaded, ``resume`` changes the state of the loops before Lightning reads it; the loaders are entered here,
-when their first batches are asked for.
+When it is loaded, ``resume`` changes the state of the loops before Lightning reads it; the loaders begin here, when
+their first batches are asked for.
 """
 
 from __future__ import annotations
@@ -86,17 +86,17 @@ class TrainingData:
         return max(epoch_of(self._trainer), self.resume.restart.epoch)
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
-        """Begin a pass of the Trainer's over a loader: from its start, or where a checkpoint left it.
+        """Begin an iterator of the Trainer over a loader: at its start, or where a checkpoint left it.
 
-        The first pass of an epoch begins those of the other loaders, too, because random numbers are drawn then, and
-        after that for the first batches.
+        The first one of an epoch begins those of the other loaders, too, because random numbers are drawn then, and after
+        that for the first batches.
         """
         combined = combined_iterator_of(self._trainer.fit_loop)
         if combined is self._begun:
-            return self._begin_pass(loader)
+            return self._begin_iterator(loader)
         self._begun = combined
         self._start_epoch(epoch)
-        batches = self._begin_pass(loader)
+        batches = self._begin_iterator(loader)
         for iterator in iterators_of(self._trainer.fit_loop):
             if iterator.loader is not loader:
                 iterator.begin()
@@ -117,7 +117,7 @@ class TrainingData:
             position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
         self._random["epoch"] = take_random(self._device)
 
-    def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
+    def _begin_iterator(self, loader: DistributedLoader) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
         position: LoaderPosition = loader.position

@@ -26,7 +26,7 @@ class UnevenInputs:
 
     Args:
         strategy: whose ranks.
-        stops_at_shortest: whether each pass over a loader ends after the last batch that every rank has; else ranks
+        stops_at_shortest: whether each iterator ends after the last batch that every rank has; else ranks
             that know that they have different numbers of batches are refused.
 
     Attributes:
