@@ -88,8 +88,8 @@ class TrainingData:
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Begin an iterator of the Trainer over a loader: at its start, or where a checkpoint left it.
 
-        The first one of an epoch begins those of the other loaders, too: random numbers are drawn then, and after that for
-        the first batches.
+        The first one of an epoch begins those of the other loaders, too, so that all draw random numbers before a batch
+        is read.
         """
         combined = combined_iterator_of(self._trainer.fit_loop)
         if combined is self._begun:

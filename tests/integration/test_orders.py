@@ -334,15 +334,3 @@ def test_wrapped_batches_are_evaluated_and_predicted_once_each(tmp_path: Path) -
     validated = [batch for run in found for batch in run["validate"]]
     assert sorted(map(list, {tuple(batch) for batch in validated})) == whole
     assert len(validated) == 6
-
-
-def stock_with_wrapper(kind: Kind, directory: Path) -> str:
-    with pytest.raises(TypeError) as raised:
-        fit(kind, directory, loader(24, batch_sampler=DistributedBatchSamplerWrapper(Buckets(24))))
-    return str(raised.value)
-
-
-def test_stock_ddp_says_what_a_wrapper_needs(tmp_path: Path) -> None:
-    """Without the callback, stock Lightning refuses the wrapper and names the remedy."""
-    for message in on_ranks("stock", stock_with_wrapper, tmp_path):
-        assert "use_distributed_sampler=False" in message
