@@ -110,6 +110,8 @@ def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
     fewest = min(lengths)
     if max(lengths) == fewest or math.inf in lengths or _ends_within(trainer, fewest):
         return
+    # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
+    trainer.strategy.barrier("the refusal of uneven inputs")
     by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     raise UnevenInputsError(
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "

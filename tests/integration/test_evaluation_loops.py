@@ -115,6 +115,22 @@ def by_the_users_exact_sampler(make: Make) -> Found:
     return validate(make(), mine)
 
 
+class Dealt(DistributedSampler[Any]):
+    """A user's sampler that knows of ranks and repeats nothing, so that some have one sample more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+
+def by_the_users_own_dealing(make: Make) -> Found:
+    trainer = make(use_distributed_sampler=False)
+    ranks = trainer.world_size, trainer.global_rank
+    return validate(trainer, [loader(n, 1, sampler=Dealt(Scores(n), *ranks)) for n in (5, 1)], Measured(2))
+
+
 def of_a_loader_with_a_state(make: Make) -> Found:
     """A loader that is not copied, used twice, and found again as it was."""
     mine = StatefulDataLoader(Scores(10), 3, sampler=ExactDistributedSampler(Scores(10)))
@@ -178,7 +194,7 @@ def watched_without_reduction(make: Make) -> Found:
 
 SAME = (
     fitted, read_by_a_worker, of_a_subset, shuffled, by_a_users_batch_sampler, without_batches,
-    by_the_users_exact_sampler, of_a_loader_with_a_state, by_dealt_batches, in_max_size_mode,
+    by_the_users_exact_sampler, by_the_users_own_dealing, of_a_loader_with_a_state, by_dealt_batches, in_max_size_mode,
     in_min_size_mode_of_equal_loaders, watched_without_reduction,
 )  # fmt: skip
 

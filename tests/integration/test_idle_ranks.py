@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_ddp_ext.errors import SamplingError
 from tests.integration.evaluating import Scores
 from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
@@ -60,62 +58,8 @@ class Measured(L.LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
 
-class Gathers(Measured):
-    """Needs all ranks in each of its steps."""
-
-    def validation_step(self, batch: Batch, index: int) -> None:
-        super().validation_step(batch, index)
-        self.log("step", batch["x"].mean(), on_step=True, on_epoch=True, sync_dist=True)
-        everywhere: Any = self.all_gather(torch.tensor(1.0))
-        assert everywhere.sum() == self.trainer.world_size
-
-    test_step = validation_step
-
-
-class Dealt(Sampler[int]):
-    """Deals out exactly: with an odd number of samples the first of two ranks has one more."""
-
-    def __init__(self, samples: int, rank: int, world_size: int) -> None:
-        self.own = range(rank, samples, world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-
-class Distributed(DistributedSampler[Any]):
-    """The same, as Lightning and others tell a sampler that knows of ranks."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-
-Loaders = Callable[[int, int], Any]  # of a rank among so many
-
-
 def loader(samples: int, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
     return DataLoader(Scores(samples), batch_size, **options)
-
-
-def dealt(samples: int, batch_size: int = 1) -> Loaders:
-    return lambda rank, size: loader(samples, batch_size, sampler=Dealt(samples, rank, size))
-
-
-def distributed(samples: int, batch_size: int = 1) -> Loaders:
-    return lambda rank, size: loader(samples, batch_size, sampler=Distributed(Scores(samples), size, rank))
-
-
-EXACT: dict[str, Loaders] = {
-    "a sampler, one sample a batch": dealt(5),
-    "a sampler, three samples a batch": dealt(13, 3),
-    "a DistributedSampler": distributed(5),
-    "a DistributedSampler, nothing for one rank": distributed(1),
-}
 
 
 def evaluate(
@@ -132,32 +76,6 @@ def evaluate(
     trainer = make_trainer(strategy, devices=world_size, use_distributed_sampler=shared_out)
     (values,) = getattr(trainer, run)(model, loaders, verbose=False)
     return {**values, **model.found, "stepped": model.stepped}
-
-
-def by_own_sampler(rank: int, world_size: int, directory: Path, name: str) -> Values | str:
-    """The values, or the error that a user reads."""
-    found: Values = {}
-    for run in ("validate", "test"):
-        own = EXACT[name](rank, world_size)
-        try:
-            found |= {run: evaluate(world_size, directory, own, Gathers(), run, shared_out=False)}
-        except SamplingError as error:
-            return str(error)
-    return found
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_sampler_of_the_users_own_that_repeats_nothing_is_exact_or_refused(name: str, tmp_path: Path) -> None:
-    """Ranks with different numbers of batches measure what one process does, or are all told that they cannot."""
-    found = run_ranks(by_own_sampler, 2, tmp_path, name, env=by_hand_env(2), time_limit=40)
-    if isinstance(found[0], str):
-        assert found[0] == found[1]
-        assert "batches" in found[0]
-        return
-    (one,) = run_ranks(by_own_sampler, 1, tmp_path, name, env=by_hand_env(1), time_limit=40)
-    for values in found:
-        for run in ("validate", "test"):
-            assert_same_values(values[run], one[run])
 
 
 def assert_same_values(mine: Values, one: Values) -> None:
