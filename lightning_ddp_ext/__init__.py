@@ -14,8 +14,8 @@ if _sys.platform == "win32":
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.converters import register_converter
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
+from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import (
     BatchNormError,

@@ -1,4 +1,4 @@
-"""Read an index sampler from an item in its middle."""
+"""The permanent batch sampler of a loader: it can begin in its middle, and be filled up to a length."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from typing import Any
 from torch.utils.data import Sampler
 
 
-class SkippingSampler(Sampler[Any]):
-    """Yields what another sampler yields, without the first items; :meth:`skip` says how many.
+class PermanentBatchSampler(Sampler[Any]):
+    """Yields what another sampler yields, without the first items that :meth:`skip` names, and padded at the end.
 
-    A loader has one of these for good, since torch keeps the sampler of a loader's first pass in persistent workers.
+    A loader has one of these for good, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
         batch_sampler: a batch sampler, or, for a loader without batches, a sampler. Its attributes are this one's, too.
+        padded_to: items in all, reached by repeating the last one; ``None`` to repeat nothing.
+        spare: the item to repeat where the sampler has none.
 
-    >>> sampler = SkippingSampler(["a", "b", "c"])
+    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
     >>> sampler.skip(2)
     >>> list(sampler), len(sampler)
     (['c'], 3)
-    >>> sampler.skip(0)
-    >>> list(sampler)
-    ['a', 'b', 'c']
+    >>> list(PermanentBatchSampler([[1, 3], [5]], padded_to=3))
+    [[1, 3], [5], [5]]
     """
 
-    def __init__(self, batch_sampler: Iterable[Any]) -> None:
+    def __init__(self, batch_sampler: Iterable[Any], *, padded_to: int | None = None, spare: Any = None) -> None:
         self.batch_sampler = batch_sampler
+        self._padded_to = padded_to
+        self._spare = spare
         self.skip(0)
 
     def skip(self, items: int, *, generators: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -37,22 +40,27 @@ class SkippingSampler(Sampler[Any]):
 
         Args:
             items: how many are left out.
-            generators: a context with the random numbers from which the sampler drew its order, entered while the
+            generators: a context with the random numbers from which the sampler drew its order, active while the
                 order is drawn and items are left out.
         """
         self._skipped = items
         self._generators = generators
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, because a loader with workers makes two iterators for a pass, and reads the second.
+        # A generator, because a loader with workers makes two iterators, and reads the second.
         with self._generators():
             items = iter(self.batch_sampler)
             for _ in islice(items, self._skipped):
                 pass
-        yield from items
+        given, item = self._skipped, self._spare
+        for item in items:
+            given += 1
+            yield item
+        for _ in range(given, self._padded_to or 0):
+            yield item
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)  # type: ignore[arg-type]
+        return len(self.batch_sampler) if self._padded_to is None else self._padded_to  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "batch_sampler" not in vars(self):  # a copy that has nothing yet

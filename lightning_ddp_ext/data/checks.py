@@ -21,7 +21,10 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
     Traceback (most recent call last):
     lightning_ddp_ext.errors.SamplerError: seed must be a whole number, at least 0 (got -1); pass seed=0
     """
-    number = _index(value)
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
     if number is None or number < at_least or (at_most is not None and number > at_most):
         bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
         raise SamplerError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
@@ -31,11 +34,6 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
 def seed_of(value: Any) -> int:
     """A seed that can be mixed with an epoch."""
     return whole_number(value, "seed", remedy="pass the same seed on every rank, such as seed=0")
-
-
-def epoch_of(value: Any) -> int:
-    """The number of an epoch."""
-    return whole_number(value, "epoch", remedy="count epochs from 0")
 
 
 def uneven_of(value: Any) -> Uneven:
@@ -63,10 +61,3 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
 def samples_of(dataset: Any) -> int:
     """The number of samples of a dataset that is to be shared out."""
     return length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
-
-
-def _index(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None

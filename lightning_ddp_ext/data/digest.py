@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +32,6 @@ def digest(batch: Any) -> str | None:
     except Exception:  # a missed warning rather than a failed run, whatever objects of the user's own do
         return None
     return hashlib.blake2b(contents.getbuffer(), digest_size=16).hexdigest() if pickler.has_content else None
-
-
-def same_on(digests: Sequence[str | None]) -> list[list[int]]:
-    """Return the groups of two or more ranks that have the same fingerprint; ``None`` equals nothing.
-
-    >>> same_on(["a", "b", None, "a", None])
-    [[0, 3]]
-    """
-    groups = [[rank for rank, each in enumerate(digests) if each == one] for one in dict.fromkeys(digests) if one]
-    return [ranks for ranks in groups if len(ranks) > 1]
 
 
 class _BatchPickler(pickle.Pickler):

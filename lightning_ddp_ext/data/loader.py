@@ -1,4 +1,4 @@
-"""Wrap a loader so that each pass over it begins where training is."""
+"""Wrap a loader so that each iterator over it begins where training is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.streams import with_wrapped
+from lightning_ddp_ext.data.generators import with_wrapped
+
+Begin = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader whose passes are begun by ``begin``, when their first batch is asked for.
+    """A loader whose iterators are begun by ``begin``, when their first batch is asked for.
 
     Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
     does nothing before its first batch: only then does ``begin`` look up the epoch and the position to begin at.
@@ -36,19 +38,12 @@ class DistributedLoader:
     (2, [1, 2], [1, 2])
     """
 
-    source: Any
-    loader: Any
-    begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]
-    length: int | None
-    position: Any
-    balance: Any
-
-    def __init__(self, source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> None:
+    def __init__(self, source: Any, begin: Begin) -> None:
         own = own_copy(source)
         vars(self).update(source=source, loader=own, begin=begin, length=None, position=None, balance=None)
 
     @staticmethod
-    def around(source: Any, begin: Callable[[DistributedLoader, LazyIterator], Iterator[Any]]) -> DistributedLoader:
+    def around(source: Any, begin: Begin) -> DistributedLoader:
         """Wrap a loader, in a class that keeps a state if the loader does."""
         return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, begin)
 
@@ -89,14 +84,14 @@ class StatefulDistributedLoader(DistributedLoader):
 
 
 class LazyIterator(Iterator[Any]):
-    """One pass over a :class:`DistributedLoader`, begun when its first batch is asked for."""
+    """One iterator over a :class:`DistributedLoader`, begun when its first batch is asked for."""
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
         self._batches: Iterator[Any] | None = None
 
     def begin(self) -> Iterator[Any]:
-        """Begin the pass, unless it has begun."""
+        """Begin to read, unless that has begun."""
         if self._batches is None:
             self._batches = self.loader.begin(self.loader, self)
         return self._batches
@@ -128,9 +123,9 @@ def own_copy(loader: Any) -> Any:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have the next pass start workers of its own.
+    """Have the next iterator start workers of its own.
 
-    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first pass.
+    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
     """
     object.__setattr__(loader, "_iterator", None)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.checks import LARGEST, whole_number
-from lightning_ddp_ext.data.streams import mix
+from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.errors import SamplerError
 
 ROUNDS = 10
@@ -86,18 +86,13 @@ class Permutation:
     def _run_rounds(self, values: Words) -> Words:
         """Send values through all rounds."""
         columns = np.uint64(self._columns)
-        left, right, hashes, scratch = _aligned(4, len(values))
-        left[:] = values // columns
-        values -= left * columns
-        right[:] = values
+        rows = values // columns
+        halves = [rows.astype(np.uint32), (values - rows * columns).astype(np.uint32)]
         sizes = _half(self._rows), _half(self._columns)
         for number, key in enumerate(self._round_keys):
-            changed, read = (left, right) if number % 2 == 0 else (right, left)
-            _hash(read, key, hashes, scratch)
-            _add_modulo(changed, hashes, sizes[number % 2], scratch)
-        values = left * columns
-        values += right
-        return values
+            changed = number % 2
+            halves[changed] = _add_modulo(halves[changed], _hash(halves[1 - changed], key), sizes[changed])
+        return halves[0].astype(np.uint64) * columns + halves[1]
 
     @cached_property
     def _round_keys(self) -> list[RoundKey]:
@@ -109,28 +104,17 @@ def _round_key(word: int) -> RoundKey:
     return _half(word & 0xFFFFFFFF | 1), _half(mix(word) & 0xFFFFFFFF), _half(word >> 32 | 1)
 
 
-def _hash(values: Halves, key: RoundKey, out: Halves, scratch: Halves) -> None:
-    """Write 31 bits each; a multiplication carries upwards, so the upper half is brought down between two of them."""
+def _hash(values: Halves, key: RoundKey) -> Halves:
+    """31 bits each; a multiplication carries upwards, so the upper half is brought down between two of them."""
     factor, offset, second_factor = key
-    np.multiply(values, factor, out=out)
-    out += offset
-    np.right_shift(out, _SIXTEEN, out=scratch)
-    out ^= scratch
-    out *= second_factor
-    out >>= _ONE
+    hashes = values * factor + offset
+    hashes ^= hashes >> _SIXTEEN
+    hashes *= second_factor
+    hashes >>= _ONE
+    return hashes
 
 
-def _add_modulo(values: Halves, hashes: Halves, size: Halves, scratch: Halves) -> None:
-    """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo ``size``; overwrites the hashes."""
-    hashes += values
-    np.floor_divide(hashes, size, out=scratch)  # with the two lines below, far quicker than a remainder
-    scratch *= size
-    np.subtract(hashes, scratch, out=values)
-
-
-def _aligned(rows: int, length: int) -> Halves:
-    """Uninitialised rows that begin at multiples of 64 bytes, where vector instructions are a sixth quicker."""
-    width = -(-length // 16) * 16
-    memory = np.empty(rows * width + 16, dtype=np.uint32)
-    begin = -memory.__array_interface__["data"][0] % 64 // 4
-    return memory[begin : begin + rows * width].reshape(rows, width)[:, :length]
+def _add_modulo(values: Halves, hashes: Halves, size: Halves) -> Halves:
+    """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo ``size``."""
+    sums = hashes + values
+    return sums - sums // size * size  # far quicker than a remainder

@@ -1,4 +1,4 @@
-"""Track how far the Trainer has read one training loader, and begin a pass where another run left it."""
+"""Track how far the Trainer has read one training loader, and begin where another run left it."""
 
 from __future__ import annotations
 
@@ -11,47 +11,42 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.data.generators import keep_random, mix, restore_random, take_random
 from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of
-from lightning_ddp_ext.data.random_state import keep_random, restore_random, take_random
-from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to go on from the beginning of that epoch'
 
 
 @dataclass
-class Pass:
-    """One iterator of a loader; a loader that is combined with a longer one makes several in an epoch.
+class IteratorStart:
+    """Where one iterator of a loader began; a loader that is combined with a longer one makes several in an epoch.
 
     Args:
-        number: passes of the epoch before it.
+        number: iterators of the epoch before it.
         after: batches of the epoch that the loader gave before this iterator was made.
-        start: the position at which it began; 0 at the beginning.
+        at: the position at which it began; 0 at the beginning.
         random: the random numbers from which its order was drawn.
-        drawn: batches that have been drawn from it; this and what follows, of a loader that keeps a state.
-        has_ended: whether it was asked for another batch, and had none.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
 
     number: int = 0
     after: int = 0
-    start: int = 0
+    at: int = 0
     random: dict[str, Any] | None = None
-    drawn: int = 0
-    has_ended: bool = False
     states: list[tuple[int, Any]] = field(default_factory=list)
 
 
 class LoaderPosition:
     """How far the Trainer is in one training loader: anything that can be iterated over.
 
-    A position within a pass is a number of batches, which a resumed run reads and drops. ``entering`` has a subclass
-    for each quicker way.
+    A position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a subclass for each
+    quicker way.
 
     Args:
         loader: what is read.
         world_size: the number of ranks.
-        remembered: how many passes are remembered: a checkpoint may be of some batches ago.
+        remembered: how many iterators are remembered: a checkpoint may be of some batches ago.
 
     Attributes:
         name: what an error calls the data.
@@ -60,8 +55,8 @@ class LoaderPosition:
     """
 
     kind = "batches"
-    needs_own_state = False
-    """Whether a state alone does not say what is read next, without this rank's own."""
+    is_by_rank = False
+    """Whether only a rank's own state says what it reads next, and not that of another one."""
 
     def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader
@@ -69,37 +64,27 @@ class LoaderPosition:
         self.name = name_of(loader)
         self.epoch = -1
         self.given = 0
-        self._passes: deque[Pass] = deque(maxlen=remembered)
-        self._state: Mapping[str, Any] | None = None
-        self._own: Mapping[str, Any] | None = None
-        self._has_to_end = False
+        self._starts: deque[IteratorStart] = deque(maxlen=remembered)
+        self._resumed: Mapping[str, Any] | None = None
         self._generator = torch.Generator()
 
     # Reading.
 
-    def start_epoch(
-        self,
-        epoch: int,
-        *,
-        done: int = 0,
-        state: Mapping[str, Any] | None = None,
-        own: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Have the next passes be those of an epoch.
+    def start_epoch(self, epoch: int, *, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
+        """Have the next iterators be those of an epoch.
 
         Args:
             epoch: the epoch.
             done: batches of it that were done before, counted on as many ranks as there are now.
             state: the :meth:`state_dict` of the run that left it there; ``None`` to begin at the start.
-            own: this rank's :meth:`own_state_dict` of that run, if it is known.
         """
         self.epoch, self.given = epoch, done
-        self._passes.clear()
-        self._state, self._own = state, own
+        self._starts.clear()
+        self._resumed = state
         self._has_to_end = state is not None and state["number"] > 0
 
     def begin(self) -> Iterator[Any]:
-        """Begin the next pass of the epoch.
+        """Begin the next iterator of the epoch.
 
         Raises:
             ResumeError: the data end before the batches that were done.
@@ -108,25 +93,26 @@ class LoaderPosition:
             self._has_to_end = False
             return iter(())
         self._spare_global_generator()
-        state, self._state = self._state, None
+        state, self._resumed = self._resumed, None
         if state is None:
             return self._begin_at_start()
-        batches = self._go_on(state, self._own)
+        batches = self._go_on(state)
         if not state["number"]:
             return batches
         first = list(islice(batches, 1))
         return chain(first, batches) if first else self._begin_at_start()  # a second end would be that of the epoch
 
     def _begin_at_start(self) -> Iterator[Any]:
-        number = self._passes[-1].number + 1 if self._passes else 0
-        self._passes.append(Pass(number, self.given, random=self._take_random()))
-        return self._iterate(self._passes[-1], None)
+        number = self._starts[-1].number + 1 if self._starts else 0
+        start = IteratorStart(number, self.given, random=take_random(generators=generators_of(self.loader)))
+        self._starts.append(start)
+        return self._iterate(start, None)
 
-    def _go_on(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> Iterator[Any]:
-        random = None if own is None else own["random"]
-        self._passes.append(Pass(state["number"], self.given, start=state["at"], random=random))
+    def _go_on(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        start = IteratorStart(state["number"], self.given, state["at"], state["random"])
+        self._starts.append(start)
         with keep_random():  # the run that is resumed had this iterator already, and drew nothing here
-            return self._iterate(self._passes[-1], own)
+            return self._iterate(start, state.get("own"))
 
     def _spare_global_generator(self) -> None:
         """Draw the seed of workers that persist from another generator, after the epoch in which they start.
@@ -147,36 +133,25 @@ class LoaderPosition:
     # Saving.
 
     def state_dict(self, done: int) -> dict[str, Any]:
-        """Return what all ranks have in common after ``done`` batches of the epoch."""
-        return self._state_of(*self._pass_at(done))
-
-    def own_state_dict(self, done: int) -> dict[str, Any]:
-        """Return what only this rank knows after ``done`` batches of the epoch."""
-        return {"random": self._pass_at(done)[0].random}
-
-    def assumed_state(self, done: int) -> dict[str, Any]:
-        """Return what a checkpoint would have that says nothing of its data, after ``done`` batches of the epoch."""
-        length = batches_of(self.loader)
-        number = (done - 1) // int(length) if done and 0 < length < float("inf") else 0
-        return self._state_of(Pass(number), done - number * int(length) if number else done)
-
-    def _state_of(self, which: Pass, batches: int) -> dict[str, Any]:
+        """Return where this rank is after ``done`` batches of the epoch."""
+        start, batches = self._start_before(done)
         return {
             "epoch": self.epoch,
-            "number": which.number,
+            "number": start.number,
+            "at": self._position(start, batches),
             "data": self._description(),
-            "at": self._position(which, batches),
+            "random": start.random,
         }
 
-    def _pass_at(self, done: int) -> tuple[Pass, int]:
-        """The pass that a batch belongs to, and how many batches of this pass came until then.
+    def _start_before(self, done: int) -> tuple[IteratorStart, int]:
+        """The iterator that a batch belongs to, and how many batches it had given by then.
 
-        After the last batch of a pass that is the pass itself, and not the one that follows.
+        After the last batch of an iterator that is the iterator itself, and not the one that follows.
         """
-        if not self._passes:
-            return Pass(), 0
-        which = next((each for each in reversed(self._passes) if each.after < done), self._passes[0])
-        return which, max(0, min(done, self.given) - which.after)
+        if not self._starts:
+            return IteratorStart(), 0
+        start = next((each for each in reversed(self._starts) if each.after < done), self._starts[0])
+        return start, max(0, min(done, self.given) - start.after)
 
     # What a resumed run asks.
 
@@ -197,31 +172,28 @@ class LoaderPosition:
                 )
 
     def left_after(self, position: int) -> float:
-        """Return how many batches this rank reads from a position to the end of the pass."""
+        """Return how many batches this rank reads from a position to the end of the data."""
         return batches_of(self.loader) - position
 
-    # What each way of entering a loader does otherwise.
+    # What each kind of loader does otherwise.
 
-    def _iterate(self, new: Pass, own: Mapping[str, Any] | None) -> Iterator[Any]:
-        """Make the iterator of a pass, from its ``start`` on."""
-        with self._as_then(new):
+    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+        """Make an iterator that begins at ``start``."""
+        with self._as_at(start):
             batches: Iterator[Any] = iter(self.loader)
-            self._drop(batches, new.start)
+            self._drop(batches, start.at)
         return batches
 
-    def _position(self, which: Pass, batches: int) -> int:
-        """The position that a pass has after so many batches."""
-        return which.start + batches
+    def _position(self, start: IteratorStart, batches: int) -> int:
+        """The position of an iterator after so many batches."""
+        return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """What must be the same for a position to be the same place."""
+        """What must be the same for a position to mean the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
         batch_size = getattr(self.loader, "batch_size", None)
         return {"loader": self.kind, "ranks": self._world_size, "samples": samples, "batch_size": batch_size}
-
-    def _take_random(self) -> dict[str, Any] | None:
-        return take_random(generators=generators_of(self.loader))
 
     # What they share.
 
@@ -234,11 +206,11 @@ class LoaderPosition:
             )
 
     @contextmanager
-    def _as_then(self, which: Pass) -> Iterator[None]:
-        """Set the generators as they were when a pass began that goes on; the global ones are restored afterwards."""
-        if not which.start or which.random is None:
+    def _as_at(self, start: IteratorStart) -> Iterator[None]:
+        """Set the generators as they were when an iterator began that goes on; restore the global ones afterwards."""
+        if not start.at or start.random is None:
             yield
             return
         with keep_random():
-            restore_random(which.random, generators=generators_of(self.loader))
+            restore_random(start.random, generators=generators_of(self.loader))
             yield

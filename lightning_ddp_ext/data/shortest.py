@@ -1,92 +1,51 @@
-"""End a pass on all ranks together, when the first of them has no more batches."""
+"""End an iterator on all ranks together, when the first of them has no more batches."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 T = TypeVar("T")
 
-_AHEAD = 2  # with one, a rank would wait for the others before each batch to know whether it is the last
 
+def until_shortest(
+    items: Iterator[T], group: dist.ProcessGroup | None = None, *, on_last: Callable[[], object] = lambda: None
+) -> Iterator[T]:
+    """Yield equally many items on all ranks: as many as the shortest iterator has.
 
-@dataclass(frozen=True)
-class _Drawn(Generic[T]):
-    """This rank's next item, if it has one, and the answer, under way, whether all ranks have one."""
-
-    item: list[T]
-    smallest: Tensor
-    work: Any
-
-    def is_everywhere(self) -> bool:
-        """Wait for the answer of every rank."""
-        self.work.wait()
-        return bool(self.smallest)
-
-
-class StopAtShortest(Iterator[T], Generic[T]):
-    """Yields equally many items on all ranks: as many as the shortest iterator has.
-
-    Two items are drawn ahead, and the ranks find out whether all of them have one while the item before is trained on.
-    An item that some rank lacks is dropped.
+    One item is drawn ahead, and given up if some rank has none. Before each item the ranks find out whether all of them
+    have another one.
 
     Collective: every rank must ask for items equally often. A rank whose iterator raises leaves the others waiting in a
     collective, from which the failure of a rank releases them.
 
     Args:
-        items: this rank's own iterator; not asked again after its end.
-        group: all ranks, with a backend that reduces CPU tensors, for nobody else; ``None`` for the default group.
+        items: this rank's own iterator; not asked again after the end.
+        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> list(StopAtShortest(iter("abc")))
+        >>> list(until_shortest(iter("abc")))
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
+    ahead = _next_everywhere(items, group)
+    while ahead:
+        (item,) = ahead
+        ahead = _next_everywhere(items, group)
+        if not ahead:
+            on_last()
+        yield item
 
-    def __init__(
-        self,
-        items: Iterator[T],
-        group: dist.ProcessGroup | None = None,
-        *,
-        on_last: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._items = items
-        self._group = group
-        self._on_last = on_last
-        self._ahead: deque[_Drawn[T]] = deque()
-        self._has_ended = False
 
-    def __next__(self) -> T:
-        self._draw_ahead()
-        if self._has_ended or not self._ahead[0].is_everywhere():
-            self._has_ended = True
-            raise StopIteration
-        (item,) = self._ahead.popleft().item
-        self._draw_ahead()
-        if not self._ahead[0].is_everywhere():
-            self._on_last()
-        return item
-
-    def finish(self) -> None:
-        """Wait for the answers that nobody has needed, so that no collective is under way. Collective."""
-        self._has_ended = True
-        for each in self._ahead:
-            each.is_everywhere()
-
-    def _draw_ahead(self) -> None:
-        while len(self._ahead) < _AHEAD and not self._has_ended:
-            item = list(islice(self._items, 1))
-            if not item:
-                self._items = iter(())
-            smallest = torch.tensor(len(item))
-            work = dist.all_reduce(smallest, dist.ReduceOp.MIN, group=self._group, async_op=True)
-            self._ahead.append(_Drawn(item, smallest, work))
+def _next_everywhere(items: Iterator[T], group: dist.ProcessGroup | None) -> list[T]:
+    """Return the next item, if every rank has one. Collective."""
+    drawn = list(islice(items, 1))
+    fewest = torch.tensor(len(drawn))
+    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
+    return drawn if fewest else []

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import LARGEST, length_of, whole_number
+from lightning_ddp_ext.data.generators import mix
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
-from lightning_ddp_ext.data.samplers import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -32,10 +32,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         weights: one per sample of the dataset, in any scale: a tensor, array or sequence of one dimension.
         num_samples: draws of an epoch, over all ranks together.
         replacement: whether a sample can be drawn again within an epoch.
-        num_replicas: as for ``ScalableDistributedSampler``.
-        rank: as for ``ScalableDistributedSampler``.
-        seed: the same on every rank, not negative.
-        uneven: as for ``ScalableDistributedSampler``.
+        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
         dataset: what the indices are for, if its length is to be compared with that of ``weights``.
 
     Raises:
@@ -65,23 +62,20 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         length = whole_number(
             num_samples, "num_samples", at_least=1, at_most=LARGEST, remedy="pass the draws of an epoch, of all ranks"
         )
-        if not replacement:
-            _check_enough(self.weights, length)
+        positive = np.count_nonzero(self.weights)
+        if not replacement and length > positive:
+            raise SamplerError(
+                f"num_samples must be at most the number of positive weights, {positive}, without replacement"
+                f" (got {length}); draw fewer, or pass replacement=True"
+            )
         super().__init__(dataset, length, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven)
         if dataset is not None:
-            self.check_length(length_of(dataset, "dataset", "weights belong to samples that have a number"))
-
-    def check_length(self, length: int) -> None:
-        """Refuse a dataset of another length than the weights.
-
-        Raises:
-            SamplerError: it has another one.
-        """
-        if length != len(self.weights):
-            raise SamplerError(
-                f"weights must be as many as the dataset has samples, {length} (got {len(self.weights)});"
-                " pass one weight for each sample"
-            )
+            samples = length_of(dataset, "dataset", "weights belong to samples that have a number")
+            if samples != len(self.weights):
+                raise SamplerError(
+                    f"weights must be as many as the dataset has samples, {samples} (got {len(self.weights)});"
+                    " pass one weight for each sample"
+                )
 
     @override
     def _order(self) -> Order:
@@ -124,11 +118,7 @@ def uniforms(key: int, positions: NDArray[Any]) -> NDArray[np.float64]:
 
 def _draw(bounds: NDArray[np.float64], key: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Samples drawn with replacement, at these positions of the sequence."""
-    return _find(bounds, uniforms(key, positions) * bounds[-1])
-
-
-def _find(bounds: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """How many bounds are not above each value."""
+    values = uniforms(key, positions) * bounds[-1]
     # Searching ascending values is twice as quick: each finds its bound near the one before, in the cache.
     ascending = np.argsort(values)
     found = np.empty(len(values), dtype=np.int64)
@@ -146,38 +136,26 @@ def _without_replacement(weights: NDArray[np.float64], count: int, key: int) -> 
 
 def _validated(weights: Any) -> NDArray[np.float64]:
     """Weights as fractions of the largest one, so that their sum neither overflows nor vanishes."""
-    found = _as_array(weights)
+    if isinstance(weights, torch.Tensor):
+        weights = weights.detach().to("cpu", torch.float64).numpy()
+    try:
+        found = np.asarray(weights, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SamplerError(f"weights must be numbers (got {weights!r}: {error}); pass one for each sample") from None
     if found.ndim != 1:
         raise SamplerError(
             f"weights must have one dimension (got shape {found.shape}); pass one weight for each sample"
         )
-    if not found.size:
-        raise SamplerError("weights must not be empty (got 0 of them); pass one for each sample")
-    for wrong, what in ((np.isnan(found), "NaN"), (np.isinf(found), "infinite"), (found < 0, "negative")):
-        if wrong.any():
-            sample = int(wrong.argmax())
-            raise SamplerError(
-                f"weights must not be {what} (got {found[sample]} for sample {sample}); give 0 to what is never drawn"
-            )
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if wrong.size:
+        raise SamplerError(
+            f"weights must be finite and not negative (got {found[wrong[0]]} for sample {wrong[0]});"
+            " give 0 to what is never drawn"
+        )
     if not found.any():
-        raise SamplerError(f"weights must not all be zero (got {found.size} zeros); give more to what is to be drawn")
+        raise SamplerError(
+            f"weights must have one above zero (got {found.size} of them, and no such one);"
+            " give more to what is to be drawn"
+        )
     fractions: NDArray[np.float64] = found / found.max()
     return fractions
-
-
-def _as_array(weights: Any) -> NDArray[np.float64]:
-    if isinstance(weights, torch.Tensor):
-        weights = weights.detach().to("cpu", torch.float64).numpy()
-    try:
-        return np.asarray(weights, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise SamplerError(f"weights must be numbers (got {weights!r}: {error}); pass one for each sample") from None
-
-
-def _check_enough(weights: NDArray[np.float64], count: int) -> None:
-    positive = np.count_nonzero(weights)
-    if count > positive:
-        raise SamplerError(
-            f"num_samples must be at most the number of positive weights, {positive}, without replacement"
-            f" (got {count}); draw fewer, or pass replacement=True"
-        )

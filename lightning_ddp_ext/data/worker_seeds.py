@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext.data.epochs import data_loaders, epoch_takers, set_epoch
+from lightning_ddp_ext.data.epochs import all_below, has_set_epoch, set_epoch
+from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.loader import forget_workers
-from lightning_ddp_ext.data.streams import mix
-
-__all__ = ["SeedWorker", "seed_generators", "start_epoch"]
 
 
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
@@ -64,10 +62,10 @@ class SeedWorker:
 
 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
-    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before a pass over it begins.
+    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
 
-    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next pass starts new
-    ones.
+    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next iterator starts
+    new ones.
 
     Args:
         loader: a loader of our own, see ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
@@ -94,6 +92,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     if seed is not None and isinstance(loader, DataLoader):
         own = loader.worker_init_fn
         loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
-    for each in data_loaders(loader):
-        if each.persistent_workers and (seed is not None or epoch_takers(each.dataset)):
+    kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
+    for each in kept:
+        if seed is not None or any(has_set_epoch(below) for below in all_below(each.dataset)):
             forget_workers(each)

@@ -1,32 +1,28 @@
-"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each pass over them.
+"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each iterator over them.
 
-A loader takes this way: Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for
-what is to be iterated over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When the first batch of a pass is
-asked for, :meth:`DataPath.begin` tells the epoch to everything below the loader and begins to read: training loaders
-where training is, see ``training_data``, and others from their start, see ``evaluation``.
+Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for what is to be iterated
+over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When its first batch is asked for, :meth:`DataPath.begin`
+calls ``set_epoch`` on everything inside the loader and begins to read: training loaders where training is, see
+``training_data``, and others at their start, see ``evaluation``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.entering import position_of, rewind
-from lightning_ddp_ext.data.epochs import unseedable_shufflers
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, index_sampler_of, own_copy
-from lightning_ddp_ext.data.resumable import Resumable
-from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
-from lightning_ddp_ext.data.streams import with_wrapped
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader_kinds import position_of, rewind
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, update_dataloader
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
@@ -55,12 +51,13 @@ class DataPath:
         _check_choice("exact_evaluation", exact_evaluation, (True, False))
         _check_choice("resume_data", resume_data, get_args(ResumeData))
         _check_choice("idle_ranks", idle_ranks, get_args(IdleRanks))
+        _check_choice("uneven_inputs", uneven_inputs, (None, "stop_at_shortest"))
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
-        self.uneven = UnevenInputs(strategy, uneven_inputs)
+        self.uneven = UnevenInputs(strategy, stops_at_shortest=uneven_inputs is not None)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
         self.worker_seed: int | None = None  # see SamplerEpochSeeding
@@ -81,9 +78,8 @@ class DataPath:
         self._replaced.replace(connector, "_prepare_dataloader", prepare)
 
     def detach(self) -> None:
-        """Leave the Trainer to itself. Collective, unless the Trainer is interrupted."""
+        """Leave the Trainer to itself."""
         self._replaced.put_back()
-        self.uneven.finish()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
@@ -102,7 +98,7 @@ class DataPath:
             if stage != RunningStage.PREDICTING:
                 return dataloader
             inner = getattr(dataloader.batch_sampler, "sampler", None)
-            sampler = inner if isinstance(inner, Resumable) else dataloader.sampler
+            sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
         elif isinstance(dataloader, DataLoader) and connector._requires_distributed_sampler(dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
@@ -111,28 +107,24 @@ class DataPath:
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
         """Our sampler in place of Lightning's; ``None`` for Lightning's own."""
-        if set(self._strategy.distributed_sampler_kwargs) != {"num_replicas", "rank"}:
-            return None  # a subclass that wants something else of Lightning's
-        shuffle = shuffle and not self._trainer.overfit_batches
-        if stage == RunningStage.TRAINING:
-            return self._training_sampler(loader, shuffle)
-        if stage in EVALUATED and self._exact_evaluation:
-            return self.evaluation.sampler_for(loader, shuffle, self.training.seed)
-        return None
-
-    def _training_sampler(self, loader: DataLoader[Any], shuffle: bool) -> Sampler[int]:
-        ranks = self._strategy.distributed_sampler_kwargs
+        is_evaluated = stage in EVALUATED
+        if is_evaluated and not self._exact_evaluation:
+            return None
+        options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            return SharedSampler(loader.sampler, seed=self.training.seed, **ranks)
+            return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
+        shuffle = shuffle and not self._trainer.overfit_batches
+        if is_evaluated:
+            is_empty = not len(cast(Any, loader.dataset))
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
-        return kind(loader.dataset, shuffle=shuffle, seed=self.training.seed, **ranks)
+        return kind(loader.dataset, shuffle=shuffle, **options)
 
     # What is iterated over.
 
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
         loader = DistributedLoader.around(dataloader, self.begin)
-        _check_weights(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
         stage, self._stage = self._stage or self._trainer.state.stage, None
         if stage in EVALUATED:
@@ -141,11 +133,10 @@ class DataPath:
         self.uneven.agree_on_length(loader)
         remembered = self._trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
-        warn_of_same_orders(loader.loader)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Begin a pass over a loader: its first batch has just been asked for."""
+        """Begin an iterator over a loader: its first batch has just been asked for."""
         trainer = self._trainer
         epoch = self.training.epoch
         start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
@@ -163,24 +154,7 @@ def is_shared_out(loader: Any) -> bool:
     """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(each, Resumable) for each in owned)
-
-
-def warn_of_same_orders(loader: object) -> None:
-    """Name the samplers below a loader that shuffle and cannot be told the epoch."""
-    for name in sorted({type(sampler).__name__ for sampler in unseedable_shufflers(loader)}):
-        rank_zero_warn(
-            f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
-            "method set_epoch(epoch) that its order depends on"
-        )
-
-
-def _check_weights(loader: Any) -> None:
-    """Refuse weights of another number than there are samples."""
-    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
-        if isinstance(sampler, DistributedWeightedSampler):
-            with suppress(TypeError, NotImplementedError):  # datasets need no length where samplers say what to read
-                sampler.check_length(len(loader.dataset))
+    return any(isinstance(each, GlobalOrderSampler) for each in owned)
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

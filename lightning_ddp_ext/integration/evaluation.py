@@ -1,4 +1,4 @@
-"""Evaluate each sample once: samplers, and ranks that are idle in a step because they have no batch for it."""
+"""Evaluate each sample once, with ranks that are idle in a step because they have no batch for it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from itertools import islice
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.default_samplers import SharedSampler
+from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
     DistributedLoader,
     batches_of,
@@ -21,8 +21,6 @@ from lightning_ddp_ext.data.loader import (
     set_index_sampler,
 )
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
-from lightning_ddp_ext.data.padded import PaddedSampler
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
 from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
@@ -55,16 +53,6 @@ class Evaluation:
         self._step = 0
         self._is_in_step = False
 
-    # Loaders.
-
-    def sampler_for(self, loader: DataLoader[Any], shuffle: bool, seed: int) -> Sampler[int]:
-        """Each sample on one rank, in the order in which the loader would read them all."""
-        ranks = {"num_replicas": self._strategy.world_size, "rank": self._strategy.global_rank, "seed": seed}
-        if isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            shuffle = shuffle and len(cast(Any, loader.dataset)) > 0
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **ranks)
-        return SharedSampler(loader.sampler, uneven="exact", **ranks)
-
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader. Collective: every rank must call it.
 
@@ -74,7 +62,7 @@ class Evaluation:
         _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
-                loader.length = 1  # Lightning refuses a rank without batches; its pass ends before the first one
+                loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
         elif self._is_exact and dist.is_initialized() and self._strategy.world_size > 1:
             self._pad(loader)
 
@@ -98,12 +86,12 @@ class Evaluation:
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
         forget_workers(loader.loader)
-        set_index_sampler(loader.loader, PaddedSampler(sampler, length=max(batches), spare=spare))
+        set_index_sampler(loader.loader, PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare))
 
     # Reading.
 
     def begin(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Begin a pass over a loader.
+        """Begin an iterator over a loader.
 
         Raises:
             ExactEvaluationError: some rank is idle in a step in which that cannot be told from a batch that counts.
@@ -116,17 +104,15 @@ class Evaluation:
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._trainer))
-        if self._is_in_step:
-            where = "a step takes dataloader_iter"
-        elif mode_of(combined) != "sequential":
-            where = "a CombinedLoader has a mode other than 'sequential'"
-        elif batches_of(combined) == float("inf"):  # then Lightning reads ahead of the step
-            where = "another loader has no length"
-        else:
+        if not self._is_in_step and mode_of(combined) == "sequential" and batches_of(combined) < float("inf"):
             return
         # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
         self._strategy.barrier("the refusal of idle ranks")
-        raise _idle_rank_error(batches, where)
+        raise _idle_rank_error(
+            batches,
+            "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one "
+            "of them has no length",
+        )
 
     # Steps.
 
@@ -174,13 +160,10 @@ def _index_sampler_of(loader: Any) -> Any:
 def _warn_of_repeats(loader: Any) -> None:
     """Say so where a sampler that the user chose repeats samples."""
     sampler = getattr(loader, "sampler", None)
-    if type(sampler) is not DistributedSampler or sampler.drop_last:
-        return
-    samples = len(cast(Any, sampler.dataset))
-    if sampler.total_size != samples:
+    if type(sampler) is DistributedSampler and sampler.total_size > len(cast(Any, sampler.dataset)):
         rank_zero_warn(
-            f"the loader's own DistributedSampler evaluates {sampler.total_size - samples} of {samples} samples "
-            "twice; leave it out, or use lightning_ddp_ext.ExactDistributedSampler"
+            "the loader's own DistributedSampler evaluates some samples twice; leave it out, or use "
+            "lightning_ddp_ext.ExactDistributedSampler"
         )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,10 @@ from torch import Tensor
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.lightning_tree import CombinedLoader
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.rank_zero import on_every_rank
-
-T = TypeVar("T")
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
-    "tuples of these"
+    "tuples of these, alike in every batch, and padded where shapes differ"
 )
 _NO_PREDICTIONS = (
     "trainer has no predictions; call trainer.predict on every rank first, with data, and by a strategy that neither "
@@ -52,9 +47,8 @@ def gather_predictions(trainer: Any) -> Any:
 
     Returns:
         On rank 0 what ``predict_step`` returns, for all samples in the dataset's order: tensors and arrays joined along
-        their first dimension, lists with an item a sample joined, dicts and tuples item by item, and lists of tensors
-        or arrays with a row a sample, too. With several loaders a list with one entry each, which is ``None`` where
-        nothing was read. On other ranks ``None``.
+        their first dimension, lists with an item a sample joined, dicts and tuples item by item. With several loaders a
+        list with one entry each, which is ``None`` where nothing was read. On other ranks ``None``.
 
     Raises:
         ExactEvaluationError: on every rank: there are no predictions, or it is not known which samples they are for, or
@@ -69,16 +63,41 @@ def gather_predictions(trainer: Any) -> Any:
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_loaders(*_own_batches(trainer))
-    with _cpu_group() as group:
-        loaders, batches = _on_every_rank(lambda: _own_batches(trainer), group, "predictions cannot be read")
-        problem = "predictions must be picklable to be gathered"
-        pickled = _on_every_rank(lambda: [pickle.dumps(batch) for batch in batches], group, problem)
-        gathered = _to_rank_zero(pickled, group)
+    # In CPU memory, so that rank 0's GPU need not hold what it receives.
+    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    try:
+        return _gather(trainer, group)
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
 
-        def join() -> Any:
-            return _join_loaders(loaders, [pickle.loads(each) for each in gathered]) if dist.get_rank() == 0 else None
 
-        return _on_every_rank(join, group, "predictions cannot be joined")
+def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
+    """Join the predictions of all ranks on rank 0; what goes wrong on one rank is raised on all. Collective."""
+    is_first = dist.get_rank() == 0
+    found: list[Any] = [None] * dist.get_world_size()
+    own = _attempt(lambda: pickle.dumps(_own_batches(trainer)), "predictions must be picklable to be gathered")
+    dist.gather_object(own, found if is_first else None, group=group)
+    joined, problem = None, None
+    if is_first:
+        problem = next((problem for _, problem in found if problem is not None), None)
+        if problem is None:
+            joined, problem = _attempt(lambda: _join_ranks([each for each, _ in found]), "predictions cannot be joined")
+    told = [problem]
+    dist.broadcast_object_list(told, src=0, group=group)
+    if told[0] is not None:
+        raise ExactEvaluationError(told[0])
+    return joined
+
+
+def _attempt(work: Callable[[], Any], problem: str) -> tuple[Any, str | None]:
+    """Return the result, and ``None`` or what went wrong."""
+    try:
+        return work(), None
+    except ExactEvaluationError as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{problem}: {type(error).__name__}: {error}; {_REMEDY}"
 
 
 def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
@@ -108,61 +127,13 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
     return len(loaders), batches
 
 
-# Among the ranks.
-
-
-@contextmanager
-def _cpu_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of all ranks with messages in CPU memory, so that rank 0's GPU need not hold what it receives."""
-    context = current()
-    if dist.get_backend() == "gloo":
-        yield None
-    elif context is not None:
-        yield context.side_group()
-    else:
-        group = dist.new_group(backend="gloo")
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group(group)
-
-
-def _on_every_rank(work: Callable[[], T], group: dist.ProcessGroup | None, problem: str) -> T:
-    """Run ``work`` on each rank; what goes wrong on one rank is raised on all. Collective."""
-
-    def explained() -> T:
-        try:
-            return work()
-        except ExactEvaluationError:
-            raise
-        except Exception as error:
-            raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}") from error
-
-    gather = partial(_all_gather, group=group)
-    return on_every_rank(explained, rank=dist.get_rank(), gather=gather, what="gathering predictions")
-
-
-def _all_gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the values of all ranks, by rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _to_rank_zero(pickled: list[bytes], group: dist.ProcessGroup | None) -> list[bytes]:
-    """Return the batches of all ranks, by rank, on rank 0, and none on other ranks. Collective.
-
-    One batch of each rank travels at a time, so that memory holds them once.
-    """
-    steps: list[list[Any]] = []
-    for number in range(max(_all_gather(len(pickled), group))):
-        received = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(pickled[number] if number < len(pickled) else None, received, group=group)
-        steps.append(received or [])
-    return [each for of_rank in zip(*steps, strict=True) for each in of_rank if each is not None]
-
-
 # Joining.
+
+
+def _join_ranks(pickled: list[bytes]) -> Any:
+    ranks = [pickle.loads(each) for each in pickled]
+    steps = zip_longest(*(batches for _, batches in ranks))
+    return _join_loaders(ranks[0][0], [batch for step in steps for batch in step if batch is not None])
 
 
 def _join_loaders(loaders: int, batches: list[_Batch]) -> Any:
@@ -192,46 +163,20 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
     def join_items(key: Any) -> Any:
         return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
 
-    _check_alike(parts, lambda part: type(part).__name__, f"{name} must be of one type in every batch")
     first = parts[0]
     if isinstance(first, Mapping):
-        _check_alike(parts, lambda part: sorted(map(str, part)), f"{name} must have the same keys in every batch")
         return {key: join_items(key) for key in first}
-    if isinstance(first, tuple) or _are_structures(parts, sizes):
-        _check_alike(parts, len, f"{name} must have one length in every batch")
+    if isinstance(first, tuple):
         joined = [join_items(index) for index in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     for part, size in zip(parts, sizes, strict=True):
-        if _rows_of(part) != size:
+        has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
+        if not has_rows or len(part) != size or type(part) is not type(first):
             raise ExactEvaluationError(
                 f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
-                f"rows: {_rows_of(part) or 'none'}); {_REMEDY}"
+                f"rows: {len(part) if has_rows else 'none'}); {_REMEDY}"
             )
     if isinstance(first, list):
         items = [item for part in parts for item in part]
         return [items[row] for row in rows]
-    _check_alike(parts, lambda part: tuple(part.shape[1:]), f"{name} must have one shape after the first dimension")
     return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
-
-
-def _are_structures(parts: list[Any], sizes: list[int]) -> bool:
-    """Whether lists have tensors or arrays with a row for each sample, rather than one item for each sample."""
-    return all(isinstance(part, list) and len(part) == len(parts[0]) > 0 for part in parts) and all(
-        isinstance(item, (Tensor, np.ndarray)) and _rows_of(item) == size
-        for part, size in zip(parts, sizes, strict=True)
-        for item in part
-    )
-
-
-def _rows_of(part: Any) -> int | None:
-    has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
-    return len(part) if has_rows else None
-
-
-def _check_alike(parts: list[Any], trait: Callable[[Any], object], rule: str) -> None:
-    found = sorted({str(trait(part)) for part in parts})
-    if len(found) > 1:
-        raise ExactEvaluationError(
-            f"{rule} (got {', '.join(found)}); have predict_step return what is alike in every batch, padded where "
-            "shapes differ, or a list with an item for each sample"
-        )

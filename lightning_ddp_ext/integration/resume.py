@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from lightning_ddp_ext.data.generators import restore_random
 from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import restore_random
 from lightning_ddp_ext.errors import ResumeError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_info, rank_zero_warn
@@ -18,7 +18,7 @@ from lightning_ddp_ext.integration.loop_state import Restart, change_to, find_re
 ResumeData = Literal["exact", "epoch", "off"]
 
 KEY = "lightning_ddp_ext"
-VERSION = 3
+VERSION = 4
 _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
@@ -28,12 +28,16 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [] if combined is None else [loader.position for loader in combined.flattened]
 
 
+def in_common(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank has saved, without that which is of no use to any other rank."""
+    return {"random": None, "loaders": [{**each, "random": None, "own": None} for each in own["loaders"]]}
+
+
 class Resume:
     """One resume of a Trainer's training; of a Trainer that loads nothing, one that changes nothing.
 
     Args:
         strategy: whose Trainer.
-        trainer: who loads a checkpoint.
         checkpoint: what is loaded. The state of its loops is changed to one from which Lightning goes on rightly.
         data: ``"exact"`` goes on with the batch that is due, and ``"epoch"`` from the beginning of its epoch.
 
@@ -41,49 +45,54 @@ class Resume:
         restart: where training goes on.
         seed: of the orders of samples in the run that is resumed; ``None`` if that is not known.
         done: batches of the epoch that are done, as the ranks count them that there are now.
-
-    Raises:
-        ResumeError: the checkpoint was saved in the middle of an epoch by another version of this package.
     """
 
-    def __init__(
-        self, strategy: Any, trainer: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact"
-    ) -> None:
+    def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
         self._strategy = strategy
-        self._trainer = trainer
-        self._section: Mapping[str, Any] = {}
-        self._own: Mapping[str, Any] = {}
-        self._states: Sequence[Mapping[str, Any]] | None = None
+        self._ranks: Sequence[Mapping[str, Any]] = ()  # what each rank has saved
+        self._states: Sequence[Mapping[str, Any]] | None = None  # in which this rank's loaders begin
         self.restart = _NO_RESTART
+        self.has_restored_random = False
+        self.seed: int | None = None
         if checkpoint is not None:
             self._load(checkpoint, data)
         self.done = self.restart.done
-        self.seed = self._section.get("seed")
 
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
-        self._section = section = checkpoint.get(KEY) or {}
+        section = checkpoint.get(KEY) or {}
         loops, stopped = checkpoint["loops"]["fit_loop"], section.get("stopped")
         accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
-        ranks = section.get("ranks") or []
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
+        self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
+        if restart.is_within and section.get("version") != VERSION:
+            rank_zero_warn(f"the checkpoint does not say which data of epoch {restart.epoch} are done; it begins again")
+            data = "epoch"
         if restart.is_within and data == "epoch":
-            restart, ranks = Restart("epoch_start", restart.epoch, has_started=True), []
-        elif restart.is_within and section.get("version", VERSION) != VERSION:
-            raise ResumeError(
-                f"the checkpoint was saved in the middle of epoch {restart.epoch} by a version of lightning_ddp_ext "
-                f"that described the data in another way; {FROM_THE_EPOCHS_START}"
-            )
+            restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
         changed = change_to(loops, restart, stopped=stopped)
-        if section and (ranks or restart.at == "epoch_start"):
+        if self._knows_each_rank or restart.has_started or (section and restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
-        if self._strategy.global_rank < len(ranks):
-            self._own = ranks[self._strategy.global_rank]
+
+    @property
+    def _trainer(self) -> Any:
+        return self._strategy.lightning_module.trainer
+
+    @property
+    def _knows_each_rank(self) -> bool:
+        return bool(self._ranks) and self._ranks[0]["random"] is not None
+
+    @property
+    def _own(self) -> Mapping[str, Any]:
+        """What this rank has saved; of rank 0 what all have in common, if there were fewer ranks."""
+        rank: int = self._strategy.global_rank
+        return self._ranks[rank] if rank < len(self._ranks) else in_common(self._ranks[0])
 
     def restore_random(self) -> None:
         """Set this rank's random numbers to where they were, if it has saved them."""
-        if self._own:
+        self.has_restored_random = True
+        if self._ranks and self._own["random"] is not None:
             restore_random(self._own["random"], self._strategy.root_device)
 
     # Lightning's loops.
@@ -104,7 +113,8 @@ class Resume:
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end" and self.done != self.restart.done:
             self._set_counters()
-        if not self.restart.has_started:
+        has_begun = self.restart.at == "epoch_start" and (self.restart.has_started or self.has_restored_random)
+        if not has_begun:
             self.restore_random()
 
     def on_train_batch_start(self) -> None:
@@ -134,11 +144,9 @@ class Resume:
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
-    def state_of(self, index: int) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-        """The state in which a loader is entered, and this rank's own; ``None`` where there is none."""
-        if self._states is None:
-            return None, None
-        return self._states[index], self._own["loaders"][index] if self._own else None
+    def state_of(self, index: int) -> Mapping[str, Any] | None:
+        """The state in which a loader begins; ``None`` for the beginning of its epoch."""
+        return None if self._states is None else self._states[index]
 
     def find_data(self) -> None:
         """Find out where each training loader goes on; a second call does nothing.
@@ -148,9 +156,7 @@ class Resume:
         """
         if self._states is not None:
             return
-        positions, states = positions_of(self._trainer), self._section.get("loaders")
-        if states is None:  # of a checkpoint that was not saved by us
-            states = [position.assumed_state(self.restart.done) for position in positions]
+        positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
                 f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "
@@ -160,7 +166,7 @@ class Resume:
             position.check(state)
             if position.kind == "batches" and state["at"]:
                 rank_zero_info(f"reading {state['at']} batches that are done, as {position.name} has no sampler")
-            if position.needs_own_state and state["at"] and not self._own:
+            if position.is_by_rank and state["at"] and not self._knows_each_rank:
                 rank_zero_warn(
                     f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
                     f"alone or by another strategy; batches may be read twice or left out in epoch "
@@ -185,7 +191,7 @@ class Resume:
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
-        A loader in its second pass or later is left out: the longest one, which ends the epoch, is in its first.
+        A loader that is read again is left out: the longest one, which ends the epoch, is read once.
         """
         pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])

@@ -1,8 +1,8 @@
-"""Where training is in its data: what a checkpoint says about it, and where each pass over a loader begins.
+"""Where training is in its data: what a checkpoint says about it, and where each iterator over a loader begins.
 
 A checkpoint gets a section of its own, and nothing else of it is changed, so that stock ``ddp`` can resume it, too.
-When it is loaded, ``resume`` changes the state of the loops before Lightning reads it; the loaders are entered here,
-when their first batches are asked for.
+When it is loaded, ``resume`` changes the state of the loops before Lightning reads it; the loaders begin here, when
+their first batches are asked for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.data.generators import take_random
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.random_state import take_random
 from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
-from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, positions_of
+from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
 from lightning_ddp_ext.integration.uneven import UnevenInputs
 
@@ -50,21 +50,17 @@ class TrainingData:
         self.stopped: Stopped | None = None
         if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
             self._seed: int | None = None
-        self.resume = Resume(self._strategy, trainer)
+        self.resume = Resume(self._strategy)
         self._timed_validation = TimedValidation()
         self._begun: Any = None
         self._random: dict[str, dict[str, Any]] = {}  # when the last epoch, step and validation began
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to go on where a checkpoint was saved, and change the state of its loops for that.
-
-        Raises:
-            ResumeError: it cannot be resumed in the middle of an epoch.
-        """
+        """Prepare to go on where a checkpoint was saved, and change the state of its loops for that."""
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self._resume_data != "off":
-            self.resume = Resume(self._strategy, self._trainer, checkpoint, self._resume_data)
+            self.resume = Resume(self._strategy, checkpoint, self._resume_data)
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
@@ -90,17 +86,17 @@ class TrainingData:
         return max(epoch_of(self._trainer), self.resume.restart.epoch)
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
-        """Begin a pass of the Trainer's over a loader: from its start, or where a checkpoint left it.
+        """Begin an iterator of the Trainer over a loader: at its start, or where a checkpoint left it.
 
-        The first pass of an epoch begins those of the other loaders, too, because random numbers are drawn then, and
-        after that for the first batches.
+        The first one of an epoch begins those of the other loaders, too, so that all draw random numbers before a batch
+        is read.
         """
         combined = combined_iterator_of(self._trainer.fit_loop)
         if combined is self._begun:
-            return self._begin_pass(loader)
+            return self._begin_iterator(loader)
         self._begun = combined
         self._start_epoch(epoch)
-        batches = self._begin_pass(loader)
+        batches = self._begin_iterator(loader)
         for iterator in iterators_of(self._trainer.fit_loop):
             if iterator.loader is not loader:
                 iterator.begin()
@@ -109,19 +105,19 @@ class TrainingData:
         return batches
 
     def _start_epoch(self, epoch: int) -> None:
-        self._uneven.finish()
         if epoch > self.resume.restart.epoch:
-            self.resume = Resume(self._strategy, self._trainer)
-        if self.resume.restart.has_started:
+            self.resume = Resume(self._strategy)
+        restart = self.resume.restart
+        # Without a length Lightning reads the first batch before training starts, and so before it is restored there.
+        if restart.has_started or (restart.at == "epoch_start" and not self.resume.has_restored_random):
             self.resume.restore_random()
-        if self.resume.restart.is_within:
+        if restart.is_within:
             self.resume.find_data()
         for index, position in enumerate(positions_of(self._trainer)):
-            state, own = self.resume.state_of(index)
-            position.start_epoch(epoch, done=self.resume.done, state=state, own=own)
+            position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
         self._random["epoch"] = take_random(self._device)
 
-    def _begin_pass(self, loader: DistributedLoader) -> Iterator[Any]:
+    def _begin_iterator(self, loader: DistributedLoader) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
         position: LoaderPosition = loader.position
@@ -165,15 +161,18 @@ class TrainingData:
         positions = positions_of(trainer) if restart.is_within else []
         own = {
             "random": self._random_of(restart, loops),
-            "loaders": [position.own_state_dict(restart.done) for position in positions],
+            "loaders": [position.state_dict(restart.done) for position in positions],
         }
+        if not checkpoints.is_interrupted:
+            ranks = checkpoints.to_rank_zero(own, what)
+        else:  # the others do not come
+            ranks = [own if self._strategy.world_size == 1 else in_common(own)]
         checkpoint[KEY] = {
             "version": VERSION,
             "seed": self._seed,
             "accumulate_grad_batches": accumulated,
             "stopped": self.stopped,
-            "loaders": [position.state_dict(restart.done) for position in positions],
-            "ranks": None if checkpoints.is_interrupted else checkpoints.to_rank_zero(own, what),
+            "ranks": ranks,
         }
 
     def _random_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.data.digest import digest, same_on
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of
-from lightning_ddp_ext.data.shortest import StopAtShortest
-from lightning_ddp_ext.errors import ConfigurationError, UnevenInputsError
+from lightning_ddp_ext.data.digest import digest
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
+from lightning_ddp_ext.data.shortest import until_shortest
+from lightning_ddp_ext.errors import UnevenInputsError
 from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
 from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -26,36 +26,26 @@ class UnevenInputs:
 
     Args:
         strategy: whose ranks.
-        uneven: ``"stop_at_shortest"`` ends each pass over a loader after the last batch that every rank has; ``None``
-            refuses ranks that know that they have different numbers of batches.
+        stops_at_shortest: whether each iterator ends after the last batch that every rank has; else ranks
+            that know that they have different numbers of batches are refused.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
-
-    Raises:
-        ConfigurationError: ``uneven`` is something else.
     """
 
-    def __init__(self, strategy: Any, uneven: Literal["stop_at_shortest"] | None) -> None:
-        if uneven not in (None, "stop_at_shortest"):
-            raise ConfigurationError(
-                f"uneven_inputs must be None or 'stop_at_shortest' (got {uneven!r}); with the latter all ranks end an "
-                "epoch when the first of them has no more data"
-            )
+    def __init__(self, strategy: Any, *, stops_at_shortest: bool) -> None:
         self._strategy = strategy
-        self._uneven = uneven
+        self._is_chosen = stops_at_shortest
         self.attach()
 
     def attach(self) -> None:
         """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._group: dist.ProcessGroup | None = None
-        self._passes: list[StopAtShortest[Any]] = []
 
     @property
     def _stops_at_shortest(self) -> bool:
-        return self._uneven is not None and dist.is_initialized() and self._strategy.world_size > 1
+        return self._is_chosen and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Give a training loader the length that it has on the shortest rank. Collective, if it is to stop there.
@@ -75,33 +65,18 @@ class UnevenInputs:
         loader.length = None if -1 in lengths else min(lengths)
 
     def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Begin a pass over a loader: all ranks end it together, if that was asked for. Collective then."""
+        """Have all ranks end an iterator together, if that was asked for."""
         if not self._stops_at_shortest:
             return batches
-        self._passes.append(StopAtShortest(batches, self._side_group(), on_last=self._end_epoch))
-        return self._passes[-1]
+        context = current()  # whose group for CPU tensors keeps an accelerator from waiting
+        group = None if context is None else context.side_group()
+        return until_shortest(batches, group, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
         trainer = self._strategy.lightning_module.trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
-
-    def finish(self) -> None:
-        """Wait for what is still under way. Collective, unless the Trainer is interrupted."""
-        if not self._strategy.checkpoints.is_interrupted:
-            for each in self._passes:
-                each.finish()
-        self._passes.clear()
-
-    def _side_group(self) -> dist.ProcessGroup:
-        """A group of its own, as answers are under way while gradients are. Collective, the first time."""
-        context = current()
-        if context is not None:
-            return context.side_group()
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
         """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
@@ -112,12 +87,13 @@ class UnevenInputs:
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        streams = [_name(loader) for loader in combined_loader_of(trainer.fit_loop).flattened if _is_stream(loader)]
+        loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
+        streams = [name_of(loader) for loader in loaders if _is_stream(loader)]
         found: list[Any] = [None] * self._strategy.world_size
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        if self._uneven is None:
+        if not self._is_chosen:
             _refuse_uneven(trainer, lengths)
         if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
@@ -134,6 +110,8 @@ def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
     fewest = min(lengths)
     if max(lengths) == fewest or math.inf in lengths or _ends_within(trainer, fewest):
         return
+    # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
+    trainer.strategy.barrier("the refusal of uneven inputs")
     by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     raise UnevenInputsError(
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
@@ -150,7 +128,10 @@ def _ends_within(trainer: Any, batches: float) -> bool:
 
 
 def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> None:
-    for ranks in same_on(digests):
+    for one in dict.fromkeys(digests):
+        ranks = [rank for rank, each in enumerate(digests) if each == one]
+        if one is None or len(ranks) == 1:
+            continue
         rank_zero_warn(
             f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
             f"{' and '.join(names) or 'the training data'} is not shared out, and each sample is trained on "
@@ -163,10 +144,6 @@ def _listed(items: list[Any]) -> str:
     return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")
 
 
-def _is_stream(loader: DistributedLoader) -> bool:
+def _is_stream(loader: Any) -> bool:
     """Whether no sampler says which samples a rank reads."""
-    return not isinstance(loader.loader, DataLoader) or isinstance(loader.loader.dataset, IterableDataset)
-
-
-def _name(loader: DistributedLoader) -> str:
-    return type(loader.loader.dataset if isinstance(loader.loader, DataLoader) else loader.loader).__name__
+    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_ddp_ext.data.digest import digest, same_on
+from lightning_ddp_ext.data.digest import digest
 
 Pair = namedtuple("Pair", "x y")
 
@@ -90,9 +90,3 @@ def test_batches_with_something_unreadable_have_none(unreadable: Any) -> None:
 def test_batches_with_hostile_objects_have_none() -> None:
     """Nothing is raised, whatever an object does when it is looked at."""
     assert digest([ONE, Hostile()]) is None
-
-
-def test_ranks_with_the_same() -> None:
-    """Only those of which there are several; nothing equals what could not be read."""
-    assert same_on(["a", "b", "b", None, None, "c", "b"]) == [[1, 2, 6]]
-    assert same_on([None, None]) == []

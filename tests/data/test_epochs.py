@@ -11,19 +11,19 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
-    ChainDataset,
     ConcatDataset,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
 )
 
-from lightning_ddp_ext.data.epochs import epoch_takers, set_epoch, unseedable_shufflers
+from lightning_ddp_ext.data.epochs import all_below, has_set_epoch, set_epoch
+
+
+def epoch_takers(loaders: object) -> list[object]:
+    return [each for each in all_below(loaders) if has_set_epoch(each)]
 
 
 class Taker:
@@ -71,18 +71,6 @@ class Wrapper(Dataset[int]):
         return index
 
 
-class Slotted:
-    """A loader that is no DataLoader and has no __dict__."""
-
-    __slots__ = ("_empty", "_inside")
-
-    def __init__(self, inside: object) -> None:
-        self._inside = inside
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 class Broken:
     """A loader whose properties all fail."""
 
@@ -128,7 +116,7 @@ TAKER_IN = {
     "list": lambda taker: [DataLoader(range(4)), DataLoader(taker)],
     "nested": lambda taker: {"a": [DataLoader(range(4)), (DataLoader(taker),)]},
     "combined": lambda taker: CombinedLoader({"a": DataLoader(range(4)), "b": [DataLoader(taker)]}),
-    "loader of its own": lambda taker: Slotted([taker]),
+    "chain of datasets": lambda taker: DataLoader(ConcatDataset([MapDataset(), taker])),
     "loader of which all else fails": lambda taker: Broken(taker),
     "the loader itself": lambda taker: taker,
     "no dataset at all": lambda taker: DataLoader(Wrapper(Taker(taker))),
@@ -141,14 +129,6 @@ def test_what_takes_epochs_is_found_wherever_it_is(place: str) -> None:
     taker = TakingSampler()
     set_epoch(TAKER_IN[place](taker), 7)
     assert taker.epochs == [7]
-
-
-def test_several_datasets_are_all_told() -> None:
-    """Each part of concatenated and of chained datasets gets the epoch."""
-    parts = [MapDataset(), MapDataset()]
-    streams = [Stream(), Stream()]
-    set_epoch([DataLoader(ConcatDataset(parts)), DataLoader(ChainDataset(streams))], 3)
-    assert [taker.epochs for taker in (*parts, *streams)] == [[3]] * 4
 
 
 def test_many_concatenated_datasets_are_all_told() -> None:
@@ -164,31 +144,6 @@ def test_inside_of_takers_is_told_too_and_first() -> None:
     outer = MapDataset([inner, middle])
     assert epoch_takers([inner, DataLoader(outer)]) == [inner, middle, outer]
     assert epoch_takers([DataLoader(outer), inner]) == [inner, middle, outer]
-
-
-def test_forwarding_and_a_direct_call_agree() -> None:
-    """Something that hands its epoch on and what it hands it to end up in the same epoch."""
-
-    class Forwarding(MapDataset):
-        def set_epoch(self, epoch: int) -> None:
-            super().set_epoch(epoch)
-            self._held.set_epoch(epoch)
-
-    inner = MapDataset()
-    outer = Forwarding(inner)
-    set_epoch(DataLoader(outer), 5)
-    assert outer.epochs == [5]
-    assert set(inner.epochs) == {5}
-
-
-def test_cycles_end() -> None:
-    """Datasets that hold each other, or themselves in a list, are told once."""
-    first, second = MapDataset(), MapDataset()
-    first._held, second._held = [second], {"back": first}
-    loop: list[object] = [first]
-    loop.append(loop)
-    set_epoch(loop, 1)
-    assert first.epochs == second.epochs == [1]
 
 
 def test_long_chains_of_wrappers_are_followed() -> None:
@@ -241,86 +196,3 @@ def test_data_is_not_walked_through() -> None:
     assert epoch_takers(DataLoader(taker)) == [taker]
     assert 0 < numbers.looked_at + records.looked_at + lists.looked_at <= 10
     assert module.inside.looked_at == 0
-
-
-class Shuffling(Sampler[int]):
-    """Says that it shuffles, and cannot be told the epoch."""
-
-    def __init__(self, shuffle: object = True, held: object = None) -> None:
-        self.shuffle = shuffle
-        self.held = held
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-    def __len__(self) -> int:
-        return 4
-
-
-class ShufflingBatches:
-    """A batch sampler that is no Sampler."""
-
-    shuffle = True
-
-    def __init__(self, held: object = None) -> None:
-        self.held = held
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1], [2, 3]])
-
-
-class ShufflingDataset(MapDataset):
-    shuffle = True
-    set_epoch = None  # type: ignore[assignment]
-
-
-SHUFFLER_IN = {
-    "sampler": lambda shuffler: DataLoader(range(4), sampler=shuffler),
-    "batch sampler": lambda shuffler: DataLoader(range(4), batch_sampler=shuffler),
-    "wrapped": lambda shuffler: DataLoader(range(4), batch_sampler=BatchSampler(shuffler, 2, False)),
-    "in a list": lambda shuffler: [
-        DataLoader(range(4)),
-        {"a": CombinedLoader([DataLoader(range(4), sampler=shuffler)])},
-    ],
-}
-
-
-@pytest.mark.parametrize("place", SHUFFLER_IN)
-@pytest.mark.parametrize("shuffler", [Shuffling(), ShufflingBatches()], ids=["a Sampler", "no Sampler"])
-def test_shufflers_that_cannot_be_told_are_named(place: str, shuffler: object) -> None:
-    """A sampler that shuffles and has no set_epoch is named once, wherever it is."""
-    assert unseedable_shufflers(SHUFFLER_IN[place](shuffler)) == [shuffler]
-
-
-@pytest.mark.parametrize(
-    "loader",
-    [
-        DataLoader(range(4), sampler=RandomSampler(range(4))),
-        DataLoader(range(4), sampler=SequentialSampler(range(4))),
-        DataLoader(range(4), shuffle=True),
-        DataLoader(range(4), sampler=DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=True)),
-        DataLoader(range(4), sampler=Shuffling(shuffle=False)),
-        DataLoader(range(4), sampler=Shuffling(shuffle=lambda: None)),
-        DataLoader(range(4), sampler=Broken(None)),
-        DataLoader(range(4), sampler=TakingSampler(Shuffling())),
-        DataLoader(ShufflingDataset()),
-        DataLoader(ShufflingDataset(), sampler=SequentialSampler(ShufflingDataset())),
-        range(4),
-        None,
-    ],
-)
-def test_samplers_that_can_be_told_or_do_not_shuffle_are_not_named(loader: object) -> None:
-    """No word of torch's own samplers, of those that take epochs and what these hold, nor of datasets."""
-    assert unseedable_shufflers(loader) == []
-
-
-def test_a_shuffler_held_by_another_is_named_too() -> None:
-    """Both a shuffling batch sampler and the shuffling sampler in it are named."""
-    inner = Shuffling()
-    outer = ShufflingBatches(inner)
-    assert unseedable_shufflers(DataLoader(range(4), batch_sampler=outer)) == [inner, outer]
-
-
-def test_what_a_samplers_dataset_holds_is_no_sampler() -> None:
-    """A reader that shuffles, below the dataset that a sampler knows, is not named."""
-    assert unseedable_shufflers(DataLoader(range(4), sampler=SequentialSampler(Wrapper(ShufflingBatches())))) == []

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_ddp_ext.data.loader import (
     DistributedLoader,
     LazyIterator,
-    batches_of,
     forget_workers,
     index_sampler_of,
     is_stateful,
@@ -129,12 +128,6 @@ def test_the_length_is_the_loaders_unless_another_is_given() -> None:
         len(DistributedLoader(DataLoader(Stream()), read))
 
 
-@pytest.mark.parametrize("source", [[], DataLoader(Stream()), DataLoader(range(0))], ids=["list", "stream", "empty"])
-def test_any_loader_is_true(source: Any) -> None:
-    """Also one without batches, and one without a length, as with any ``DataLoader``."""
-    assert DistributedLoader(source, read)
-
-
 def test_attributes_are_the_loaders() -> None:
     """What is not the wrapper's own is read from the loader and written to it; the user's own loader stays as it is."""
     source = DataLoader(range(6), batch_size=2)
@@ -146,12 +139,6 @@ def test_attributes_are_the_loaders() -> None:
     assert (loader.loader.timeout, loader.loader.hint, loader.timeout, loader.hint) == (3, "ours", 3, "ours")
     assert (source.timeout, hasattr(source, "hint")) == (0, False)
     assert (loader.position, len(loader), hasattr(loader.loader, "position")) == ("here", 7, False)
-
-
-def test_an_attribute_that_is_missing_is_missing_in_the_loader() -> None:
-    """The error names the attribute and the class of the wrapped loader."""
-    with pytest.raises(AttributeError, match=r"'DataLoader' object has no attribute 'nothing'"):
-        DistributedLoader(DataLoader(range(6)), read).nothing  # noqa: B018
 
 
 def test_copies_of_a_wrapper_are_the_loader() -> None:
@@ -206,17 +193,3 @@ def test_the_index_sampler_of_a_copy_can_be_replaced(batch_size: int | None) -> 
     assert index_sampler_of(own) is replacement
     assert ([each.tolist() for each in own], len(own)) == (replacement, 2)
     assert [each.tolist() for each in source] == expected
-
-
-class Shy:
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("loader", "batches"),
-    [([1, 2], 2), (DataLoader(range(5), batch_size=2), 3), (DataLoader(Stream()), float("inf")), (Shy(), float("inf"))],
-)
-def test_a_loader_without_a_length_has_any_number_of_batches(loader: Any, batches: float) -> None:
-    """The number of batches is the length where there is one, and infinite where there is none."""
-    assert batches_of(loader) == batches

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, MinMaxMetric
+from torchmetrics import Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
 from torchmetrics.utilities import dim_zero_cat
 
@@ -122,15 +122,6 @@ def test_empty_lists_keep_their_type_and_shape() -> None:
     assert metric.compute().tolist() == [[1.0, 1.0, 1.0]]
 
 
-def test_a_metric_that_the_step_makes_is_empty() -> None:
-    """A metric that exists since the step has no samples either."""
-    module = nn.ModuleDict()
-    with preserve_metric_state({}, module):
-        module["late"] = MeanMetric()
-        module["late"].update(5.0)
-    assert module["late"].update_count == 0
-
-
 OPERATIONS = {"mean": torch.mean, "sum": torch.sum, "min": torch.min, "max": torch.max}
 
 
@@ -182,14 +173,3 @@ def test_what_no_rank_reduces_stays_finite() -> None:
     with preserve_metric_state(results, nn.Module()):
         log(results, 9.0, sync=False)
     assert logged(results) == {"mean": 9.0, "sum": 9.0, "min": 9.0, "max": 9.0}
-
-
-def test_metrics_logged_from_elsewhere_are_put_back() -> None:
-    """A metric that belongs to no module, but was logged, is found by its key."""
-    metric, results = MeanMetric(), _ResultCollection(training=False)
-    metric.update(1.0)
-    results.log("step", "mean", metric, metric_attribute="somewhere")
-    with preserve_metric_state(results, nn.Module()):
-        metric.update(9.0)
-        results.log("step", "mean", metric, metric_attribute="somewhere")
-    assert logged(results) == {"mean": 1.0}

@@ -69,17 +69,6 @@ def test_pad_repeats_the_first_positions(length: int, world_size: int, data: st.
 
 
 @law
-@given(length=LENGTHS, world_size=WORLDS, uneven=POLICIES, cut=st.integers(0, 70), data=st.data())
-def test_blocks_of_a_share_are_the_share(
-    length: int, world_size: int, uneven: Uneven, cut: int, data: st.DataObject
-) -> None:
-    """A share read in two blocks, wherever it is cut and however far one asks, is the whole share."""
-    share = Share(length, world_size, data.draw(st.integers(0, world_size - 1)), uneven)
-    assert read(share, 0, cut) + read(share, cut, 1000) == read(share)
-    assert len(read(share)) == len(share)
-
-
-@law
 @given(length=LENGTHS, stops=st.lists(st.tuples(WORLDS, st.integers(0, 5)), max_size=5), last=WORLDS, uneven=POLICIES)
 def test_stop_and_go_reads_each_position_once(
     length: int, stops: list[tuple[int, int]], last: int, uneven: Uneven
@@ -104,20 +93,6 @@ def test_stop_and_go_reads_each_position_once(
         assert max(seen.values(), default=1) == 1
         assert length - len(seen) < allowed
         assert set(seen) == set(range(len(seen)))
-
-
-@law
-@given(length=LENGTHS, world_size=WORLDS, uneven=POLICIES, data=st.data())
-def test_positions_reached_are_in_order(length: int, world_size: int, uneven: Uneven, data: st.DataObject) -> None:
-    """Nothing read, nothing moved; then further with each sample; at the end, the length, and no further."""
-    start = data.draw(st.integers(0, length))
-    share = Share(length, world_size, 0, uneven, start)
-    reached = [share.position_after(consumed) for consumed in range(len(share) + 3)]
-    assert reached[0] == start
-    assert reached == sorted(reached)
-    assert reached[-1] <= length
-    if len(share):
-        assert reached[len(share) :] == [length] * 3
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop", "exact"])

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from lightning_ddp_ext.data import permutation
+from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.data.streams import mix
 from lightning_ddp_ext.errors import SamplerError
 
 SMALLEST_P = 1e-4
@@ -56,11 +56,6 @@ def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
 
 def p_of(observed: Any) -> float:
     return float(stats.chisquare(np.asarray(observed).ravel()).pvalue)
-
-
-def test_every_length_up_to_5000_is_a_bijection() -> None:
-    """Each value once."""
-    assert [length for length in range(1, 5001) if not is_bijection(length, mix(1, length))] == []
 
 
 @pytest.mark.usefixtures("without_table")
@@ -126,30 +121,6 @@ def test_pairs_of_one_epoch_are_independent(length: int) -> None:
         assert p_of(counts((others - values) % length, length, 200)) > SMALLEST_P
 
 
-def test_pairs_over_the_epochs_are_independent() -> None:
-    """Where two neighbours go, over epochs, fills all pairs of places evenly; the network's shortest length."""
-    length = JUST_ABOVE_THE_TABLE
-    pairs = [Permutation(length, mix(7, epoch)).apply(np.array([0, 1, 257, 258])) for epoch in range(3000)]
-    values = np.array(pairs) * 8 // length
-    for one, other in itertools.combinations(range(4), 2):
-        assert p_of(np.bincount(values[:, one] * 8 + values[:, other], minlength=64)) > SMALLEST_P
-
-
-@pytest.mark.parametrize("length", [1000, 2**17, 10**7])
-def test_epochs_are_independent(length: int) -> None:
-    """The images of a position in two epochs, also of neighbouring seeds, know nothing of each other."""
-    some = np.arange(min(length, 50_000))
-    for one, other in (((1, 0), (1, 1)), ((1, 1), (2, 0)), ((0, 1), (1, 0))):
-        first, second = (Permutation(length, mix(*words)).apply(some) for words in (one, other))
-        assert p_of(counts((first - second) % length, length, 100)) > SMALLEST_P
-
-
-def test_seed_and_epoch_do_not_add_up() -> None:
-    """Seed 0 in epoch 1 shuffles otherwise than seed 1 in epoch 0."""
-    some = np.arange(100_000)
-    assert (Permutation(100_000, mix(0, 1)).apply(some) != Permutation(100_000, mix(1, 0)).apply(some)).mean() > 0.99
-
-
 def test_an_order_stays_what_it_was() -> None:
     """A checkpoint is resumed in the same order by every later version."""
     assert Permutation(10, 1).apply(np.arange(10)).tolist() == [9, 2, 4, 7, 5, 0, 8, 6, 3, 1]
@@ -178,9 +149,3 @@ def test_bad_lengths_and_keys_are_refused(length: int, key: int, says: str) -> N
     """The error names field, rule and value."""
     with pytest.raises(SamplerError, match=says):
         Permutation(length, key)
-
-
-def test_an_empty_order_is_empty() -> None:
-    """Nothing is shuffled into nothing."""
-    assert Permutation(0, 1).apply(np.arange(0)).tolist() == []
-    assert len(Permutation(0, 1)) == 0

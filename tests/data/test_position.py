@@ -13,17 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext.data.batch_dealing import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.default_samplers import SharedSampler, TorchOrderSampler
-from lightning_ddp_ext.data.entering import position_of
 from lightning_ddp_ext.data.epochs import set_epoch
-from lightning_ddp_ext.data.loader import batches_of, forget_workers, own_copy
+from lightning_ddp_ext.data.generators import restore_random, take_random
+from lightning_ddp_ext.data.loader import forget_workers, own_copy
+from lightning_ddp_ext.data.loader_kinds import position_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
-from lightning_ddp_ext.data.random_state import restore_random, take_random
-from lightning_ddp_ext.data.samplers import ScalableDistributedSampler
+from lightning_ddp_ext.data.samplers import ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ResumeError
 
 EPOCHS = 3
@@ -166,7 +165,6 @@ class Saved:
     epoch: int
     done: int
     state: dict[str, Any]
-    own: dict[str, Any] | None
     random: dict[str, Any]
 
 
@@ -188,7 +186,7 @@ class Rank:
     def resume(self, saved: Saved) -> None:
         set_epoch(self.position.loader, saved.epoch)
         self.position.check(saved.state)
-        self.position.start_epoch(saved.epoch, done=saved.done, state=saved.state, own=saved.own)
+        self.position.start_epoch(saved.epoch, done=saved.done, state=saved.state)
         self._batches = self.position.give(self.position.begin())
         restore_random(saved.random)
         if saved.state["number"]:  # Lightning has to see that the first pass is over, and makes another iterator
@@ -223,13 +221,15 @@ class Rank:
     def save(self) -> Saved:
         """Save what is trained, as a checkpoint does it."""
         done = self.position.given - len(self._ahead)
-        own = self.position.own_state_dict(done)
-        state = self.position.state_dict(done)
-        return Saved(self.position.epoch, done, state, own, take_random())
+        return Saved(self.position.epoch, done, self.position.state_dict(done), take_random())
 
 
 def as_list(batch: Any) -> list[int]:
     return [int(number) for number in (batch.flatten() if isinstance(batch, Tensor) else batch)]
+
+
+def in_common(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "random": None, "own": None}
 
 
 @dataclass
@@ -275,8 +275,8 @@ class Case:
                     here.draw_ahead(stop.ahead, cycles=cycles)
                     saved, done = here.save(), stop.done
                     if rank == 0:
-                        common.append(saved.state)
-                    assert saved.state == common[number]
+                        common.append(in_common(saved.state))
+                    assert in_common(saved.state) == common[number]
                     if stop.is_resumed:
                         read += here.read
                         torch.manual_seed(2000 + rank)
@@ -337,18 +337,6 @@ def test_a_loader_is_entered_in_the_quickest_way(way: tuple[str, str]) -> None:
     assert position.kind == way[0]
 
 
-class Endless(Sampler[int]):
-    """Has no length, and no end that anybody knows."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(100))
-
-
-def test_indices_without_a_length_are_not_left_out() -> None:
-    """Who says how many there are cannot be asked, so batches are dropped."""
-    assert position_of(DataLoader(range(100), sampler=Endless()), world_size=1, remembered=5).kind == "batches"
-
-
 def saved_after(loader: Any, done: int, world_size: int = 1) -> tuple[Saved, list[int]]:
     """What a run saves in the middle of its first epoch, and the samples that it has read."""
     here = Rank(loader, world_size)
@@ -387,28 +375,6 @@ def test_another_number_of_ranks_shares_out_the_rest(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS["order"] if name != "batches"])
-@pytest.mark.parametrize("after", [1, 2, 3, 5])
-def test_batches_are_counted_as_on_the_ranks_that_there_are_now(name: str, after: int) -> None:
-    """What lies before a state and what is left make a whole epoch, also with batches of another size."""
-    saved, _ = saved_after(WAYS["order"][name](60, 2, 3, 0), 4, 3)
-    loader = WAYS["order"][name](60, 4, after, 0)
-    there = Rank(loader, after)
-    left = there.position.left_after(saved.state["at"])
-    there.resume(saved)
-    there.train()
-    assert len(there.read) == left
-
-
-@pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] != "order"], ids=" ".join)
-def test_an_order_of_each_ranks_own_is_not_shared_out_anew(way: tuple[str, str]) -> None:
-    """The error says how many ranks there were and are, and how to go on nevertheless."""
-    saved, _ = saved_after(KIND_OF[way](20, 2, 2, 0), 3, 2)
-    message = r"epoch 0 cannot .* had ranks=2 when .*, and has 3; .*resume_data=\"epoch\""
-    with pytest.raises(ResumeError, match=message):
-        Rank(KIND_OF[way](20, 2, 3, 0), 3).resume(saved)
-
-
 UNKNOWN = ("list", "stream", "torchdata's stream", "anybody's")
 KNOWN = [way for way in KIND_OF if way[1] not in UNKNOWN]
 
@@ -425,23 +391,11 @@ def test_data_that_have_grown_are_refused(way: tuple[str, str]) -> None:
         there.resume(saved)
 
 
-@pytest.mark.parametrize("way", [("indices", "global generators"), ("state", "torchdata's")], ids=" ".join)
-def test_batches_of_another_size_are_refused(way: tuple[str, str]) -> None:
-    """With them, a number of batches is another place."""
-    saved, _ = saved_after(KIND_OF[way](20, 2, 1, 0), 3)
-    with pytest.raises(ResumeError, match=r"had batch_size=2 when .*, and has 4; "):
-        Rank(KIND_OF[way](20, 4, 1, 0)).resume(saved)
-
-
-@pytest.mark.parametrize("kind", WAYS)
-@pytest.mark.parametrize("other", WAYS)
+@pytest.mark.parametrize(("kind", "other"), [("order", "indices"), ("indices", "batches"), ("state", "order")])
 def test_a_state_of_another_kind_of_loader_is_refused(kind: str, other: str) -> None:
     """The error names what there is now."""
     saved, _ = saved_after(next(iter(WAYS[kind].values()))(20, 2, 1, 0), 3)
     there = Rank(next(iter(WAYS[other].values()))(20, 2, 1, 0))
-    if kind == other:
-        there.resume(saved)
-        return
     with pytest.raises(
         ResumeError, match=f"{escape(there.position.name)} had loader='{kind}' when .*, and has '{other}'; "
     ):
@@ -453,35 +407,6 @@ def test_a_stream_that_ends_before_the_batches_that_were_done_is_refused() -> No
     saved, _ = saved_after(DataLoader(Stream(20), 2), 7)
     with pytest.raises(ResumeError, match="Stream ends after 5 batches, and 7 were done"):
         Rank(DataLoader(Stream(10), 2)).resume(saved)
-
-
-NAMES = {
-    "Numbers": [*range(8)],
-    "Stream": DataLoader(Stream(8)),
-    "BatchSampler over RandomSampler": DataLoader(range(8), shuffle=True),
-    "BatchSampler over TorchOrderSampler": WAYS["order"]["torch's"](8, 2, 1, 0),
-    "ScalableDistributedSampler": WAYS["order"]["without batches"](8, 2, 1, 0),
-}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_errors_call_a_loader_by_what_its_user_has_made(name: str) -> None:
-    """A sampler, a stream, or a loader of one's own, and nothing of ours around it."""
-    loader = type("Numbers", (list,), {})(NAMES[name]) if name == "Numbers" else NAMES[name]
-    assert Rank(loader).position.name == name
-
-
-@pytest.mark.parametrize("way", KIND_OF, ids=" ".join)
-@pytest.mark.parametrize("cycles", [False, True])
-def test_a_checkpoint_that_says_nothing_of_its_data_is_of_as_many_batches(way: tuple[str, str], cycles: bool) -> None:
-    """The state that is assumed is the one that this package would have saved."""
-    world_size = 2
-    here = Rank(KIND_OF[way](20, 2, world_size, 0), world_size)
-    here.begin(0)
-    length = batches_of(here.position.loader)
-    for done in (1, 3, 10, 12, 20, 25) if cycles and length != float("inf") else (1, 3):
-        here.train(done - here.position.given, cycles=cycles)
-        assert here.position.assumed_state(done) == here.position.state_dict(done)
 
 
 @pytest.mark.parametrize("way", [way for way in KIND_OF if way[0] == "state"], ids=" ".join)
@@ -506,18 +431,8 @@ def test_without_this_ranks_own_state_the_loader_goes_on_where_lightning_has_put
     saved, read = saved_after(Remembering(12, 2), 2)
     loader = Remembering(12, 2)
     loader.load_state_dict({"epoch": 0, "passes": 1, "given": 2})
-    saved.own = None
+    saved.state = in_common(saved.state)
     assert sorted(read + left_of(loader, saved)) == [*range(12)]
-
-
-def test_a_position_that_nothing_was_read_of_is_the_beginning() -> None:
-    """A checkpoint before the first batch says so, and reading it changes nothing."""
-    for make in KIND_OF.values():
-        position = position_of(own_copy(make(20, 2, 1, 0)), world_size=1, remembered=5)
-        state = position.state_dict(0)
-        assert (state["epoch"], state["number"]) == (-1, 0)
-        assert state["at"] == 0
-        position.own_state_dict(0)
 
 
 @pytest.mark.parametrize("name", ["order", "indices"])

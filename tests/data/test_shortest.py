@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.data.shortest import StopAtShortest
+from lightning_ddp_ext.data.shortest import until_shortest
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 
@@ -26,20 +26,19 @@ def until_the_shortest(rank: int, world_size: int, directory: Path) -> list[Any]
         for lengths in LENGTHS:
             asked: list[int] = []
             last: list[bool] = []
-            iterator = StopAtShortest(counting(lengths[rank], asked), on_last=partial(last.append, True))
+            iterator = until_shortest(counting(lengths[rank], asked), on_last=partial(last.append, True))
             given = [(item, len(asked), bool(last)) for item in iterator]
             assert next(iterator, None) is None
-            iterator.finish()
             found.append((lengths, given, len(asked)))
     return found
 
 
 def test_every_rank_gets_as_many_items_as_the_shortest_has(tmp_path: Path) -> None:
-    """In order, told which is the last one, with two more drawn beyond each, and none beyond those."""
+    """In order, told which is the last one, with one more drawn beyond each, and none beyond that."""
     for rank, found in enumerate(run_ranks(until_the_shortest, 3, tmp_path)):
         for lengths, given, asked in found:
             shortest = min(lengths)
             assert [item for item, _, _ in given] == list(range(shortest))
-            assert all(drawn == min(item + 3, lengths[rank]) for item, drawn, _ in given)
+            assert all(drawn == min(item + 2, lengths[rank]) for item, drawn, _ in given)
             assert [is_last for _, _, is_last in given] == [number == shortest - 1 for number in range(shortest)]
-            assert asked == min(shortest + 2, lengths[rank])
+            assert asked == min(shortest + 1, lengths[rank])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import numpy as np
@@ -19,7 +19,6 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
-    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
@@ -32,8 +31,6 @@ from torch.utils.data import (
 from lightning_ddp_ext import SamplerEpochSeeding
 from lightning_ddp_ext.errors import SamplerError
 from tests.integration.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
-
-Who = Literal["ours", "stock", "stock alone"]
 
 NEVER_TOLD = 99
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
@@ -90,13 +87,6 @@ class Around(Sampler[Any]):
         return len(self.held)
 
 
-class EagerSampler(ToldSampler):
-    """Makes its list when an iterator is made, not when that is read."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.epoch] * 4)
-
-
 class ToldBatches(ToldSampler):
     """A batch sampler that knows nothing of torch's."""
 
@@ -144,21 +134,14 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler": lambda: loader(sampler=ToldSampler()),
-    "a sampler, workers": lambda: loader(sampler=EagerSampler(), **PERSISTENT),
+    "a sampler, workers": lambda: loader(sampler=ToldSampler(), **PERSISTENT),
     "a sampler in a sampler in a sampler": lambda: loader(sampler=Around(Around(ToldSampler()))),
     "a batch sampler": lambda: loader(batch_sampler=ToldBatches()),
     "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(ToldBatches()), **PERSISTENT),
-    "a sampler in a sampler in a batch sampler": lambda: loader(
-        batch_sampler=BatchSampler(Around(ToldSampler()), 2, drop_last=False)
-    ),
     "a dataset": lambda: loader(Told()),
     "a dataset, persistent workers": lambda: loader(Told(), **PERSISTENT),
     "a Subset of a ConcatDataset": lambda: loader(Subset(ConcatDataset([Told(), Told()]), [1, 2, 5, 6])),
-    "a ConcatDataset of Subsets, persistent workers": lambda: loader(
-        ConcatDataset([Subset(Told(), [1, 2]), Subset(Told(), [0, 3])]), **PERSISTENT
-    ),
     "a stream": lambda: loader(ToldStream()),
-    "a stream, workers": lambda: loader(ToldStream(), num_workers=1, multiprocessing_context="fork"),
     "a stream, persistent workers": lambda: loader(ToldStream(), **PERSISTENT),
     "a dict and a list of loaders": lambda: {"a": loader(Told()), "b": [loader(sampler=Around(ToldSampler()))]},
     "a CombinedLoader": lambda: CombinedLoader([loader(Told()), loader(ToldStream())], "min_size"),
@@ -222,7 +205,7 @@ class SaveAfterFirstEpoch(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train(who: Who, directory: Path, net: Net, *callbacks: L.Callback, **options: Any) -> Net:
+def train(who: Kind, directory: Path, net: Net, *callbacks: L.Callback, **options: Any) -> Net:
     own = [SamplerEpochSeeding()] if who == "stock" else []
     ckpt_path = options.pop("ckpt_path", None)
     loaders = options.pop("train_dataloaders", None)
@@ -234,7 +217,7 @@ def train(who: Who, directory: Path, net: Net, *callbacks: L.Callback, **options
     return net
 
 
-def train_and_resume(kind: Kind, directory: Path, who: Who, names: list[str]) -> dict[str, Any]:
+def train_and_resume(kind: Kind, directory: Path, who: Kind, names: list[str]) -> dict[str, Any]:
     found = {}
     for name in names:
         path = directory / f"{name}.ckpt".replace(" ", "-")
@@ -253,18 +236,6 @@ def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_pa
     names = list(LOADERS)
     found = on_ranks(kind, train_and_resume, tmp_path, kind, names, time_limit=60)
     assert found == [dict.fromkeys(names, (RIGHT, RESUMED))] * 2
-
-
-def test_stock_lightning_reaches_the_outermost_samplers_alone(tmp_path: Path) -> None:
-    """The rest is told nothing, and with workers a resumed run begins with the order of epoch 0: what this is for."""
-    untold = ["a sampler in a sampler in a sampler", "a batch sampler", "a dataset", "a stream, persistent workers"]
-    nothing = {0: {NEVER_TOLD}, 1: {NEVER_TOLD}, 2: {NEVER_TOLD}}, {1: {NEVER_TOLD}, 2: {NEVER_TOLD}}
-    names = [*untold, "a sampler, workers"]
-    for found in on_ranks("stock", train_and_resume, tmp_path, "stock alone", names):
-        whole, resumed = found.pop("a sampler, workers")
-        assert whole == {0: {NEVER_TOLD}, 1: {1}, 2: {2}}
-        assert resumed == {1: {NEVER_TOLD}, 2: {2}}
-        assert found == dict.fromkeys(untold, nothing)
 
 
 def train_in_other_ways(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -360,43 +331,6 @@ def test_a_seed_that_cannot_be_is_refused_at_once() -> None:
     for seed in (-1, "7", True):
         with pytest.raises(SamplerError, match="seed must be"):
             SamplerEpochSeeding(seed=seed)  # type: ignore[arg-type]
-
-
-class Shuffling(Sampler[int]):
-    """The same order in each epoch."""
-
-    shuffle = True
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(random.Random(1).sample(range(4), 4))
-
-    def __len__(self) -> int:
-        return 4
-
-
-def warnings_of(kind: Kind, directory: Path, *, use_distributed_sampler: bool) -> list[str]:
-    callbacks: list[L.Callback] = [SamplerEpochSeeding()] if kind == "stock" else []
-    options = {"use_distributed_sampler": use_distributed_sampler, "reload_dataloaders_every_n_epochs": 1}
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # as Python shows them
-        trainer.fit(Net(partial(loader, sampler=Shuffling()), partial(loader, sampler=Shuffling())))
-    return [str(each.message) for each in caught if "set_epoch" in str(each.message)]
-
-
-def both_warnings(kind: Kind, directory: Path) -> list[list[str]]:
-    return [warnings_of(kind, directory, use_distributed_sampler=wrapped) for wrapped in (False, True)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_that_shuffles_and_takes_no_epoch_is_named_once(kind: Kind, tmp_path: Path) -> None:
-    """Rank 0 warns once in a run, also where the sampler has been put into one that shares out what it yields."""
-    first, second = on_ranks(kind, both_warnings, tmp_path)
-    for messages in first:
-        (message,) = messages
-        assert "Shuffling shuffles, and has no set_epoch" in message
-        assert "give it a method set_epoch(epoch)" in message
-    assert second == [[], []]
 
 
 class Stopped(Exception):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_ddp_ext import DDPExtError, DDPExtStrategy, ExactDistributedSampler
-from lightning_ddp_ext.errors import ConfigurationError, ExactEvaluationError, SamplingError
 from tests.integration.evaluating import Scores
 from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
@@ -62,77 +58,8 @@ class Measured(L.LightningModule):
     on_test_epoch_end = on_validation_epoch_end
 
 
-class Gathers(Measured):
-    """Needs all ranks in each of its steps."""
-
-    def validation_step(self, batch: Batch, index: int) -> None:
-        super().validation_step(batch, index)
-        self.log("step", batch["x"].mean(), on_step=True, on_epoch=True, sync_dist=True)
-        everywhere: Any = self.all_gather(torch.tensor(1.0))
-        assert everywhere.sum() == self.trainer.world_size
-
-    test_step = validation_step
-
-
-class Dealt(Sampler[int]):
-    """Deals out exactly: with an odd number of samples the first of two ranks has one more."""
-
-    def __init__(self, samples: int, rank: int, world_size: int) -> None:
-        self.own = range(rank, samples, world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-
-class Distributed(DistributedSampler[Any]):
-    """The same, as Lightning and others tell a sampler that knows of ranks."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
-
-
-Loaders = Callable[[int, int], Any]  # of a rank among so many
-
-
 def loader(samples: int, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
     return DataLoader(Scores(samples), batch_size, **options)
-
-
-def dealt(samples: int, batch_size: int = 1) -> Loaders:
-    return lambda rank, size: loader(samples, batch_size, sampler=Dealt(samples, rank, size))
-
-
-def distributed(samples: int, batch_size: int = 1) -> Loaders:
-    return lambda rank, size: loader(samples, batch_size, sampler=Distributed(Scores(samples), size, rank))
-
-
-def own_batches(samples: int) -> Loaders:
-    """Batches of three, two and four samples in turn, as a list that is each rank's own."""
-
-    def make(rank: int, world_size: int) -> DataLoader[Any]:
-        own, batches = list(range(rank, samples, world_size)), []
-        while own:
-            size = (3, 2, 4)[len(batches) % 3]
-            batches.append(own[:size])
-            del own[:size]
-        return DataLoader(Scores(samples), batch_sampler=batches)  # type: ignore[arg-type]
-
-    return make
-
-
-EXACT: dict[str, Loaders] = {
-    "a sampler, one sample a batch": dealt(5),
-    "a sampler, three samples a batch": dealt(13, 3),
-    "a DistributedSampler": distributed(5),
-    "a DistributedSampler, nothing for one rank": distributed(1),
-    "a list of batches": own_batches(11),
-}
 
 
 def evaluate(
@@ -151,113 +78,11 @@ def evaluate(
     return {**values, **model.found, "stepped": model.stepped}
 
 
-def by_own_sampler(rank: int, world_size: int, directory: Path, name: str) -> Values | str:
-    """The values, or the error that a user reads."""
-    found: Values = {}
-    for run in ("validate", "test"):
-        own = EXACT[name](rank, world_size)
-        try:
-            found |= {run: evaluate(world_size, directory, own, Gathers(), run, shared_out=False)}
-        except SamplingError as error:
-            return str(error)
-    return found
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_a_sampler_of_the_users_own_that_repeats_nothing_is_exact_or_refused(name: str, tmp_path: Path) -> None:
-    """Ranks with different numbers of batches measure what one process does, or are all told that they cannot."""
-    found = run_ranks(by_own_sampler, 2, tmp_path, name, env=by_hand_env(2), time_limit=40)
-    if isinstance(found[0], str):
-        assert found[0] == found[1]
-        assert "batches" in found[0]
-        return
-    (one,) = run_ranks(by_own_sampler, 1, tmp_path, name, env=by_hand_env(1), time_limit=40)
-    for values in found:
-        for run in ("validate", "test"):
-            assert_same_values(values[run], one[run])
-
-
 def assert_same_values(mine: Values, one: Values) -> None:
     assert mine["seen"] == one["seen"]
     others = {"seen", "hooked", "stepped"}
     expected = {name: value for name, value in one.items() if name not in others}
     assert {name: value for name, value in mine.items() if name not in others} == pytest.approx(expected, abs=1e-6)
-
-
-class Combined(Measured):
-    """Gets a batch of each of two loaders, or None, and needs all ranks in each of its steps."""
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        for part in batch:
-            if part is not None:
-                super().validation_step(part, index)
-        everywhere: Any = self.all_gather(torch.tensor(1.0))
-        assert everywhere.sum() == self.trainer.world_size
-
-    test_step = validation_step
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        pass
-
-    on_test_batch_end = on_validation_batch_end
-
-
-MODES = ("min_size", "max_size", "max_size_cycle")
-RUNS = [f"{mode}, {run}" for mode in MODES for run in ("validate", "test")]
-Pair = tuple[Loaders, Loaders]
-
-
-def plain(samples: int) -> Loaders:
-    return lambda *_: loader(samples)
-
-
-def exact(samples: int) -> Loaders:
-    return lambda rank, size: loader(
-        samples, sampler=ExactDistributedSampler(Scores(samples), num_replicas=size, rank=rank)
-    )
-
-
-EQUAL: dict[str, Pair] = {"6 and 6": (plain(6), plain(6))}
-UNEQUAL: dict[str, Pair] = {"5 and 5": (plain(5), plain(5)), "4 and 3": (plain(4), plain(3))}
-PAIRS: dict[str, Pair] = {
-    **EQUAL,
-    **UNEQUAL,
-    "6 and 5": (plain(6), plain(5)),
-    "5 and 9": (plain(5), plain(9)),
-    "5 and 4": (plain(5), plain(4)),
-    "own samplers of 5": (dealt(5), dealt(5)),
-    "exact samplers of 5": (exact(5), exact(5)),
-    "an own sampler of 5, and 6": (dealt(5), dealt(6)),
-}
-
-
-def combine(rank: int, world_size: int, directory: Path) -> dict[str, Values]:
-    found: dict[str, Values] = {}
-    for name in PAIRS:
-        for each in RUNS:
-            mode, run = each.split(", ")
-            own = [make(rank, world_size) for make in PAIRS[name]]
-            try:
-                both = CombinedLoader(own, mode)  # type: ignore[arg-type]
-                seen = evaluate(world_size, directory, both, Combined(), run, shared_out="own" not in name)
-            except ExactEvaluationError as error:
-                seen = {"refused": str(error)}
-            found[f"{name}, {each}"] = seen
-    return found
-
-
-def test_several_loaders_at_once_are_exact_or_refused(tmp_path: Path) -> None:
-    """In each mode but the sequential one all ranks raise where one would have no batch, or measure as one process."""
-    (one,) = run_ranks(combine, 1, tmp_path, env=by_hand_env(1), time_limit=60)
-    first, second = run_ranks(combine, 2, tmp_path, env=by_hand_env(2), time_limit=60)
-    for each, values in first.items():
-        pair = each.split(", ")[0]
-        assert values.get("refused") == second[each].get("refused")
-        assert pair not in EQUAL or "refused" not in values
-        assert pair not in UNEQUAL or "refused" in values
-        if "refused" not in values:
-            assert_same_values(values, one[each])
-            assert_same_values(second[each], one[each])
 
 
 def odd(rank: int, world_size: int, directory: Path, samples: list[int], idle_ranks: str | None) -> list[Values]:
@@ -281,7 +106,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> list[Values]:
     return found
 
 
-@pytest.mark.parametrize("idle_ranks", [None, "repeat", "skip"])
+@pytest.mark.parametrize("idle_ranks", [None, "skip"])
 def test_an_odd_number_of_samples_is_measured_as_by_one_process(
     idle_ranks: str | None, one: list[Values], tmp_path: Path
 ) -> None:
@@ -291,49 +116,6 @@ def test_an_odd_number_of_samples_is_measured_as_by_one_process(
             assert_same_values(mine, expected)
 
 
-@pytest.mark.parametrize("idle_ranks", [None, "repeat"])
-def test_an_idle_rank_repeats_a_sample(idle_ranks: str | None, tmp_path: Path) -> None:
-    """It makes as many steps as the others, the last one on a sample that has been counted already."""
-    first, second = run_ranks(odd, 2, tmp_path, [5], idle_ranks, env=by_hand_env(2), time_limit=40)
-    assert [values["stepped"] for values in first] == [[0, 2, 4]] * 2
-    assert [values["stepped"][:2] for values in second] == [[1, 3]] * 2
-    assert [len(values["stepped"]) for values in second] == [3] * 2
-
-
-def test_an_idle_rank_can_do_without_a_step(tmp_path: Path) -> None:
-    """With ``idle_ranks="skip"`` no validation_step and no test_step is called on it, so that lists are right, too."""
-    first, second = run_ranks(odd, 2, tmp_path, [5], "skip", env=by_hand_env(2), time_limit=40)
-    assert [values["stepped"] for values in first] == [[0, 2, 4]] * 2
-    assert [values["stepped"] for values in second] == [[1, 3]] * 2
-
-
-def single(rank: int, world_size: int, directory: Path) -> Any:
-    try:
-        return odd(rank, world_size, directory, [1], "skip")
-    except DDPExtError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_skips_every_step_keeps_nobody_waiting(tmp_path: Path) -> None:
-    """One sample on two ranks is measured as by one process, or refused on every rank."""
-    found = run_ranks(single, 2, tmp_path, env=by_hand_env(2), time_limit=40)
-    if isinstance(found[0], str):
-        assert isinstance(found[1], str)
-        return
-    (alone,) = run_ranks(odd, 1, tmp_path, [1], None, env=by_hand_env(1), time_limit=40)
-    for values in found:
-        for mine, expected in zip(values, alone, strict=True):
-            assert_same_values(mine, expected)
-
-
-def test_another_value_of_idle_ranks_is_refused() -> None:
-    """Where it is given, with those that there are."""
-    with pytest.raises(ConfigurationError, match="idle_ranks") as refused:
-        DDPExtStrategy(idle_ranks="wait")  # type: ignore[call-arg]
-    for text in ("repeat", "skip", "'wait'"):
-        assert text in str(refused.value)
-
-
 def test_what_a_hook_counts_is_exact_where_idle_ranks_make_no_step(one: list[Values], tmp_path: Path) -> None:
     """on_validation_batch_end and on_test_batch_end are called for a repeated sample, and not with "skip"."""
     for found in run_ranks(odd, 2, tmp_path, ODD, "skip", env=by_hand_env(2), time_limit=40):
@@ -341,3 +123,12 @@ def test_what_a_hook_counts_is_exact_where_idle_ranks_make_no_step(one: list[Val
     for found in run_ranks(odd, 2, tmp_path, ODD, None, env=by_hand_env(2), time_limit=40):
         assert all(set(values["hooked"]) == set(alone["hooked"]) for values, alone in zip(found, one, strict=True))
         assert any(len(values["hooked"]) > len(alone["hooked"]) for values, alone in zip(found, one, strict=True))
+
+
+@pytest.mark.parametrize(("idle_ranks", "steps"), [(None, 3), ("skip", 2)])
+def test_an_idle_rank_repeats_a_sample_or_makes_no_step(idle_ranks: str | None, steps: int, tmp_path: Path) -> None:
+    """The last step is made on a sample that has been counted already; with "skip" lists are right, too."""
+    first, second = run_ranks(odd, 2, tmp_path, [5], idle_ranks, env=by_hand_env(2), time_limit=40)
+    assert [values["stepped"] for values in first] == [[0, 2, 4]] * 2
+    assert [values["stepped"][:2] for values in second] == [[1, 3]] * 2
+    assert [len(values["stepped"]) for values in second] == [steps] * 2

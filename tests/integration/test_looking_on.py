@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
 from tests.integration.continuing import Numbers, Saver, fit
 from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
-
-KEPT = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
 
 
 class Looking(L.LightningModule):
@@ -64,39 +61,6 @@ def test_who_looks_at_a_batch_of_an_evaluation_changes_nothing(tmp_path: Path) -
         assert found["looked at"] == [float(rank)] * 3
         assert found["afterwards"] == float(rank)
         assert found["idle"] == [(False,) * 3, (False,) * 3, (rank == 1,) * 3]
-
-
-class Drawn(Dataset[Tensor]):
-    """Random numbers that a worker draws, of an epoch that it is told."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.randint(1_000_000, (1,)).float()
-
-
-def orders(rank: int, world_size: int, directory: Path, name: str) -> list[Any]:
-    loaders = {
-        "a sampler that draws": lambda: DataLoader(Numbers(12), 2, sampler=RandomSampler(range(12)), **KEPT),  # type: ignore[arg-type]
-        "workers that draw": lambda: DataLoader(Drawn(), 2, **KEPT),  # type: ignore[arg-type]
-    }
-    strategy = make_strategy("ours", directory)
-    run = fit(strategy, loaders[name], dropout=False, use_distributed_sampler=False, max_epochs=4, limit_val_batches=0)
-    return [tuple(step[2:] for step in run.steps if step[0] == epoch) for epoch in range(4)]
-
-
-@pytest.mark.parametrize("name", ["a sampler that draws", "workers that draw"])
-def test_each_epoch_draws_numbers_of_its_own_beside_workers_that_stay(name: str, tmp_path: Path) -> None:
-    """No two epochs have the same order or the same numbers."""
-    for found in run_ranks(orders, 2, tmp_path, name, env=by_hand_env(2)):
-        assert len(set(found)) == 4
 
 
 def from_an_exception(rank: int, world_size: int, directory: Path, draws: bool) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -209,48 +209,6 @@ def test_from_each_hook_the_run_goes_on_as_if_it_had_not_been_stopped(name: str)
         assert resumed.events == rest(run.events, restart), (saved.place, restart)
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_no_batch_that_was_stepped_is_trained_again_and_none_is_left_out(name: str) -> None:
-    """The restart comes after the last optimiser step that was taken before the loops were saved."""
-    for saved in whole(name).saved:
-        restart = found_in(saved, name)
-        done = restart.epoch * BATCHES + restart.done
-        processed = saved.loops["epoch_loop.batch_progress"]["total"]["processed"]
-        accumulated = CONFIGURATIONS[name].get("accumulate_grad_batches", 1)
-        within = processed % BATCHES
-        assert done == processed - (within % accumulated), (saved.place, restart)
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_changed_state_is_changed_no_more(name: str) -> None:
-    """The same restart is found in it, but for hooks that are to be called again, and changing it anew does nothing."""
-    for saved in whole(name).saved:
-        restart = found_in(saved, name)
-        changed = change_to(saved.loops, restart, stopped=saved.stopped)
-        stopped: Stopped | None = "validation" if restart.at == "validation" else None  # it is between batches no more
-        again = Saved(saved.place, changed, stopped)
-        assert found_in(again, name) == replace(restart, has_started=False), saved.place
-        for each in (restart, found_in(again, name)):
-            assert change_to(changed, each, stopped=stopped) == changed, saved.place
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_the_state_that_was_given_is_left_as_it_is(name: str) -> None:
-    """A changed state shares nothing with the state in the checkpoint."""
-    for saved in whole(name).saved:
-        before = copy.deepcopy(saved.loops)
-        changed = change_to(saved.loops, found_in(saved, name), stopped=saved.stopped)
-        _spoil(changed)
-        assert saved.loops == before, saved.place
-
-
-def _spoil(state: dict[str, Any]) -> None:
-    for value in state.values():
-        if isinstance(value, dict):
-            _spoil(value)
-    state["spoiled"] = True
-
-
 def test_gradients_that_were_accumulated_are_made_again() -> None:
     """With three batches a step, a state after the fifth goes back to the third, and one after two to the start."""
     state = whole("accumulation").at("train_batch_end")[1]
@@ -280,23 +238,6 @@ def test_a_batch_that_raised_an_exception_is_trained_again(accumulated: int, ind
     assert fit(change_to(state, restart), restart, **options).events == rest(run.events, restart)
 
 
-@pytest.mark.parametrize("place", ["train_epoch_end", "train_end"])
-def test_an_epoch_that_max_steps_has_cut_short_goes_on(place: str) -> None:
-    """A run with more steps trains the rest of the epoch."""
-    run = whole("plain")
-    state = fit(max_epochs=-1, max_steps=6).at(place)[-1]
-    restart = find_restart(state, accumulated=1)
-    assert restart == Restart("batch_end", 1, 2)
-    assert fit(change_to(state, restart), restart).events == rest(run.events, restart)
-
-
-def test_an_epoch_that_max_steps_has_cut_within_an_accumulation_goes_back_to_the_last_step() -> None:
-    """The batches whose gradients were not used yet are trained again."""
-    state = with_batches(fit(max_epochs=-1, max_steps=6).at("train_end")[0], 2, last=False)
-    assert find_restart(state, accumulated=2) == Restart("batch_end", 1, 2)
-    assert find_restart(state, accumulated=4) == Restart("epoch_start", 1, has_started=True)
-
-
 def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_step() -> None:
     """A validation that could not be followed by its gradients is not begun again."""
     state = whole("both").at("validating")[0]
@@ -304,24 +245,6 @@ def test_a_stop_in_a_validation_within_an_accumulation_goes_back_to_the_last_ste
     assert find_restart(state, accumulated=2, stopped="validation") == Restart("validation", 0, 2)
     found = find_restart(state, accumulated=3, stopped="validation")
     assert found == Restart("epoch_start", 0, has_started=True)
-
-
-def test_an_epoch_can_be_begun_again() -> None:
-    """Changed to its start, the loops train an epoch from its first batch, and count no batch twice."""
-    run = whole("plain")
-    for saved in run.saved:
-        if found_in(saved, "plain") == Restart("batch_end", 1, 2):
-            restart = Restart("epoch_start", 1, has_started=True)
-            resumed = fit(change_to(saved.loops, restart, stopped=saved.stopped), restart)
-            assert [event[:3] for event in resumed.events] == [event[:3] for event in rest(run.events, restart)]
-
-
-def test_what_is_not_about_progress_stays() -> None:
-    """States of loaders and of loops that we do not know are those of the checkpoint."""
-    state = {**whole("plain").at("train_batch_end")[1], "future": {"a": 1}, "state_dict": {"combined_loader": [{}]}}
-    changed = change_to(state, Restart("batch_end", 0, 2))
-    kept = ("future", "state_dict", "epoch_loop.val_loop.batch_progress", "epoch_loop.scheduler_progress")
-    assert {key: changed[key] for key in kept} == {key: state[key] for key in kept}
 
 
 def test_epochs_of_earlier_runs_stay_counted() -> None:

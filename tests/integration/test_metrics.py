@@ -208,53 +208,6 @@ def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_pat
     assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
 
 
-class ReducesByHand(Net):
-    """Calls `reduce` within a step, with the arguments that Lightning uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reduced: list[Any] = []
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        self.log("loss", loss := self.loss(batch), sync_dist=True)
-        reduce = self.trainer.strategy.reduce
-        self.reduced.append(reduce(torch.tensor(float(self.global_rank)), group=None, reduce_op="mean"))
-        self.reduced += [reduce(3.0), reduce(3), reduce(None), reduce("none", reduce_op="sum")]
-        return loss
-
-
-def reduce_by_hand(kind: Kind, directory: Path) -> list[Any]:
-    model = ReducesByHand()
-    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0).fit(model)
-    return model.reduced
-
-
-def test_whoever_calls_reduce_gets_the_result_at_once(tmp_path: Path) -> None:
-    """Also in a step, as with stock; what is no tensor comes back as it is."""
-    ours, stock = on_both(reduce_by_hand, tmp_path)
-    assert ours == stock == [[torch.tensor(0.5), 3.0, 3, None, "none"]] * 2
-
-
-def replaced(kind: Kind, directory: Path) -> list[str]:
-    """Methods of Lightning's results that are ours while it trains."""
-    found: list[str] = []
-
-    class Looks(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            results = trainer._results
-            for each in (results, *results.values()):  # type: ignore[union-attr]
-                names = [name for name in vars(each) if callable(getattr(type(each), name, None))]
-                found.extend(name for name in names if "lightning_ddp_ext" in repr(getattr(each, name)))
-
-    make_trainer(make_strategy(kind, directory), max_steps=1, limit_val_batches=0, callbacks=[Looks()]).fit(Net())
-    return found
-
-
-def test_no_method_of_a_result_is_replaced(tmp_path: Path) -> None:
-    """Lightning's results are its own while it trains."""
-    assert on_ranks("ours", replaced, tmp_path) == [[], []]
-
-
 Names = Callable[[int, int], list[str]]  # by rank and step
 
 

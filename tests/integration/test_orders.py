@@ -23,7 +23,6 @@ from lightning_ddp_ext import (
     DistributedBatchSamplerWrapper,
     DistributedWeightedSampler,
     SamplerEpochSeeding,
-    SamplerError,
     ScalableDistributedSampler,
 )
 from tests.integration.training import Kind, make_strategy, make_trainer, on_both, on_ranks
@@ -184,6 +183,9 @@ def samples(runs: list[Batches], epoch: int) -> list[int]:
         ({"sampler": None}, r"sampler must be 'torch' or 'scalable' \(got None\)"),
         ({"exact_evaluation": "yes"}, r"exact_evaluation must be True or False \(got 'yes'\)"),
         ({"exact_evaluation": 1}, r"exact_evaluation must be True or False \(got 1\)"),
+        ({"idle_ranks": "wait"}, r"idle_ranks must be 'repeat' or 'skip' \(got 'wait'\)"),
+        ({"uneven_inputs": "pad"}, r"uneven_inputs must be None or 'stop_at_shortest' \(got 'pad'\)"),
+        ({"resume_data": "all"}, r"resume_data must be 'exact' or 'epoch' or 'off' \(got 'all'\)"),
     ],
 )
 def test_a_choice_that_does_not_exist_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -332,35 +334,3 @@ def test_wrapped_batches_are_evaluated_and_predicted_once_each(tmp_path: Path) -
     validated = [batch for run in found for batch in run["validate"]]
     assert sorted(map(list, {tuple(batch) for batch in validated})) == whole
     assert len(validated) == 6
-
-
-def stock_with_wrapper(kind: Kind, directory: Path) -> str:
-    with pytest.raises(TypeError) as raised:
-        fit(kind, directory, loader(24, batch_sampler=DistributedBatchSamplerWrapper(Buckets(24))))
-    return str(raised.value)
-
-
-def test_stock_ddp_says_what_a_wrapper_needs(tmp_path: Path) -> None:
-    """Without the callback, stock Lightning refuses the wrapper and names the remedy."""
-    for message in on_ranks("stock", stock_with_wrapper, tmp_path):
-        assert "use_distributed_sampler=False" in message
-
-
-def refuse_weights(kind: Kind, directory: Path) -> list[str]:
-    messages = []
-    for in_batches in (False, True):
-        sampler = DistributedWeightedSampler([1.0] * 5, 8)
-        given = {"batch_sampler": BatchSampler(sampler, 2, drop_last=False)} if in_batches else {"sampler": sampler}
-        with pytest.raises(SamplerError) as raised:
-            fit(kind, directory, loader(8, **given))
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_weights_of_another_length_than_the_dataset_are_refused_before_training(tmp_path: Path) -> None:
-    """Every rank says how many weights there must be and how many there are."""
-    for messages in on_ranks("ours", refuse_weights, tmp_path):
-        assert (
-            messages
-            == ["weights must be as many as the dataset has samples, 8 (got 5); pass one weight for each sample"] * 2
-        )

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import ConfigurationError, ResumeError
+from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Numbers, Run, Saver, Stream, fit
 from tests.integration.resumed_runs import SavesAtAll, ordered
 from tests.integration.training import Kind, assert_same, make_strategy, on_ranks
@@ -228,11 +227,3 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
     for mine, expected in zip(ours, stock, strict=True):
         assert [run.steps for run in mine] == [run.steps for run in expected]
         assert_same([run.weights for run in mine], [run.weights for run in expected])
-
-
-def test_another_value_of_resume_data_is_refused() -> None:
-    """Where it is given, with those that there are."""
-    with pytest.raises(ConfigurationError, match="resume_data") as refused:
-        DDPExtStrategy(resume_data="batch")  # type: ignore[call-arg]
-    for text in ("exact", "epoch", "off", "'batch'"):
-        assert text in str(refused.value)

@@ -1,333 +1,308 @@
-"""A run that is resumed at any point goes on as if it had not been stopped."""
+"""A run that is resumed at any point, and one that was resumed before, goes on as if it had not been stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext.errors import ResumeError
-from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, Stream, fit
+from tests.integration.continuing import Moment, Net, Numbers, Stream
+from tests.integration.resumed_runs import Points, Training, difference, generations, ordered, workers
 from tests.integration.training import make_strategy, make_trainer
 from tests.ranks import by_hand_env, run_ranks
 
-# Of the checkpoints that are saved with each batch: in the midst of an epoch, and in the next one.
-RESUMED_FROM = (1, 3)
-AN_EPOCH_AND_MORE = (0, 1, 2, 3)
-MOMENTS: tuple[Moment, ...] = (
-    "train_batch_start",
-    "train_batch_end",
-    "validation_batch_end",
-    "validation_end",
-    "train_epoch_start",
-    "train_epoch_end",
-    "train_end",
+MOMENTS: tuple[Moment, ...] = ("train_batch_start", "train_batch_end", "validation_end", "train_epoch_end", "train_end")
+# Epochs have four batches, and a validation after each second one. Each is resumed from each of the line before.
+FIRST = (
+    ("train_batch_start-3", "train_batch_end-1", "train_batch_end-4", "validation_end-2", "validation_end-4"),
+    ("train_epoch_end-4", "train_batch_start-4"),
 )
+SECOND = ("train_batch_start-7", "train_batch_end-5", "train_batch_end-8", "validation_end-6", "validation_end-8")
+SAMPLES = 16
 
 
-def workers(number: int, **options: Any) -> dict[str, Any]:
-    return {"num_workers": number, "multiprocessing_context": "fork", **options}
-
-
-def shuffled(samples: int = 10, **options: Any) -> Callable[[], DataLoader[Any]]:
-    return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
-
-
-class Looking(Net):
-    """Looks at a batch of its own now and then, as people do to log some samples."""
-
-    def on_train_start(self) -> None:
-        next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            next(iter(self.trainer.train_dataloader))  # type: ignore[arg-type]
-
-
-class Planning(Net):
-    """Has Lightning make its loaders before anything is restored."""
-
-    def configure_optimizers(self) -> Any:
-        assert self.trainer.estimated_stepping_batches == 6
-        return super().configure_optimizers()
-
-
+@dataclass(frozen=True)
 class Case:
-    """One way to train, and the moments at which it is stopped."""
+    """Loaders of a rank, how training goes, and what is resumed from: of a whole run, of that one, and so on."""
 
-    def __init__(self, loaders: Callable[[], Any], *moments: Moment, dropout: bool = True, **options: Any) -> None:
-        self.loaders = loaders
-        self.moments = moments
-        self.dropout = dropout
-        self.fail_at = options.pop("fail_at", None)
-        self.resumed_from = options.pop("resumed_from", RESUMED_FROM)
-        self.strategy: dict[str, Any] = options.pop("strategy", {})
-        self.options = {"limit_val_batches": 0, **options}
-        if any("validation" in moment for moment in moments):
-            self.options["limit_val_batches"] = 1.0
+    loaders: Callable[[int], Any]
+    chosen: tuple[Points, ...]
+    moments: tuple[Moment, ...] = MOMENTS
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, directory: Path, name: str) -> list[str]:
-        """What differs from the run that was not stopped, after each checkpoint; ``directory`` is where ranks meet."""
-        whole = self.run(directory) if self.fail_at is not None else None
-        wrong = []
-        for number, moment in enumerate(self.moments):
-            place = directory / name / f"{number}"
-            place.mkdir(parents=True, exist_ok=True)
-            stopped = self.run(directory, saver=Saver(moment, place), fail_at=self.fail_at)
-            assert stopped.saved, moment
-            whole = whole or stopped  # a run is the same with other checkpoints, and this says so, too
-            saved = stopped.saved
-            for path, done in [saved[index] for index in self.resumed_from if index < len(saved)] or saved[:1]:
-                wrong += self.differences(moment, path, whole, done, self.run(directory, ckpt_path=path))
-        return wrong
-
-    def differences(self, moment: Moment, path: str, whole: Run, done: int, resumed: Run) -> list[str]:
-        accumulated = self.options.get("accumulate_grad_batches", 1)
-        name = Path(path).stem
-        if accumulated == 1 and resumed.steps != whole.steps[done:]:
-            return [f"{name} after {done}: {resumed.steps} instead of {whole.steps[done:]}"]
-        again = len(resumed.steps) - len(whole.steps[done:])
-        if not 0 <= again < accumulated or resumed.steps != whole.steps[done - again :]:
-            return [f"{name} after {done}: {again} again, {resumed.steps} instead of {whole.steps[done:]}"]
-        if resumed.steps and resumed.counts != whole.counts:
-            return [f"{name}: counts {resumed.counts} instead of {whole.counts}"]
-        return [] if torch.equal(resumed.weights, whole.weights) else [f"{name}: other weights"]
-
-    def run(self, directory: Path, **options: Any) -> Run:
-        strategy = make_strategy("ours", directory, **self.strategy)
-        return fit(strategy, self.loaders, dropout=self.dropout, **{**self.options, **options})
+    def check(self, rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
+        training = Training(lambda: self.loaders(rank), directory, world_size, self.options, self.strategy, name)
+        return generations(training, self.moments, *self.chosen)
 
 
-def odd_ones_first(samples: int) -> BatchSampler:
-    """A batch sampler of the user's own, over whatever sampler it is given."""
-    return InTwos(RandomSampler(range(samples)), batch_size=2, drop_last=False)
+def shuffled(samples: int = SAMPLES, **options: Any) -> Callable[[int], Any]:
+    return lambda rank: ordered("lightning's", samples, rank, 2, **options)
+
+
+def combined(mode: Any, **options: Any) -> Callable[[int], Any]:
+    """Two batches of one loader beside nine of the other."""
+    return lambda rank: CombinedLoader([shuffled(6, **options)(rank), shuffled(36)(rank)], mode)
+
+
+def own(mode: Any) -> Callable[[int], Any]:
+    """The same with samplers of the user's own."""
+    return lambda rank: CombinedLoader([ordered("distributed", 6, rank, 2), ordered("plain", 36, rank, 2)], mode)
+
+
+def streams(mode: Any, **options: Any) -> Callable[[int], Any]:
+    """Two batches of one stream beside nine of the other; neither has a length."""
+    return lambda rank: CombinedLoader([_stream(3, rank, **options), _stream(17, rank + 5)], mode)
+
+
+def _stream(samples: int, rank: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Stream(samples, rank), batch_size=2, **options)
 
 
 class InTwos(BatchSampler):
+    """A batch sampler of the user's own."""
+
     def __iter__(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for index in self.sampler:
-            batch.append(index)
-            if len(batch) == 2:
-                yield batch
-                batch = []
+        indices = list(self.sampler)
+        return iter([indices[begin : begin + 2] for begin in range(0, len(indices), 2)])
 
 
-def run_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> dict[str, list[str]]:
-    return {name: CASES[name](rank).check(directory, name) for name in names}
+def read(data: Callable[[int], Any], kind: Any = DataLoader, **options: Any) -> Callable[[int], Any]:
+    return lambda rank: kind(data(rank), **{"batch_size": 2, **options})
 
 
-CASES: dict[str, Callable[[int], Case]] = {
-    # Lightning does not make up for a validation that was due after a save in on_train_batch_end; it draws a number.
-    "all moments": lambda _: Case(
-        shuffled(), *MOMENTS, val_check_interval=2, dropout=False, resumed_from=AN_EPOCH_AND_MORE
+def samples(rank: int) -> Numbers:
+    return Numbers(SAMPLES)
+
+
+def nine(rank: int) -> Stream:
+    return Stream(9, rank)
+
+
+EPOCH: tuple[Moment, ...] = ("train_batch_end", "train_epoch_end")
+WITHIN = (("train_batch_end-1", "train_batch_end-3", "train_epoch_end-4"), ("train_batch_end-6", "train_epoch_end-8"))
+IN_STREAM = (("train_batch_end-1", "train_batch_end-5", "train_epoch_end-5"), ("train_batch_end-7",))
+VALIDATING = {"limit_val_batches": 1.0, "val_check_interval": 2, "dropout": False}
+# The short loader is read for the second time from its third batch on.
+CYCLED = (("train_batch_end-2", "train_batch_end-3"), ("train_batch_end-4", "train_batch_end-5", "train_batch_end-12"))
+CASES = {
+    "in a validation": Case(
+        shuffled(),
+        (("validation_batch_end-2", "validation_batch_end-4", "train_epoch_start-4"), ("validation_batch_end-6",)),
+        ("validation_batch_end", "train_epoch_start"),
+        VALIDATING,
     ),
-    "dropout": lambda _: Case(
-        shuffled(), "train_batch_start", "train_batch_end", "train_epoch_end", resumed_from=AN_EPOCH_AND_MORE
-    ),
-    "dropout and validation": lambda _: Case(
-        shuffled(), "validation_batch_end", "validation_end", val_check_interval=2
-    ),
-    "validation at the end": lambda _: Case(shuffled(8), "validation_batch_end", "validation_end"),
-    "max_steps": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", max_epochs=-1, max_steps=5),
-    "max_steps and max_epochs": lambda _: Case(
-        shuffled(10), "train_epoch_start", "train_epoch_end", max_epochs=3, max_steps=9
+    "dropout and validation": Case(
+        shuffled(),
+        (("validation_end-2",), ("validation_end-6",)),
+        ("validation_end",),
+        {"limit_val_batches": 1.0, "val_check_interval": 2},
     ),
     # Saved in the last on_train_batch_end, the epoch's end is left out, and with it what would have been updated there.
-    "plateau": lambda _: Case(shuffled(6), "train_batch_start", max_epochs=3, plateau=True),
-    "accumulation": lambda _: Case(shuffled(), "train_batch_end", accumulate_grad_batches=3),
-    "accumulation and validation": lambda _: Case(
-        shuffled(), "validation_end", accumulate_grad_batches=3, val_check_interval=2
+    "plateau": Case(
+        shuffled(),
+        (("train_batch_start-2", "train_batch_start-4"), ("train_batch_start-7",)),
+        ("train_batch_start",),
+        {"plateau": True},
     ),
-    "limit": lambda _: Case(shuffled(), "train_batch_end", limit_train_batches=2),
-    "scalable": lambda _: Case(shuffled(), "train_batch_end", strategy={"sampler": "scalable"}),
-    "exception": lambda _: Case(shuffled(), "exception", fail_at=(1, 2), dropout=False),
-    "exception while accumulating": lambda _: Case(
-        shuffled(), "exception", fail_at=(0, 2), accumulate_grad_batches=2, dropout=False
+    "scalable": Case(shuffled(), WITHIN, EPOCH, strategy={"sampler": "scalable"}),
+    "workers": Case(shuffled(**workers(2)), WITHIN, EPOCH),
+    "no batches": Case(
+        read(samples, batch_size=None, shuffle=True), (("train_batch_end-3",), ("train_batch_end-9",)), EPOCH
     ),
-    "looked at": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", kind=Looking, dropout=False),
-    "planned": lambda _: Case(shuffled(), "train_batch_end", "train_epoch_end", kind=Planning),
-    "workers": lambda _: Case(shuffled(12, **workers(2)), "train_batch_end"),
-    "persistent workers": lambda _: Case(
-        shuffled(12, **workers(1, persistent_workers=True)), "train_batch_end", "train_epoch_end"
+    "a batch sampler of one's own": Case(
+        lambda rank: DataLoader(samples(rank), batch_sampler=InTwos(RandomSampler(range(SAMPLES)), 2, False)),
+        WITHIN,
+        EPOCH,
     ),
-    "no batches": lambda _: Case(shuffled(8, batch_size=None), "train_batch_end"),
-    "a batch sampler of one's own": lambda _: Case(
-        lambda: DataLoader(Numbers(14), batch_sampler=odd_ones_first(14)), "train_batch_end"
+    "no distributed sampler": Case(
+        read(lambda rank: Numbers(8), shuffle=True), WITHIN, EPOCH, {"use_distributed_sampler": False}
     ),
-    "no distributed sampler": lambda _: Case(shuffled(10), "train_batch_end", use_distributed_sampler=False),
-    "no distributed sampler, workers": lambda _: Case(
-        shuffled(10, **workers(1)), "train_batch_end", use_distributed_sampler=False
+    "no distributed sampler, workers": Case(
+        read(lambda rank: Numbers(8), shuffle=True, **workers()), WITHIN, EPOCH, {"use_distributed_sampler": False}
     ),
-    "reloaded": lambda _: Case(  # twice in an epoch, but once after a resume: that draws other numbers
-        shuffled(), "train_batch_end", reload_dataloaders_every_n_epochs=1, dropout=False
+    # Loaders are made twice in an epoch, but once after a resume, and making them draws a number.
+    "reloaded": Case(shuffled(), WITHIN, EPOCH, {"reload_dataloaders_every_n_epochs": 1, "dropout": False}),
+    "one stream": Case(read(nine), IN_STREAM, EPOCH),
+    "one stream, workers": Case(read(nine, **workers()), IN_STREAM[:1], EPOCH),
+    "torchdata": Case(read(samples, StatefulDataLoader, shuffle=True), WITHIN, EPOCH),
+    "torchdata, workers": Case(
+        read(samples, StatefulDataLoader, shuffle=True, **workers()), (("train_batch_end-1",),), EPOCH
     ),
-    **{
-        f"two loaders, {mode}": lambda _, mode=mode: Case(  # type: ignore[misc]
-            lambda: CombinedLoader([shuffled(8)(), shuffled(20)()], mode), "train_batch_end", "train_epoch_end"
-        )
-        for mode in ("min_size", "max_size", "max_size_cycle")
-    },
-    "stream": lambda rank: Case(
-        lambda: DataLoader(Stream(9, rank), batch_size=2), "train_batch_end", "train_epoch_end"
+    "torchdata, scalable, accumulation": Case(
+        read(samples, StatefulDataLoader, shuffle=True),
+        (("train_batch_end-1", "train_batch_end-3"), ("train_batch_end-7",)),
+        ("train_batch_end",),
+        {"accumulate_grad_batches": 2},
+        {"sampler": "scalable"},
     ),
-    "stream, workers": lambda rank: Case(
-        lambda: DataLoader(Stream(9, rank), batch_size=2, **workers(1)), "train_batch_end", max_epochs=1
+    "torchdata, stream": Case(read(nine, StatefulDataLoader), IN_STREAM, EPOCH, {"dropout": False}),
+    "each moment": Case(shuffled(), (FIRST[0], (*SECOND, "train_epoch_end-8")), options=VALIDATING),
+    "each moment of an epoch's end": Case(shuffled(), (FIRST[1], (*SECOND, "train_epoch_end-8")), options=VALIDATING),
+    "dropout": Case(
+        shuffled(),
+        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}, {"train_batch_end-9"}),
+        ("train_batch_end",),
     ),
-    "torchdata": lambda _: Case(
-        lambda: StatefulDataLoader(Numbers(14), batch_size=2, shuffle=True), "train_batch_end", "train_epoch_end"
+    "a third time": Case(
+        shuffled(),
+        ({"validation_end-4", "train_batch_end-4"}, {"train_batch_end-8", "train_epoch_end-8"}, {"train_batch_end-12"}),
+        options=VALIDATING,
     ),
-    "torchdata, scalable, accumulation": lambda _: Case(
-        lambda: StatefulDataLoader(Numbers(14), batch_size=2, shuffle=True),
-        "train_batch_end",
-        accumulate_grad_batches=2,
-        strategy={"sampler": "scalable"},
+    "workers that stay": Case(
+        shuffled(**workers(persistent_workers=True)),
+        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_epoch_end-8"}),
+        ("train_batch_end", "train_epoch_end"),
     ),
-    "torchdata, stream": lambda rank: Case(
-        lambda: StatefulDataLoader(Stream(9, rank), batch_size=2), "train_batch_end", "train_epoch_end", dropout=False
+    "max_steps": Case(
+        shuffled(),
+        ({"train_batch_end-3", "train_batch_end-4", "train_epoch_end-4"}, {"train_batch_end-8", "train_epoch_end-8"}),
+        options={"max_epochs": -1, "max_steps": 11},
     ),
-    "torchdata, workers": lambda _: Case(
-        lambda: StatefulDataLoader(Numbers(12), batch_size=2, shuffle=True, **workers(1)), "train_batch_end"
+    "max_steps, a third time": Case(
+        shuffled(),
+        ({"train_epoch_end-4"}, {"train_epoch_end-8"}, {"train_epoch_end-12", "train_batch_end-12"}),
+        options={"max_epochs": -1, "max_steps": 15},
     ),
-    "stream and samples": lambda rank: Case(
-        lambda: [DataLoader(Stream(9, rank), batch_size=2), shuffled(8)()], "train_batch_end"
+    "accumulation": Case(
+        shuffled(),
+        ({"train_batch_end-1", "train_batch_end-3", "train_batch_end-4"}, {"train_batch_end-5", "train_batch_end-7"}),
+        ("train_batch_end",),
+        {"accumulate_grad_batches": 2},
+    ),
+    "accumulation that an epoch cuts short": Case(
+        shuffled(),
+        ({"train_batch_end-2", "train_batch_end-3", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}),
+        ("train_batch_end",),
+        {"accumulate_grad_batches": 3},
+    ),
+    "accumulation and validation": Case(
+        shuffled(),
+        ({"validation_end-2", "validation_end-4", "train_epoch_end-4"}, {"validation_end-6", "train_epoch_end-8"}),
+        options={**VALIDATING, "accumulate_grad_batches": 3},
+    ),
+    "limit": Case(
+        shuffled(20),
+        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}),
+        ("train_batch_end",),
+        {"limit_train_batches": 4},
+    ),
+    "two loaders, min_size": Case(
+        combined("min_size"),
+        ({"train_batch_end-1", "train_epoch_end-2"}, {"train_batch_end-3", "train_batch_end-4"}),
+        ("train_batch_end", "train_epoch_end"),
+    ),
+    "two loaders, max_size": Case(combined("max_size"), CYCLED, ("train_batch_end",)),
+    "two loaders, max_size_cycle": Case(combined("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
+    "two loaders, max_size_cycle, a worker": Case(
+        combined("max_size_cycle", **workers()),
+        (["train_batch_end-3"], ["train_batch_end-5"]),
+        ("train_batch_end",),
+        {"max_epochs": 2},
+    ),
+    "two loaders, max_size_cycle, own samplers": Case(
+        own("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2, "use_distributed_sampler": False}
+    ),
+    "two loaders, max_size_cycle, accumulation": Case(
+        combined("max_size_cycle"),
+        CYCLED,
+        ("train_batch_end",),
+        {"max_epochs": 2, "accumulate_grad_batches": 2, "dropout": False},
+    ),
+    "two streams, max_size": Case(streams("max_size"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
+    "two streams, max_size_cycle": Case(streams("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
+    "two streams, max_size_cycle, a worker": Case(
+        streams("max_size_cycle", **workers()),
+        (["train_batch_end-3"], ["train_batch_end-5"]),
+        ("train_batch_end",),
+        {"max_epochs": 2},
     ),
 }
 
 
-TELLING = ["validation at the end", "plateau", "no distributed sampler"]
+def run_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> dict[str, dict[str, str]]:
+    return {name: CASES[name].check(rank, world_size, directory, name) for name in names}
+
+
+TELLING = ["in a validation", "plateau", "no distributed sampler"]
 OTHERS = [name for name in CASES if name not in TELLING]
 
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(TELLING, marks=pytest.mark.lowest), OTHERS[::2], OTHERS[1::2]],
-    ids=["telling", "one half", "other half"],
+    [pytest.param(TELLING, marks=pytest.mark.lowest), *(OTHERS[start::6] for start in range(6))],
+    ids=["telling", *(f"part {part}" for part in range(1, 7))],
 )
-def test_a_resumed_run_reads_what_was_left_and_ends_with_the_same_weights(names: list[str], tmp_path: Path) -> None:
-    """At whatever point a checkpoint was saved, the batches after it are the same, and the weights to the last bit."""
+def test_a_resumed_run_can_be_resumed(names: list[str], tmp_path: Path) -> None:
+    """However often it was stopped, the batches that are left are the same, and so are the weights, bit for bit."""
     found = run_ranks(run_cases, 2, tmp_path, names, env=by_hand_env(2), time_limit=110)
-    assert found == [{name: [] for name in names}] * 2
+    assert found == [{name: {} for name in names}] * 2
 
 
-def save_in_the_middle(rank: int, world_size: int, directory: Path, options: dict[str, Any]) -> Run:
-    return Case(shuffled(37), **options).run(directory, saver=Saver("train_batch_end", directory))
+def fail_again_and_again(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    training = Training(lambda: shuffled()(rank), directory, world_size, {"dropout": False})
+    whole = training.run()
+    found: dict[str, str] = {}
+    done, path = 0, None
+    for number, fail_at in enumerate([(0, 1), (0, 3), (1, 0), (1, 3), None]):
+        run = training.saving(f"{number}", "exception", ckpt_path=path, fail_at=fail_at)
+        expected = whole.steps[done:] if fail_at is None else whole.steps[done : 4 * fail_at[0] + fail_at[1]]
+        if run.steps != expected:
+            found[f"{fail_at}"] = f"reads {run.steps} instead of {expected}"
+        if fail_at is not None:
+            path, done = run.saved[0][0], done + len(run.steps)
+    return found or ({"weights": wrong} if (wrong := difference(training, whole, done, run)) else {})
 
 
-def resume(rank: int, world_size: int, directory: Path, options: dict[str, Any], path: str) -> Run:
-    place = directory / f"{world_size}"
-    place.mkdir(exist_ok=True)
-    return Case(shuffled(37), **options).run(place, ckpt_path=path, devices=world_size)
+def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
+    """Saved each time that a batch raises, first, last or within an epoch, the run goes on with that batch."""
+    assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [{}, {}]
 
 
-def of_epoch(runs: list[Run], epoch: int) -> list[int]:
-    """All samples that the ranks have read in an epoch."""
-    return sorted(sample for run in runs for read, _, *samples in run.steps if read == epoch for sample in samples)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (1, {}),
-        (3, {"strategy": {"sampler": "scalable"}}),
-        (4, {"limit_train_batches": 8, "val_check_interval": 0.5, "limit_val_batches": 1.0}),
-    ],
-    ids=["1 rank", "3 ranks, scalable", "4 ranks, limited"],
-)
-def test_the_rest_of_an_epoch_is_shared_out_among_another_number_of_ranks(
-    world_size: int, options: dict[str, Any], tmp_path: Path
-) -> None:
-    """Each sample of the epoch is read once, but for the padding; later epochs are whole ones for so many ranks.
-
-    ``limit_train_batches`` counts batches of so many ranks in all epochs, in the one that was resumed, too.
-    """
-    before = run_ranks(save_in_the_middle, 2, tmp_path, options, env=by_hand_env(2))
-    path, done = before[0].saved[3]
-    assert done == 4
-    args = (tmp_path, {"max_epochs": 3, **options}, path)
-    after = run_ranks(resume, world_size, *args, env=by_hand_env(world_size))
-    read = [Run(run.steps[:done], run.weights, ()) for run in before] + after
-    counts = [of_epoch(read, 0).count(sample) for sample in range(37)]
-    assert len([count for count in counts if count]) == 37
-    assert sum(counts) - 37 < 2 * world_size
-    batches = min(options.get("limit_train_batches", 37), -(-37 // (2 * world_size)))
-    for epoch in (1, 2):
-        assert [len([step for step in run.steps if step[0] == epoch]) for run in after] == [batches] * world_size
-
-
-def refuses_another_number_of_ranks(rank: int, world_size: int, directory: Path, path: str, stream: bool) -> str:
-    def loaders() -> DataLoader[Any]:
-        return DataLoader(Stream(9, rank), batch_size=2) if stream else shuffled(37)()
-
-    with pytest.raises(ResumeError) as raised:
-        Case(loaders, use_distributed_sampler=False).run(directory, ckpt_path=path, devices=world_size)
-    return str(raised.value)
-
-
-def save_streams(rank: int, world_size: int, directory: Path, stream: bool) -> Run:
-    def loaders() -> DataLoader[Any]:
-        return DataLoader(Stream(9, rank), batch_size=2) if stream else shuffled(37)()
-
-    return Case(loaders, use_distributed_sampler=False).run(directory, saver=Saver("train_batch_end", directory))
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_data_that_each_rank_orders_by_itself_are_not_shared_out_anew(stream: bool, tmp_path: Path) -> None:
-    """The middle of an epoch over them goes on with as many ranks as before, or says so on every rank."""
-    saved = run_ranks(save_streams, 2, tmp_path, stream, env=by_hand_env(2))
-    (tmp_path / "one").mkdir()
-    (message,) = run_ranks(
-        refuses_another_number_of_ranks, 1, tmp_path / "one", saved[0].saved[1][0], stream, env=by_hand_env(1)
-    )
-    assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
-
-
-def go_on_after_a_validation(rank: int, world_size: int, directory: Path) -> list[str]:
-    case = Case(shuffled(20), max_epochs=3, dropout=False)
-    whole, path = case.run(directory), str(directory / "validated.ckpt")
+def go_on_after_a_validation(rank: int, world_size: int, directory: Path) -> str:
+    training = Training(lambda: shuffled(20)(rank), directory, world_size, {"max_epochs": 3, "dropout": False})
+    whole, path = training.run(), str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
-    net = Net(case.loaders)
+    net = Net(training.loaders)
     net.layers[1] = nn.Identity()
     trainer = make_trainer(make_strategy("ours", directory), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
     trainer.fit(net)
     trainer.validate(net, verbose=False)
     trainer.save_checkpoint(path)
-    return case.differences("validated", path, whole, len(net.steps), case.run(directory, ckpt_path=path))
+    return difference(training, whole, len(net.steps), training.run(ckpt_path=path))
 
 
 def test_what_is_saved_after_a_validation_goes_on_as_what_is_saved_after_training(tmp_path: Path) -> None:
     """The seed of the orders is in it, so the next epochs have those that they would have had."""
-    assert run_ranks(go_on_after_a_validation, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert run_ranks(go_on_after_a_validation, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
 
 
-def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> list[str]:
-    case = Case(lambda: DataLoader(Stream(9, rank), batch_size=2), max_epochs=2)
-    cut = case.run(directory, saver=Saver("train_end", directory), max_epochs=-1, max_steps=3)
-    path, done = cut.saved[0]
-    return case.differences("train_end", path, case.run(directory), done, case.run(directory, ckpt_path=path))
+def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> str:
+    training = Training(lambda: read(nine)(rank), directory, world_size, {"max_epochs": 2})
+    path, done = training.saving("cut", "train_end", max_epochs=-1, max_steps=3).saved[0]
+    return difference(training, training.run(), done, training.run(ckpt_path=path))
 
 
 def test_a_stream_without_a_length_goes_on_where_max_steps_has_cut_it_short(tmp_path: Path) -> None:
     """The rest of the epoch comes, as it does of an epoch whose length is known."""
-    assert run_ranks(go_on_in_a_stream, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+    assert run_ranks(go_on_in_a_stream, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
 
 
-def resumed_without_validation(rank: int, world_size: int, directory: Path) -> tuple[list[Any], list[Any]]:
-    case = Case(shuffled(), limit_val_batches=1.0)
-    whole = case.run(directory, saver=Saver("validation_end", directory))
+def resumed_without_validation(rank: int, world_size: int, directory: Path) -> bool:
+    training = Training(lambda: shuffled()(rank), directory, world_size, {"limit_val_batches": 1.0, "max_epochs": 2})
+    whole = training.saving("whole", "validation_end")
     path, done = whole.saved[0]
-    return case.run(directory, ckpt_path=path, limit_val_batches=0).steps, whole.steps[done:]
+    return training.run(ckpt_path=path, limit_val_batches=0).steps == whole.steps[done:]
 
 
 def test_an_epoch_that_was_saved_at_its_validation_is_not_trained_again_without_it(tmp_path: Path) -> None:
     """Whether a validation is due or not when the run is resumed, the next epoch comes."""
-    for resumed, expected in run_ranks(resumed_without_validation, 2, tmp_path, env=by_hand_env(2)):
-        assert resumed == expected
+    assert run_ranks(resumed_without_validation, 2, tmp_path, env=by_hand_env(2)) == [True, True]

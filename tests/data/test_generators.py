@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 
-from lightning_ddp_ext.data.streams import Streams, mix, with_wrapped
+from lightning_ddp_ext.data.generators import mix, seeded, with_wrapped
 from lightning_ddp_ext.errors import SamplerError
 
 
@@ -69,11 +69,11 @@ def test_seeded_generators_draw_the_same_whatever_their_state() -> None:
     """Global and owned generators of every kind follow the seed inside the block, each its own stream."""
     first, second = owner(), owner()
     draws_of(second), draws()
-    with Streams(7, first).running():
+    with seeded(7, first):
         expected = (*draws(), *draws_of(first))
-    with Streams(7, second).running():
+    with seeded(7, second):
         assert (*draws(), *draws_of(second)) == expected
-    with Streams(8, second).running():
+    with seeded(8, second):
         assert not set(expected) & {*draws(), *draws_of(second)}
     assert len(set(expected)) == len(expected)
 
@@ -84,7 +84,7 @@ def test_afterwards_every_generator_is_as_it_was() -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     expected = draws()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    with contextlib.suppress(KeyError), Streams(7, used).running():
+    with contextlib.suppress(KeyError), seeded(7, used):
         draws(), draws_of(used)
         raise KeyError
     assert draws() == expected
@@ -94,24 +94,11 @@ def test_afterwards_every_generator_is_as_it_was() -> None:
 def test_a_generator_that_several_own_is_seeded_once() -> None:
     """Owners that share a generator, or own a global one, draw one sequence from it."""
     shared = torch.Generator()
-    with Streams(
-        7, SimpleNamespace(generator=shared), SimpleNamespace(generator=shared, other=torch.default_generator)
-    ).running():
-        first = torch.rand(3, generator=shared).tolist()
-    with Streams(7, SimpleNamespace(generator=shared)).running():
-        assert torch.rand(3, generator=shared).tolist() == first
-
-
-def test_streams_go_on_where_they_were() -> None:
-    """What runs in several blocks draws what it would in one, and others are undisturbed between them."""
-    with Streams(7).running():
-        expected = [draws() for _ in range(3)]
-    streams, found = Streams(7), []
-    for _ in range(3):
-        with streams.running():
-            found.append(draws())
-        draws()
-    assert found == expected
+    first, second = SimpleNamespace(generator=shared), SimpleNamespace(generator=shared, other=torch.default_generator)
+    with seeded(7, first, second):
+        assert first.generator is second.generator is not shared
+        assert second.other is torch.default_generator
+    assert first.generator is second.generator is shared
 
 
 def test_wrapped_samplers_are_found_at_any_depth() -> None:

@@ -1,0 +1,249 @@
+"""Share out one global order of an epoch among the ranks, from any position of it on."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ddp_ext.data.checks import seed_of, uneven_of, whole_number
+from lightning_ddp_ext.data.partition import Share, Uneven
+from lightning_ddp_ext.errors import SamplerError
+
+STATE_VERSION = 1
+
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one comes soon
+CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
+
+Order = Callable[[NDArray[np.int64]], NDArray[Any]]
+
+
+class GlobalOrderSampler(DistributedSampler[Any]):
+    """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
+
+    It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
+
+    Attributes:
+        epoch: the epoch whose order is read next.
+        dataset, shuffle, seed, uneven: as given.
+        length: positions of the global order of an epoch.
+    """
+
+    kind: ClassVar[str]
+    """Distinguishes the states of different samplers."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        length: int,
+        *,
+        num_replicas: int | None,
+        rank: int | None,
+        shuffle: bool,
+        seed: int,
+        uneven: Uneven,
+    ) -> None:
+        self.dataset = dataset
+        self._length = length
+        remedy = "leave it out to use the process group's"
+        for field, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
+            if value is not None:
+                whole_number(value, field, at_least=least, remedy=remedy)
+        self._given_ranks = num_replicas, rank
+        if num_replicas is not None and rank is not None:
+            self._ranks()
+        self.shuffle = bool(shuffle)
+        self.seed = seed_of(seed)
+        self.uneven: Uneven = uneven_of(uneven)
+        self.epoch = 0
+        self._position = 0
+        self._chunks: _Chunks | None = None  # of the newest iterator
+
+    def _order(self) -> Order:
+        """Return the order of ``self.epoch``: a function from positions to what the sampler yields for them."""
+        raise NotImplementedError
+
+    def _set_wrapped_epoch(self) -> None:
+        """Set the epoch of what this sampler wraps."""
+
+    # What torch and Lightning ask of a DistributedSampler.
+
+    @property
+    def length(self) -> int:
+        """Positions of the global order of an epoch."""
+        return self._length
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """Number of ranks, now."""
+        return self._ranks()[0]
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """This process's rank, now."""
+        return self._ranks()[1]
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the last samples are left out where the ranks do not divide the rest."""
+        return self.uneven == "drop"
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """The length, by the name that torch gives it."""
+        return len(self)
+
+    @property
+    def total_size(self) -> int:  # type: ignore[override]
+        """What all ranks together read in an epoch."""
+        return self.length if self.uneven == "exact" else len(self) * self.num_replicas
+
+    def __len__(self) -> int:
+        """What this rank reads in a whole epoch, whatever ``position`` is; loops count from an epoch's beginning."""
+        return len(replace(self.share(), start=0))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's items from ``position`` on; nothing is computed before the first one is asked for."""
+        return chain.from_iterable(self._iterate())
+
+    def _iterate(self) -> Iterator[Iterator[Any]]:
+        chunks = self._chunks = _Chunks(self.share(), self._order())
+        yield from chunks
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch's order; if it is another epoch than before, from its beginning.
+
+        Raises:
+            SamplerError: ``epoch`` is not a whole number, or negative.
+        """
+        if epoch == self.epoch:
+            self._set_wrapped_epoch()
+        else:
+            self.resume_at(epoch, 0)
+
+    # The position.
+
+    @property
+    def position(self) -> int:
+        """Where in the global order of this epoch an iterator starts; the same number on every rank."""
+        return self._position
+
+    @property
+    def left(self) -> int:
+        """What this rank reads from ``position`` to the end of the epoch."""
+        return len(self.share())
+
+    def share(self) -> Share:
+        """Return what this rank reads from ``position`` on."""
+        num_replicas, rank = self._ranks()
+        return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
+
+    def resume_at(self, epoch: int, position: int) -> None:
+        """Read this epoch's order from a position of the global order on; pass the same on every rank.
+
+        Raises:
+            SamplerError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
+        """
+        epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
+        remedy = "take it from a state that a sampler of this length has saved"
+        self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
+        self.epoch = epoch
+        self._chunks = None
+        self._set_wrapped_epoch()
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, int | bool | str]:
+        """Return the position that has been reached: the same on every rank, and good for any number of ranks.
+
+        Args:
+            consumed: how much of its share each rank has used since the iterator was started; by default, what
+                this rank's newest iterator has handed out, which a loader that prefetches asks for before it is used.
+
+        Returns:
+            Plain numbers, booleans and strings.
+
+        Raises:
+            SamplerError: ``consumed`` is negative or no whole number.
+        """
+        if consumed is None:
+            consumed = 0 if self._chunks is None else self._chunks.handed_out
+        consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
+        return {**self.identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to the position of a state, saved on any number of ranks.
+
+        Raises:
+            SamplerError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
+        """
+        mine = self.identity()
+        names = [*mine, "epoch", "position"]
+        if not isinstance(state, Mapping) or not state.keys() >= set(names):
+            raise SamplerError(f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned")
+        for name, value in mine.items():
+            if state[name] != value:
+                raise SamplerError(
+                    f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); build the same"
+                    " sampler, over the same data, as the run that saved the state"
+                )
+        self.resume_at(state["epoch"], state["position"])
+
+    def identity(self) -> dict[str, int | bool | str]:
+        """What must be equal for a position to mean the same."""
+        return {
+            "version": STATE_VERSION,
+            "kind": self.kind,
+            "length": self.length,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "uneven": self.uneven,
+        }
+
+    def _ranks(self) -> tuple[int, int]:
+        """Number of ranks and own rank; what was not given is the process group's at this moment, else 1 and 0.
+
+        So a sampler that is built before the process group is right once the group exists.
+        """
+        num_replicas, rank = self._given_ranks
+        grouped = dist.is_available() and dist.is_initialized()
+        if num_replicas is None:
+            num_replicas = dist.get_world_size() if grouped else 1
+        if rank is None:
+            rank = dist.get_rank() if grouped else 0
+        if rank >= num_replicas:
+            raise SamplerError(
+                f"rank must be below num_replicas, {num_replicas} (got {rank});"
+                " leave both out to use those of the process group"
+            )
+        return num_replicas, rank
+
+
+class _Chunks:
+    """Iterators over the parts of a share, one after another; the newest one knows how much of it is left."""
+
+    def __init__(self, share: Share, order: Order) -> None:
+        self._share = share
+        self._order = order
+        self._end = 0
+        self._chunk: Iterator[Any] = iter(())
+
+    @property
+    def handed_out(self) -> int:
+        return self._end - operator.length_hint(self._chunk)
+
+    def __iter__(self) -> Iterator[Iterator[Any]]:
+        size = FIRST_BLOCK
+        while self._end < len(self._share):
+            items = self._order(self._share.positions(self._end, self._end + size))
+            for begin in range(0, len(items), CHUNK):
+                chunk = items[begin : begin + CHUNK].tolist()
+                self._end += len(chunk)
+                self._chunk = iter(chunk)
+                yield self._chunk
+            size = BLOCK

@@ -1,0 +1,174 @@
+"""Begin a loader in the middle of an epoch, in the quickest way that it allows.
+
+There are four, from quick to slow: a sampler of ours begins at a position of the global order, on any number of ranks;
+another sampler leaves out indices; a loader that keeps a state of its own is given that state; and batches of
+everything else are read and dropped, see ``position``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from typing_extensions import override
+
+from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
+from lightning_ddp_ext.data.generators import with_wrapped
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler
+from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
+
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
+    """Choose the quickest way of beginning a loader in the middle of an epoch.
+
+    Args:
+        loader: a loader of our own, whose index sampler may be replaced.
+        world_size: see :class:`LoaderPosition`.
+        remembered: see :class:`LoaderPosition`.
+    """
+    kind: type[LoaderPosition] = LoaderPosition
+    if is_stateful(loader):
+        kind = StatePosition
+    elif _reads_indices(loader):
+        kind = IndexPosition if global_order_of(loader) is None else OrderPosition
+    return kind(loader, world_size=world_size, remembered=remembered)
+
+
+def global_order_of(loader: Any) -> GlobalOrderSampler | None:
+    """The sampler of ours that decides what a loader reads, if there is one."""
+    sampler = index_sampler_of(loader) if isinstance(loader, DataLoader) else None
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return sampler if isinstance(sampler, GlobalOrderSampler) else None
+
+
+def rewind(loader: Any) -> None:
+    """Have samplers of ours begin at the start of their epoch: training may be in its middle, others read all of it."""
+    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
+        if isinstance(sampler, GlobalOrderSampler):
+            sampler.resume_at(sampler.epoch, 0)
+
+
+def _reads_indices(loader: object) -> bool:
+    """Whether a sampler with a length says what is read; a class that iterates in its own way may not ask it."""
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return not isinstance(loader.dataset, IterableDataset) and batches_of(index_sampler_of(loader)) != float("inf")
+
+
+class OrderPosition(LoaderPosition):
+    """Of a loader that reads a sampler of ours: a position in the global order, good for any number of ranks."""
+
+    kind = "order"
+
+    def __init__(self, loader: Any, **options: Any) -> None:
+        super().__init__(loader, **options)
+        sampler = global_order_of(loader)
+        assert sampler is not None
+        self._sampler = sampler
+        index_sampler = index_sampler_of(loader)
+        self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # in items of the sampler
+
+    @override
+    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+        self._sampler.resume_at(self.epoch, start.at)
+        return iter(self.loader)
+
+    @override
+    def _position(self, start: IteratorStart, batches: int) -> int:
+        share = replace(self._sampler.share(), start=start.at)
+        return share.position_after(batches * self._batch_size)
+
+    @override
+    def left_after(self, position: int) -> float:
+        left = len(replace(self._sampler.share(), start=position))
+        is_cut = getattr(index_sampler_of(self.loader), "drop_last", False)
+        return left // self._batch_size if is_cut else -(-left // self._batch_size)
+
+    @override
+    def _description(self) -> dict[str, Any]:
+        return {"loader": self.kind, **self._sampler.identity()}
+
+
+class IndexPosition(LoaderPosition):
+    """Of a loader that reads some other sampler with a length: its indices are left out, and no sample is read."""
+
+    kind = "indices"
+
+    def __init__(self, loader: Any, **options: Any) -> None:
+        super().__init__(loader, **options)
+        self._sampler = PermanentBatchSampler(index_sampler_of(loader))
+        self.is_by_rank = any(isinstance(each, _DRAWING) for each in with_wrapped(self._sampler))
+        set_index_sampler(loader, self._sampler)
+
+    @override
+    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+        self._sampler.skip(start.at, generators=partial(self._as_at, start) if start.at else nullcontext)
+        return iter(self.loader)
+
+    @contextmanager
+    @override
+    def _as_at(self, start: IteratorStart) -> Iterator[None]:
+        with super()._as_at(start):
+            if start.at and start.random is not None:  # a loader draws its workers' seed before the order is drawn
+                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+            yield
+
+
+class StatePosition(LoaderPosition):
+    """Of a loader that keeps a state of its own, which is asked for when a checkpoint is saved.
+
+    By then more batches may have been drawn than are done. So a checkpoint has an earlier state, and says how many
+    batches to drop after it; without one, from the beginning of the iterator.
+    """
+
+    kind = "state"
+
+    def __init__(self, loader: Any, **options: Any) -> None:
+        super().__init__(loader, **options)
+        self.is_by_rank = self._world_size > 1  # else Lightning has given the loader the state that it saves
+        self._drawn: int | None = None  # batches of the newest iterator; ``None`` once it has ended
+
+    @override
+    def state_dict(self, done: int) -> dict[str, Any]:
+        start, batches = self._start_before(done)
+        if self._starts and self._drawn is not None:  # from the state of their end, some loaders begin anew
+            self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
+        known = [each for each in start.states if each[0] <= batches]
+        drawn, state = known[-1] if known else (-start.at, None)
+        start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint is of a batch before
+        return {**super().state_dict(done), "own": {"state": state, "dropped": batches - drawn}}
+
+    @override
+    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+        state, dropped = (None, 0) if own is None else (own["state"], own["dropped"])
+        if state is not None:
+            start.states = [(-dropped, state)]
+            self.loader.load_state_dict(state)
+        # Without a state of its own, Lightning has given the loader of a resumed run rank 0's, or none.
+        self._drawn = 0
+        with self._as_at(start) if state is None else nullcontext():
+            batches = iter(self.loader)
+            self._drop(batches, dropped)
+        return self._count_drawn(batches)
+
+    def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for drawn, batch in enumerate(batches, start=1):
+            self._drawn = drawn
+            yield batch
+        self._drawn = None

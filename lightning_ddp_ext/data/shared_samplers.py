@@ -1,0 +1,118 @@
+"""Share out what any sampler or batch sampler yields, so that it is the same on every number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, ClassVar
+
+import numpy as np
+from typing_extensions import override
+
+from lightning_ddp_ext.data.checks import length_of
+from lightning_ddp_ext.data.epochs import set_epoch_of
+from lightning_ddp_ext.data.generators import mix, seeded, with_wrapped
+from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
+from lightning_ddp_ext.data.partition import Uneven
+from lightning_ddp_ext.errors import SamplerError
+
+
+class SharedSampler(GlobalOrderSampler):
+    """Shares out what any other sampler yields; all ranks have the same list, whatever the state of their generators.
+
+    Every rank draws the whole list of an epoch, with all generators that the sampler can reach seeded from ``seed``
+    and the epoch.
+
+    Args:
+        sampler: any sampler with a length; ``set_epoch`` is called on it and what it wraps.
+        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
+
+    Raises:
+        SamplerError: the sampler has no length; when iterated: it yields fewer indices than that.
+
+    >>> from torch.utils.data import WeightedRandomSampler
+    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
+    3
+    """
+
+    kind: ClassVar[str] = "shared"
+    _field: ClassVar[str] = "sampler"  # the attribute that holds what is shared out
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        uneven: Uneven = "pad",
+    ) -> None:
+        setattr(self, self._field, sampler)
+        super().__init__(
+            sampler, self.length, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven
+        )
+
+    @property
+    @override
+    def length(self) -> int:
+        """The wrapped sampler's length, now."""
+        return length_of(self._wrapped, self._field, "give it a __len__ that says how many items it yields")
+
+    @property
+    def _wrapped(self) -> Any:
+        return getattr(self, self._field)
+
+    @override
+    def _set_wrapped_epoch(self) -> None:
+        for sampler in with_wrapped(self._wrapped):
+            set_epoch_of(sampler, self.epoch)
+
+    @override
+    def _order(self) -> Order:
+        length = self.length
+        with seeded(mix(self.seed, self.epoch), *with_wrapped(self._wrapped)):
+            items = islice(self._wrapped, length)
+            # A batch sampler may fill one list again and again.
+            drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
+        if len(drawn) < length:
+            raise SamplerError(
+                f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
+                f" correct {type(self._wrapped).__name__}.__len__"
+            )
+        return drawn.__getitem__
+
+
+class DistributedBatchSamplerWrapper(SharedSampler):
+    """Shares out the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
+
+    Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
+    ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
+    ``position`` counts batches of all ranks.
+
+    Args:
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and what it wraps.
+        num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
+        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
+            some ranks one more batch.
+
+    Raises:
+        SamplerError: the batch sampler has no length; when iterated: it yields fewer batches than that.
+
+    >>> from torch.utils.data import BatchSampler, SequentialSampler
+    >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
+    >>> [list(DistributedBatchSamplerWrapper(batches, num_replicas=2, rank=rank)) for rank in range(2)]
+    [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+    """
+
+    kind: ClassVar[str] = "batches"
+    _field: ClassVar[str] = "batch_sampler"
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        seed: int = 0,
+        uneven: Uneven = "pad",
+    ) -> None:
+        super().__init__(batch_sampler, num_replicas, rank, seed, uneven)
