@@ -26,26 +26,42 @@ def placement(map_location: MapLocation) -> Placement:
     """
     if map_location is None:
         return lambda storage, location: storage
+    choose = _chosen_device(map_location)
+
+    def place(storage: UntypedStorage, location: str) -> UntypedStorage:
+        try:
+            chosen = choose(storage, location)
+            if isinstance(chosen, str):
+                chosen = torch.serialization.default_restore_location(storage, chosen)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition(". ")[0]
+            raise CheckpointError(
+                f"map_location={map_location!r} cannot place a tensor from {location}: {reason}; pass another one"
+            ) from error
+        return chosen  # type: ignore[no-any-return]
+
+    return place
+
+
+def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
+    """What says for the memory of one tensor to which device it goes, or gives it there."""
     if isinstance(map_location, (str, torch.device)):
         target = _device(map_location)
-        return lambda storage, location: _restored(storage, location, target)
+        return lambda storage, location: target
     if isinstance(map_location, Mapping):
         devices = {_device(source): _device(target) for source, target in map_location.items()}
-        return lambda storage, location: _restored(storage, location, devices.get(location, location))
-    if not callable(map_location):
-        raise OptionError(
-            f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
-            f"(got {map_location!r})"
-        )
+        return lambda storage, location: devices.get(location, location)
+    if callable(map_location):
 
-    def by_the_user(storage: UntypedStorage, location: str) -> UntypedStorage:
-        try:
-            result = map_location(storage, location)
-        except Exception as error:
-            raise CheckpointError(f"map_location failed for a tensor from {location}: {error!r}") from error
-        return _restored(storage, location, location) if result is None else result
+        def by_the_user(storage: UntypedStorage, location: str) -> Any:
+            placed = map_location(storage, location)
+            return location if placed is None else placed
 
-    return by_the_user
+        return by_the_user
+    raise OptionError(
+        f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
+        f"(got {map_location!r})"
+    )
 
 
 def _device(name: Any) -> str:
@@ -53,13 +69,3 @@ def _device(name: Any) -> str:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
         raise OptionError(f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ...") from None
-
-
-def _restored(storage: UntypedStorage, location: str, target: str) -> UntypedStorage:
-    try:
-        return torch.serialization.default_restore_location(storage, target)  # type: ignore[no-any-return]
-    except RuntimeError as error:
-        reason = str(error).partition(". ")[0]
-        raise CheckpointError(
-            f"a tensor from {location} cannot be put on {target}: {reason}; pass another map_location"
-        ) from error

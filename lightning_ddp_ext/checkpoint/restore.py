@@ -9,30 +9,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ddp_ext.checkpoint.broadcast import broadcast
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.load import read, refuse_damage
+from lightning_ddp_ext.checkpoint.load import LoadOptions, read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
-from lightning_ddp_ext.checkpoint.map_location import placement
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, threads_for
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
 from lightning_ddp_ext.errors import CheckpointError
-
-Mode = Literal["auto", "map", "broadcast"]
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a checkpoint is to be read; the same on every rank."""
-
-    mode: Mode = "auto"
-    map_location: Any = None
-    weights_only: bool | None = None
-    verify: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,30 +49,27 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    with _opened(location, ranks, options) as (archive, view):
+    with ExitStack() as stack:
+        archive, view = _open(stack, location, ranks, options)
         views = ranks.gather(view)
-        is_mapped, how = _choose(views, options, location)
-        place = placement(options.map_location)
+        blind = _without_rank_zeros_file(views, options, location)
 
         def read_own() -> Any:
             assert archive is not None, "a rank without the file cannot map it"
             if options.verify:
-                number, count = _position_on_host(views, ranks.rank)
-                refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
-            mapped = map_weights and options.map_location is None
-            return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
+                same = [rank for rank, other in enumerate(views) if (other.host, other.file) == (view.host, view.file)]
+                largest_first = sorted(archive.tensor_data, key=lambda record: record.size, reverse=True)
+                own_share = largest_first[same.index(ranks.rank) :: len(same)]
+                refuse_damage(archive, own_share)
+            return read(archive, options, map_weights=map_weights)
 
-        if is_mapped:
-            value = ranks.on_every_rank(read_own, f"reading {location.url}")
+        if options.mode == "broadcast" or blind:
+            why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
+            how = f"sent from rank 0 to all ({why})"
+            value = broadcast(archive if ranks.rank == 0 else None, ranks, options, name=location.url)
         else:
-            value = broadcast(
-                archive if ranks.rank == 0 else None,
-                ranks,
-                place,
-                name=location.url,
-                weights_only=options.weights_only,
-                verify=options.verify,
-            )
+            how = "mapped by every rank"
+            value = ranks.on_every_rank(read_own, f"reading {location.url}")
     return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
 
 
@@ -109,26 +92,22 @@ class _View:
     error: Exception | None = None
 
 
-@contextmanager
-def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[tuple[Archive | None, _View]]:
-    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. Errors are in the view."""
+def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions) -> tuple[Archive | None, _View]:
+    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. An error is in the view."""
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
-        yield None, _View(host)
-        return
-    with ExitStack() as stack:
-        try:
-            archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
-            status = os.stat(archive.path)
-        except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
-            yield None, _View(host, error=error)
-        else:
-            file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            yield archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
+        return None, _View(host)
+    try:
+        archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
+        status = os.stat(archive.path)
+    except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
+        return None, _View(host, error=error)
+    file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
-def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
-    """Whether every rank maps the file, and a sentence on that."""
+def _without_rank_zeros_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
+    """The ranks that do not see what rank 0 does; refuses a file that cannot be read as was asked."""
     first = views[0]
     if first.error is not None:
         raise first.error
@@ -141,19 +120,4 @@ def _choose(views: list[_View], options: LoadOptions, location: Location) -> tup
             f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    if options.mode == "broadcast" or blind:
-        why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
-        return False, f"sent from rank 0 to all ({why})"
-    return True, "mapped by every rank"
-
-
-def _position_on_host(views: list[_View], rank: int) -> tuple[int, int]:
-    """This rank's number among those of its host that see the same file, and how many these are."""
-    mine = (views[rank].host, views[rank].file)
-    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
-    return peers.index(rank), len(peers)
-
-
-def share_of(records: tuple[Record, ...], number: int, count: int) -> list[Record]:
-    """One of ``count`` shares of the records, which are of about the same number of bytes."""
-    return sorted(records, key=lambda record: record.size, reverse=True)[number::count]
+    return blind

@@ -47,21 +47,17 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.storages: list[UntypedStorage] = []
+        self.storages: list[UntypedStorage] = []  # kept alive, so that their addresses stay their own
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
-        if isinstance(obj, TypedStorage):
-            return self._number(obj._untyped_storage), obj.dtype
-        if isinstance(obj, UntypedStorage):
-            return self._number(obj), torch.uint8  # as which torch.load gives it back
-        return None
-
-    def _number(self, storage: UntypedStorage) -> int:
+        if not isinstance(obj, (TypedStorage, UntypedStorage)):
+            return None
+        storage = obj._untyped_storage if isinstance(obj, TypedStorage) else obj
         number = self._numbers.setdefault(identity_of(storage), len(self.storages))
         if number == len(self.storages):
-            self.storages.append(storage)  # keeps it alive, so that its address stays its own
-        return number
+            self.storages.append(storage)
+        return number, obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # as torch.load gives it back
 
 
 class _Unpickler(pickle.Unpickler):
