@@ -20,8 +20,6 @@ from pathlib import Path
 
 _NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
 _LEFT_BEHIND_AFTER = 3600.0
-# The disk is set to work each time so much has been written: in the end less is left to wait for.
-_WRITE_BACK_EVERY = 32 << 20
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
@@ -34,7 +32,6 @@ class Sink:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._written = self._written_back = 0
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -47,17 +44,7 @@ class Sink:
         except BaseException as error:
             self.error = error
             raise
-        self._written += size
-        if self._written - self._written_back >= _WRITE_BACK_EVERY:
-            self._start_write_back()
         return size
-
-    def _start_write_back(self) -> None:
-        # The pages that are written now are not dropped; on Linux this advice starts the disk, and does not wait.
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            length = self._written - self._written_back
-            os.posix_fadvise(self._descriptor, self._written_back, length, os.POSIX_FADV_DONTNEED)
-        self._written_back = self._written
 
     def flush(self) -> None:
         """Nothing is held back."""

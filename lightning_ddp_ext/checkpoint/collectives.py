@@ -42,7 +42,15 @@ class Ranks:
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
-        return on_every_rank(work, rank=self.rank, gather=self.gather, what=what)
+        return on_every_rank(work, rank=self.rank, gather=self._gather_failures, what=what)
+
+    def _gather_failures(self, failure: Any) -> list[Any]:
+        """The failures of all ranks; in the usual case, where there is none, by one small collective."""
+        if self.world_size == 1:
+            return [failure]
+        failed = torch.tensor([failure is not None], dtype=torch.uint8, device=self._wire)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        return self.gather(failure) if failed.item() else [None] * self.world_size
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""
@@ -64,9 +72,13 @@ class Ranks:
         """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
         if self.world_size == 1:
             return
-        is_known = "gloo" in str(dist.get_backend())  # other backends know no CPU memory
         for piece in data.split(_PIECE):
-            sent = piece if is_known else piece.to(self.device)
+            sent = piece.to(self._wire)
             dist.broadcast(sent, src=0)
             if sent is not piece and self.rank != 0:
                 piece.copy_(sent)
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where what is sent has to be: other backends than gloo know no CPU memory."""
+        return torch.device("cpu") if "gloo" in str(dist.get_backend()) else self.device

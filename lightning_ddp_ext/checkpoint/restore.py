@@ -21,22 +21,9 @@ from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a restore gives each rank.
-
-    Attributes:
-        value: the checkpoint.
-        how: how it has come here: a sentence for the log.
-        is_checked: whether all of it had checksums, which were right, or nobody wanted to know.
-    """
-
-    value: Any
-    how: str
-    is_checked: bool
-
-
-def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Restored:
+def restore(
+    location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False
+) -> tuple[Any, str, bool]:
     """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
@@ -45,6 +32,10 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
         options: how.
         map_weights: whether the ``state_dict`` may be mapped from the file. Only for callers that copy the weights into
             a model and drop them; all else is in this process's own memory.
+
+    Returns:
+        The checkpoint; how it has come here, in words for the log; and whether all of it was checked, or nobody wanted
+        that.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
@@ -70,7 +61,7 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
         else:
             how = "mapped by every rank"
             value = ranks.on_every_rank(read_own, f"reading {location.url}")
-    return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
+    return value, how, views[0].has_checksums or not options.verify
 
 
 @dataclass(frozen=True)

@@ -127,15 +127,15 @@ class RankZeroCheckpointIO(CheckpointIO):
         """
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
-        restored = restore(locate(path), ranks, options, map_weights=map_weights)
+        content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
-            rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
-        if not restored.is_checked:
+            rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
+        if not is_checked:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
-        return restored.value
+        return content
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint import atomic_file as module
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write, find_leftovers, remove_leftovers
 from tests.ranks import RankProcesses, hold, run_ranks
 
@@ -30,7 +29,6 @@ def test_all_that_is_written_arrives(tmp_path_factory: pytest.TempPathFactory, p
     path, write = tmp_path_factory.mktemp("whole") / "it", os.write
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:most]))
-        patch.setattr(module, "_WRITE_BACK_EVERY", 10)
         with atomic_write(path) as sink:
             assert [sink.write(memoryview(piece)) for piece in pieces] == [len(piece) for piece in pieces]
             assert not path.exists()

@@ -53,13 +53,13 @@ def outcome(ranks: Ranks, case: Case) -> tuple[str, str | bytes]:
         path = "it.ckpt"
     place = locate(path)
     try:
-        result = restore(place, ranks, LoadOptions(case.mode, **case.options))
+        content, how, _ = restore(place, ranks, LoadOptions(case.mode, **case.options))
     except Exception as error:
         assert ranks.gather(ranks.rank) == list(range(ranks.world_size)), "all are still in step"
         return type(error).__name__, str(error)
     gc.collect()  # of earlier cases, an error and its frames may still have it
     assert place.local is None or not mapped(place.local)
-    return result.how, as_bytes(result.value)
+    return how, as_bytes(content)
 
 
 def on_ranks(directory: Path, *cases: Case, world_size: int = 2, function: Any = restored) -> list[tuple[str, Any]]:
@@ -231,7 +231,7 @@ class LooksAtItsTensor:
 def sums(rank: int, world_size: int, directory: Path, path: Path) -> list[Any]:
     with stock_group(rank, world_size, directory), torch.sparse.check_sparse_tensor_invariants():
         options = LoadOptions("broadcast", weights_only=False)
-        value = restore(locate(path), Ranks(rank, world_size), options).value
+        value, *_ = restore(locate(path), Ranks(rank, world_size), options)
         return [value["looks"].sum, torch.rand(2, generator=value["generator"]).tolist(), value["csr"].sum().item()]
 
 
