@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.broadcast import broadcast
+import torch
+from torch import Tensor, UntypedStorage
+
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.load import LoadOptions, read, refuse_damage
+from lightning_ddp_ext.checkpoint.load import LoadOptions, errors_explained, load, placement, read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.checkpoint.snapshot import bytes_of, identity_of, join, split
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive
 from lightning_ddp_ext.errors import CheckpointError
+
+# Bytes: small tensors travel together up to this size.
+_TOGETHER = 4 << 20
 
 
 def restore(
@@ -48,10 +56,7 @@ def restore(
         def read_own() -> Any:
             assert archive is not None, "a rank without the file cannot map it"
             if options.verify:
-                same = [rank for rank, other in enumerate(views) if (other.host, other.file) == (view.host, view.file)]
-                largest_first = sorted(archive.tensor_data, key=lambda record: record.size, reverse=True)
-                own_share = largest_first[same.index(ranks.rank) :: len(same)]
-                refuse_damage(archive, own_share)
+                refuse_damage(archive, _own_share(archive, views, ranks.rank))
             return read(archive, options, map_weights=map_weights)
 
         if options.mode == "broadcast" or blind:
@@ -112,3 +117,99 @@ def _without_rank_zeros_file(views: list[_View], options: LoadOptions, location:
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
     return blind
+
+
+def _own_share(archive: Archive, views: list[_View], rank: int) -> list[Record]:
+    """What this rank checks, where the ranks of a host that see the same file share out its bytes."""
+    mine = (views[rank].host, views[rank].file)
+    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
+    largest_first = sorted(archive.tensor_data, key=lambda record: record.size, reverse=True)
+    return largest_first[peers.index(rank) :: len(peers)]
+
+
+def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, name: str) -> Any:
+    """Read the checkpoint on rank 0 and give it to every rank. Collective: every rank must call it.
+
+    Rank 0 checks what it sends while it sends it.
+
+    Args:
+        archive: the file, on rank 0 alone.
+        ranks: who reads.
+        options: how.
+        name: what the user calls the file.
+
+    Raises:
+        CheckpointError: one of its kinds, the same on every rank.
+    """
+
+    def take_apart() -> tuple[Any, list[UntypedStorage]]:
+        return (None, []) if archive is None else _take_apart(archive, options)
+
+    manifest, storages = ranks.on_every_rank(take_apart, f"reading {name}")
+    skeleton, pieces = ranks.from_rank_zero(manifest)
+    if archive is None:
+        storages = [UntypedStorage(size) for size, _ in pieces]
+    check = None
+    with ThreadPoolExecutor(1, thread_name_prefix="ddpx-verify") as pool:
+        if archive is not None and options.verify:
+            check = pool.submit(refuse_damage, archive, archive.tensor_data)
+        send([bytes_of(storage) for storage in storages], ranks)
+
+    def put_together() -> Any:
+        if check is not None:
+            check.result()
+        place = placement(options.map_location)
+        own = storages if archive is None else [storage.clone() for storage in storages]  # they are in the file
+        with errors_explained(name):
+            return join(skeleton, [place(storage, device) for storage, (_, device) in zip(own, pieces, strict=True)])
+
+    return ranks.on_every_rank(put_together, f"reading {name}")
+
+
+def _take_apart(archive: Archive, options: LoadOptions) -> tuple[Any, list[UntypedStorage]]:
+    """What other ranks have to know before the first tensor arrives, and the memory of tensors, in the file.
+
+    They know the skeleton, and for each piece of memory its size in bytes and the device that it was saved from.
+    """
+    if options.verify:
+        refuse_damage(archive, ())  # tensors are checked while they are sent
+    devices: dict[tuple[str, int, int], str] = {}
+
+    def noted(storage: UntypedStorage, location: str) -> UntypedStorage:
+        devices[identity_of(storage)] = location
+        return storage
+
+    content = load(archive, noted, options.weights_only, mmap=True)
+    try:
+        skeleton, storages = split(content)
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {archive.name} cannot be sent to other ranks: {type(error).__name__}: {error}; put it where "
+            "every rank sees it"
+        ) from error
+    pieces = [(storage.nbytes(), devices.get(identity_of(storage), "cpu")) for storage in storages]
+    return (skeleton, pieces), storages
+
+
+def send(pieces: list[Tensor], ranks: Ranks) -> None:
+    """Broadcast rank 0's bytes into those of the other ranks. Collective."""
+    for group in _groups([piece for piece in pieces if piece.numel()]):
+        joined = torch.cat(group) if len(group) > 1 else group[0]
+        ranks.broadcast(joined)
+        if len(group) > 1 and ranks.rank != 0:
+            for piece, arrived in zip(group, joined.split([piece.numel() for piece in group]), strict=True):
+                piece.copy_(arrived)
+
+
+def _groups(pieces: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that travel together, because they are small."""
+    group: list[Tensor] = []
+    size = 0
+    for piece in pieces:
+        if group and size + piece.numel() > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.numel()
+    if group:
+        yield group

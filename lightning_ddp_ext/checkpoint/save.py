@@ -16,7 +16,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_symlink, atomic_write, remove_leftovers
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
-from lightning_ddp_ext.checkpoint.skeleton import split
+from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "what was there before is untouched"

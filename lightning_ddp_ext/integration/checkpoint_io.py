@@ -15,9 +15,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
+from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, placement
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.map_location import MapLocation, placement
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError

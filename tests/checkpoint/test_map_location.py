@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext.checkpoint.map_location import placement
+from lightning_ddp_ext.checkpoint.load import placement
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from tests.checkpoint.content import numbers
 

@@ -15,8 +15,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
-from lightning_ddp_ext.checkpoint import broadcast as sending
 from lightning_ddp_ext.checkpoint import collectives
+from lightning_ddp_ext.checkpoint import restore as module
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
@@ -245,7 +245,7 @@ def test_objects_that_look_at_their_tensors(tmp_path: Path) -> None:
 
 
 def in_small_pieces(rank: int, world_size: int, directory: Path, cases: list[Case]) -> Any:
-    sending._TOGETHER, collectives._PIECE = 1000, 7777
+    module._TOGETHER, collectives._PIECE = 1000, 7777
     return restored(rank, world_size, directory, cases)
 
 
