@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.load import LoadOptions, damage_error, read
+from lightning_ddp_ext.checkpoint.load import damage_error
 from lightning_ddp_ext.checkpoint.structure import names_by_record
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, report_on_file, size_text, table
-from lightning_ddp_ext.errors import UnsafeCheckpointError
 
 
 def verify(path: str) -> Report:
-    """Check each record that has a checksum; a file without is unpickled, as far as that is safe.
+    """Check each record that has a checksum; nothing is unpickled.
 
     Args:
         path: of a local file, or a URL.
@@ -26,24 +25,12 @@ def _checked(archive: Archive) -> Report:
     if damaged:
         return _damage_report(archive, damaged)
     if not archive.has_checksums:
-        return _without_checksums(archive)
+        format_ = "" if archive.records else " (torch wrote it before version 1.6, or in the format of that time)"
+        sentence = f"{archive.name} has no checksums{format_}, so altered numbers cannot be told from right ones"
+        return Report(_facts(archive, whole=None), parts=[sentence], is_undecided=True)
     number = count_text(len(archive.records), "record")
     sentence = f"{archive.name} is whole: {number}, {size_text(archive.size)}, with the checksums that were written"
     return Report(_facts(archive, whole=True), parts=[sentence])
-
-
-def _without_checksums(archive: Archive) -> Report:
-    """Not known to be whole; damage to the skeleton, or a missing end, shows when it is unpickled."""
-    try:
-        read(archive, LoadOptions(weights_only=True))
-        done = "it could be unpickled"
-    except UnsafeCheckpointError:
-        done = "it was not unpickled, because that could run code"
-    what = "has no checksums"
-    if not archive.records:
-        what += " (torch wrote it before version 1.6, or in the format of that time)"
-    sentence = f"{archive.name} {what}, so altered numbers cannot be told from right ones; {done}"
-    return Report(_facts(archive, whole=None), parts=[sentence], is_undecided=True)
 
 
 def _damage_report(archive: Archive, damaged: Sequence[Record]) -> Report:
