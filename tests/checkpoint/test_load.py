@@ -126,15 +126,6 @@ def test_a_plain_state_dict_is_mapped_too(tmp_path: Path) -> None:
     assert not mapped(path)
 
 
-def test_a_small_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is faster; nothing of it stays mapped."""
-    monkeypatch.undo()
-    path = tmp_path / "it.ckpt"
-    value = read_alone(saved(path, {"state_dict": WEIGHTS}), map_weights=True)
-    assert not mapped(path)
-    assert same(value, {"state_dict": WEIGHTS})
-
-
 def test_what_cannot_be_pickled_again_is_read(tmp_path: Path) -> None:
     """An object that forbids it does not keep a file from being read."""
     path = tmp_path / "it.ckpt"
@@ -211,14 +202,9 @@ def test_a_refused_class_is_named_and_not_run(legacy: bool, weights_only: bool |
     assert f"add_safe_globals([{name}])" in str(caught.value)
     assert exploded == []
     assert read_alone(archive, weights_only=False) == {"x": "boom"}
-    assert exploded == ["boom"]
-
-
-def test_an_allowed_class_is_read(tmp_path: Path) -> None:
-    """What the error advises works."""
-    archive = saved(tmp_path / "it.ckpt", {"x": Bomb()})
     with torch.serialization.safe_globals([explode]):
         assert read_alone(archive, weights_only=True) == {"x": "boom"}
+    assert exploded == ["boom", "boom"]
 
 
 class Elsewhere:
@@ -261,25 +247,3 @@ def test_whatever_unpickling_raises_is_named(error: Exception, tmp_path: Path) -
     with pytest.raises(DamagedCheckpointError, match=r"cannot be read: ('?odd|MemoryError)") as caught:
         read_alone(archive, weights_only=False)
     assert type(caught.value.__cause__) is type(error)
-
-
-@pytest.mark.parametrize("map_location", ["meta", {"cpu": "meta"}, lambda storage, location: storage.clone()])
-def test_a_map_location_is_obeyed(map_location: Any, tmp_path: Path) -> None:
-    """Tensors are where it puts them, views share there, and nothing stays in the file."""
-    path = tmp_path / "it.ckpt"
-    base = numbers(5000)
-    value = read_alone(saved(path, {"a": base, "b": base[5:], "e": torch.empty(0)}), map_location=map_location)
-    assert not mapped(path)
-    if callable(map_location):
-        assert same(value, {"a": base, "b": base[5:], "e": torch.empty(0)})
-        assert value["b"].data_ptr() == value["a"].data_ptr() + 20
-    else:
-        assert {tensor.device.type for tensor in value.values()} == {"meta"}
-
-
-def test_an_impossible_device_is_no_damage(tmp_path: Path) -> None:
-    """The error says which device cannot be had, and does not blame the file."""
-    archive = saved(tmp_path / "it.ckpt", {"a": numbers(4)})
-    with pytest.raises(CheckpointError, match="map_location='cuda:77' cannot place a tensor") as caught:
-        read_alone(archive, map_location="cuda:77")
-    assert not isinstance(caught.value, DamagedCheckpointError)
