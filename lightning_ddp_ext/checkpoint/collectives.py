@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +16,9 @@ from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
 T = TypeVar("T")
 
+_SIZE = struct.Struct("<q")
+# Bytes of a pickled value that travel together with its size.
+_INLINE = 2048
 # Bytes of one broadcast: at about this size it is fastest, and a device need hold no more at a time.
 _PIECE = 64 << 20
 
@@ -33,24 +38,28 @@ class Ranks:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective."""
+        """The values of all ranks, by rank. Collective: one for values that are small once pickled, else two."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        data = pickle.dumps(value)
+        messages = self._exchange(data, _INLINE)
+        longest = max(size for size, _ in messages)
+        if longest > _INLINE:
+            messages = self._exchange(data, longest)
+        return [pickle.loads(content[:size]) for size, content in messages]
+
+    def _exchange(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
+        """The size of each rank's data, and as much of the data as there is room for."""
+        message = _SIZE.pack(len(data)) + data[:room].ljust(room)
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._wire)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(gathered, mine)
+        arrived = [bytes(each.cpu().numpy()) for each in gathered]
+        return [(_SIZE.unpack_from(each)[0], each[_SIZE.size :]) for each in arrived]
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
-        return on_every_rank(work, rank=self.rank, gather=self._gather_failures, what=what)
-
-    def _gather_failures(self, failure: Any) -> list[Any]:
-        """The failures of all ranks; in the usual case, where there is none, by one small collective."""
-        if self.world_size == 1:
-            return [failure]
-        failed = torch.tensor([failure is not None], dtype=torch.uint8, device=self._wire)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        return self.gather(failure) if failed.item() else [None] * self.world_size
+        return on_every_rank(work, rank=self.rank, gather=self.gather, what=what)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""
