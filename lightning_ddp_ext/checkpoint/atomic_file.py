@@ -138,8 +138,8 @@ class Leftover:
 def find_leftovers(directory: Path) -> list[Leftover]:
     """Temporary files in the directory that no process of this host is writing."""
     found = []
-    for path in sorted(directory.iterdir()):
-        if _NAME.fullmatch(path.name) and not _is_being_written(path):
+    for path in (directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))):
+        if not _is_being_written(path):
             with suppress(FileNotFoundError):
                 status = path.lstat()
                 found.append(Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,8 +151,9 @@ def _copied_but_for_weights(content: Any) -> Any:
     checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
     state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
-    state_dict.update(dict.fromkeys(weights))  # their places stay
-    pickled, storages = split(checkpoint)
+    others = copy.copy(state_dict)  # of the same type, with the versions of modules
+    others.update(dict.fromkeys(weights))  # their places stay
+    pickled, storages = split({**checkpoint, "state_dict": others})
     copied = join(pickled, [storage.clone() for storage in storages])
     copied["state_dict"].update(weights)
     return copied if checkpoint is content else copied["state_dict"]

@@ -116,6 +116,17 @@ def test_everything_but_weights_has_memory_of_its_own(kind: str, tmp_path: Path)
     assert same(value, content)
 
 
+def test_weights_that_are_kept_elsewhere_have_memory_of_their_own(tmp_path: Path) -> None:
+    """The same tensors, or all of the same state dict."""
+    path = tmp_path / "it.ckpt"
+    content = {"state_dict": WEIGHTS, "all": WEIGHTS, "one": WEIGHTS["a"]}
+    value = read_alone(saved(path, content), map_weights=True)
+    assert same(value, content)
+    del value["state_dict"]
+    assert not mapped(path)
+    assert same(value, {"all": WEIGHTS, "one": WEIGHTS["a"]})
+
+
 def test_a_plain_state_dict_is_mapped_too(tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())` is nothing but weights."""
     path = tmp_path / "it.ckpt"
