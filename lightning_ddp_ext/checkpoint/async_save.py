@@ -6,14 +6,14 @@ wait for their turn, too, and none is done after a save that failed: it might re
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
+from lightning_ddp_ext.at_exit import delaying_forced_end
+from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
 from lightning_ddp_ext.rank_logger import own_logger
 
@@ -22,6 +22,8 @@ _logger = own_logger(__name__)
 
 class Saver:
     """Writes and removes checkpoints at once or later, and knows which saves have failed.
+
+    The process ends when all is written: its threads are not daemons.
 
     Attributes:
         failed: the paths whose last save has failed; that in the background may be on its way.
@@ -35,7 +37,8 @@ class Saver:
         self._buffer = Buffer()
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._untold: list[BaseException] = []
+        weakref.finalize(self, _log, self._untold)  # at the end of the process, too
 
     def __reduce__(self) -> Any:
         return Saver, ()  # started ranks get a copy; threads, and memory for snapshots, are this process's own
@@ -59,18 +62,19 @@ class Saver:
         """Copy ``checkpoint`` now, and have ``write`` write the copy to ``path`` later.
 
         Raises:
-            Exception: what pickling raises, and starting a thread; errors of the disk come with :meth:`raise_error` and
-                :meth:`wait`.
+            CheckpointSaveError: it cannot be pickled, or no thread can be started; errors of the disk come with
+                :meth:`raise_error` and :meth:`wait`.
         """
         with self._saving:
             self.join()
             self.failed.discard(path)
             try:
                 content = self._buffer.take(checkpoint)
-                job = partial(self.save, path, lambda: write(content()))
-                self._start(job)
-            except BaseException:
+                self._start(partial(self.save, path, lambda: write(content())))
+            except BaseException as error:
                 self._note_failure(path)
+                if isinstance(error, Exception):
+                    raise unwritable(checkpoint, path, error) from error
                 raise
 
     def follow_up(self, path: str, job: Callable[[], None], *, later: bool) -> None:
@@ -90,10 +94,8 @@ class Saver:
     def _start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a thread of its own, when the thread before it has ended."""
         jobs: list[Callable[[], None]] = []
-        _finish_at_exit(self)
         with self._starting:  # the thread waits for the end of this: if this is interrupted, it has nothing to do
-            arguments = (jobs, self._last_thread)
-            thread = threading.Thread(target=self._run, args=arguments, name="ddpx-checkpoints", daemon=True)
+            thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
             thread.start()
             self._last_thread = thread
             jobs.append(job)
@@ -107,13 +109,14 @@ class Saver:
             for job in jobs:
                 job()
         except BaseException as error:
-            self._error = self._error or error
+            self._untold.append(error)
 
     def raise_error(self) -> None:
         """Raise the first error that has happened in the background since the last call, if there is one."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        errors = self._untold[:]
+        self._untold.clear()
+        if errors:
+            raise errors[0]
 
     def join(self) -> None:
         """Wait until everything is done; memory is kept for the next time."""
@@ -130,22 +133,6 @@ class Saver:
         self.raise_error()
 
 
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-_process: int | None = None
-
-
-def _finish_at_exit(saver: Saver) -> None:
-    """Wait for it at the end of this process; a forked one does not inherit what its parent does at its end."""
-    global _process
-    _savers.add(saver)
-    if _process != os.getpid():
-        _process = os.getpid()
-        at_exit(_finish_all)
-
-
-def _finish_all() -> None:
-    for saver in list(_savers):
-        try:
-            saver.wait()
-        except Exception as error:
-            _logger.error("%s", error)
+def _log(errors: list[BaseException]) -> None:
+    for error in errors:
+        _logger.error("%s", error)

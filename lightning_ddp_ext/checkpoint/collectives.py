@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,8 +16,11 @@ from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
 T = TypeVar("T")
 
-# Over a backend that knows no CPU memory, so much goes through the device at a time.
-_STAGED = 32 << 20
+_SIZE = struct.Struct("<q")
+# Bytes of a pickled value that travel together with its size.
+_INLINE = 2048
+# Bytes of one broadcast: at about this size it is fastest, and a device need hold no more at a time.
+_PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -33,12 +38,24 @@ class Ranks:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective."""
+        """The values of all ranks, by rank. Collective: one for values that are small once pickled, else two."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        data = pickle.dumps(value)
+        messages = self._exchange(data, _INLINE)
+        longest = max(size for size, _ in messages)
+        if longest > _INLINE:
+            messages = self._exchange(data, longest)
+        return [pickle.loads(content[:size]) for size, content in messages]
+
+    def _exchange(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
+        """The size of each rank's data, and as much of the data as there is room for."""
+        message = _SIZE.pack(len(data)) + data[:room].ljust(room)
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._wire)
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(gathered, mine)
+        arrived = [bytes(each.cpu().numpy()) for each in gathered]
+        return [(_SIZE.unpack_from(each)[0], each[_SIZE.size :]) for each in arrived]
 
     def on_every_rank(self, work: Callable[[], T], what: str) -> T:
         """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
@@ -64,11 +81,13 @@ class Ranks:
         """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
         if self.world_size == 1:
             return
-        if "gloo" in str(dist.get_backend()) or self.device.type == "cpu":
-            dist.broadcast(data, src=0)
-            return
-        for piece in data.split(_STAGED):
-            staged = piece.to(self.device)
-            dist.broadcast(staged, src=0)
-            if self.rank != 0:
-                piece.copy_(staged)
+        for piece in data.split(_PIECE):
+            sent = piece.to(self._wire)
+            dist.broadcast(sent, src=0)
+            if sent is not piece and self.rank != 0:
+                piece.copy_(sent)
+
+    @property
+    def _wire(self) -> torch.device:
+        """Where what is sent has to be: other backends than gloo know no CPU memory."""
+        return torch.device("cpu") if "gloo" in str(dist.get_backend()) else self.device

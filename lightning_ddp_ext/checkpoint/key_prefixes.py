@@ -1,4 +1,4 @@
-"""Find the weights in checkpoints that others have written, and see through the prefixes of wrappers."""
+"""See through the prefixes that wrappers put into the names of weights, and know plain state dicts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,6 @@ def is_plain_state_dict(content: Any) -> bool:
         and "state_dict" not in content
         and "pytorch-lightning_version" not in content
     )
-
-
-def as_lightning_checkpoint(content: Any, version: str) -> dict[str, Any]:
-    """A plain state dict as a checkpoint that has weights and nothing to resume from."""
-    return {
-        "state_dict": content,
-        "pytorch-lightning_version": version,
-        "epoch": 0,
-        "global_step": 0,
-        "optimizer_states": [],
-        "lr_schedulers": [],
-    }
 
 
 def canonical(name: str) -> str:

@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
-from lightning_ddp_ext.checkpoint.map_location import Placement
-from lightning_ddp_ext.checkpoint.skeleton import identity_of, join, split
+from lightning_ddp_ext.checkpoint.snapshot import join, split
 from lightning_ddp_ext.checkpoint.structure import names_by_record
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
-from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
+
+Mode = Literal["auto", "map", "broadcast"]
+MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
+# Takes the memory of a tensor, in the file or on the CPU, and the device that it was saved from; gives it in its place.
+Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
 # Bytes: a file up to this size is read rather than mapped, which is faster and takes no more memory than this.
 _SMALL_FILE = 16 << 20
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def refuse_damage(archive: Archive, records: Iterable[Record], *, threads: int = 1) -> None:
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a checkpoint is to be read; the same on every rank.
+
+    Attributes:
+        mode: whether each rank maps the file, or rank 0 sends it.
+        map_location: as for ``torch.load``, but that ``None`` leaves tensors on the CPU.
+        weights_only: as for ``torch.load``.
+        verify: whether checksums are checked.
+    """
+
+    mode: Mode = "auto"
+    map_location: MapLocation = None
+    weights_only: bool | None = None
+    verify: bool = True
+
+
+def refuse_damage(archive: Archive, records: Iterable[Record]) -> None:
     """Check these records, and those that are no tensors.
 
     Raises:
         DamagedCheckpointError: some have been altered; names their tensors.
     """
-    damaged = find_damage(archive, archive.skeleton) or find_damage(archive, records, threads=threads)
+    damaged = find_damage(archive, archive.skeleton) or find_damage(archive, records)
     if damaged:
         raise damage_error(archive, damaged)
 
@@ -46,39 +69,94 @@ def damage_error(archive: Archive, damaged: Iterable[Record]) -> DamagedCheckpoi
     )
 
 
-def read(archive: Archive, place: Placement, *, weights_only: bool | None = None, map_weights: bool = False) -> Any:
+def placement(map_location: MapLocation) -> Placement:
+    """What ``map_location`` does with the memory of one tensor.
+
+    ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device. A placement
+    raises :class:`~lightning_ddp_ext.errors.CheckpointError` where there is no such device.
+
+    Raises:
+        OptionError: it is neither a device, nor a mapping of devices, nor callable.
+    """
+    if map_location is None:
+        return lambda storage, location: storage
+    choose = _chosen_device(map_location)
+
+    def place(storage: UntypedStorage, location: str) -> UntypedStorage:
+        try:
+            chosen = choose(storage, location)
+            if isinstance(chosen, str):
+                chosen = torch.serialization.default_restore_location(storage, chosen)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".partition(". ")[0]
+            raise CheckpointError(
+                f"map_location={map_location!r} cannot place a tensor from {location}: {reason}; pass another one"
+            ) from error
+        return chosen  # type: ignore[no-any-return]
+
+    return place
+
+
+def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
+    """What says for the memory of one tensor to which device it goes, or gives it there."""
+    if isinstance(map_location, (str, torch.device)):
+        target = _device(map_location)
+        return lambda storage, location: target
+    if isinstance(map_location, Mapping):
+        devices = {_device(source): _device(target) for source, target in map_location.items()}
+        return lambda storage, location: devices.get(location, location)
+    if callable(map_location):
+
+        def by_the_user(storage: UntypedStorage, location: str) -> Any:
+            placed = map_location(storage, location)
+            return location if placed is None else placed
+
+        return by_the_user
+    raise OptionError(
+        f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
+        f"(got {map_location!r})"
+    )
+
+
+def _device(name: Any) -> str:
+    try:
+        return str(torch.device(name))
+    except (RuntimeError, TypeError):
+        raise OptionError(f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ...") from None
+
+
+def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:
     """Unpickle a checkpoint that has been checked.
 
     Args:
         archive: the file.
-        place: puts each tensor's memory on its device.
-        weights_only: as for ``torch.load``.
+        options: how.
         map_weights: whether weights of the ``state_dict`` may stay mapped from the file, because they are copied into
-            the model and dropped; ``place`` must leave them where they are. Everything else is always in memory of this
-            process's own.
+            the model and dropped. Everything else is always in memory of this process's own.
 
     Raises:
         CheckpointError: one of its kinds, as for :func:`load`.
     """
-    if map_weights and archive.size > _SMALL_FILE:
-        mapped = load(archive, place, weights_only, mmap=True)
+    place = placement(options.map_location)
+    if map_weights and options.map_location is None and archive.size > _SMALL_FILE:
+        content = load(archive, place, options.weights_only, mmap=True)
         try:
-            return _copied_but_for_weights(mapped)
+            return _copied_but_for_weights(content)
         except Exception:  # there is no state_dict, or an object that can be unpickled, but not pickled again
-            del mapped
-    return load(archive, place, weights_only, mmap=False)
+            del content
+    return load(archive, place, options.weights_only, mmap=False)
 
 
 def _copied_but_for_weights(content: Any) -> Any:
-    if is_plain_state_dict(content):
-        return _copied_but_for_weights({"state_dict": content})["state_dict"]
-    state_dict = content["state_dict"]
+    checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
+    state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
-    others = [{**content, "state_dict": None}, [value for name, value in state_dict.items() if name not in weights]]
-    mapped = {identity_of(weight.untyped_storage()) for weight in weights.values() if weight.numel()}
-    mapped -= {identity_of(storage) for storage in split(others)[1]}
-    pickled, storages = split(content)
-    return join(pickled, [storage if identity_of(storage) in mapped else storage.clone() for storage in storages])
+    others = copy.copy(state_dict)  # of the same type, with the versions of modules
+    others.update(dict.fromkeys(weights))  # their places stay
+    pickled, storages = split({**checkpoint, "state_dict": others})
+    copied = join(pickled, [storage.clone() for storage in storages])
+    copied["state_dict"].update(weights)
+    return copied if checkpoint is content else copied["state_dict"]
 
 
 def _is_only_copied(name: str, value: Any) -> bool:
@@ -97,9 +175,9 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
     options["map_location"] = place  # torch's annotation knows no untyped storages, which is what it passes
-    may_be_refused = weights_only is not False and archive.records is not None
+    may_be_refused = weights_only is not False and bool(archive.records)
     with errors_explained(archive.name, may_be_refused=may_be_refused):
-        return torch.load(archive.path, mmap=mmap and archive.records is not None, **options)
+        return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
 
 
 @contextmanager

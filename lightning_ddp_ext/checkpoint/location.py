@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
 
 PathLike = str | Path
-
-_PIECE = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,7 @@ def on_local_disk(location: Location) -> Iterator[str]:
         return
     with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
         try:
-            with location.fs.open(location.path, "rb") as remote:
-                shutil.copyfileobj(remote, file, _PIECE)
-            file.flush()
+            location.fs.get_file(location.path, file.name)
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"checkpoint {location.url} does not exist; give the path of a file"

@@ -10,47 +10,28 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from lightning_ddp_ext.checkpoint.broadcast import broadcast
+import torch
+from torch import Tensor, UntypedStorage
+
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.checkpoint.load import read, refuse_damage
+from lightning_ddp_ext.checkpoint.load import LoadOptions, errors_explained, load, placement, read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
-from lightning_ddp_ext.checkpoint.map_location import placement
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, threads_for
+from lightning_ddp_ext.checkpoint.snapshot import bytes_of, identity_of, join, split
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
-Mode = Literal["auto", "map", "broadcast"]
+# Bytes: small tensors travel together up to this size.
+_TOGETHER = 4 << 20
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How a checkpoint is to be read; the same on every rank."""
-
-    mode: Mode = "auto"
-    map_location: Any = None
-    weights_only: bool | None = None
-    verify: bool = True
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore gives each rank.
-
-    Attributes:
-        value: the checkpoint.
-        how: how it has come here: a sentence for the log.
-        is_checked: whether all of it had checksums, which were right, or nobody wanted to know.
-    """
-
-    value: Any
-    how: str
-    is_checked: bool
-
-
-def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Restored:
+def restore(
+    location: Location, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False
+) -> tuple[Any, str, bool]:
     """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
@@ -60,34 +41,32 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
         map_weights: whether the ``state_dict`` may be mapped from the file. Only for callers that copy the weights into
             a model and drop them; all else is in this process's own memory.
 
+    Returns:
+        The checkpoint; how it has come here, in words for the log; and whether all of it was checked, or nobody wanted
+        that.
+
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    with _opened(location, ranks, options) as (archive, view):
+    with ExitStack() as stack:
+        archive, view = _open(stack, location, ranks, options)
         views = ranks.gather(view)
-        is_mapped, how = _choose(views, options, location)
-        place = placement(options.map_location)
+        blind = _without_rank_zeros_file(views, options, location)
 
         def read_own() -> Any:
             assert archive is not None, "a rank without the file cannot map it"
             if options.verify:
-                number, count = _position_on_host(views, ranks.rank)
-                refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
-            mapped = map_weights and options.map_location is None
-            return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
+                refuse_damage(archive, _own_share(archive, views, ranks.rank))
+            return read(archive, options, map_weights=map_weights)
 
-        if is_mapped:
-            value = ranks.on_every_rank(read_own, f"reading {location.url}")
+        if options.mode == "broadcast" or blind:
+            why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
+            how = f"sent from rank 0 to all ({why})"
+            value = broadcast(archive if ranks.rank == 0 else None, ranks, options, name=location.url)
         else:
-            value = broadcast(
-                archive if ranks.rank == 0 else None,
-                ranks,
-                place,
-                name=location.url,
-                weights_only=options.weights_only,
-                verify=options.verify,
-            )
-    return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
+            how = "mapped by every rank"
+            value = ranks.on_every_rank(read_own, f"reading {location.url}")
+    return value, how, views[0].has_checksums or not options.verify
 
 
 @dataclass(frozen=True)
@@ -109,26 +88,22 @@ class _View:
     error: Exception | None = None
 
 
-@contextmanager
-def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[tuple[Archive | None, _View]]:
-    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. Errors are in the view."""
+def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions) -> tuple[Archive | None, _View]:
+    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. An error is in the view."""
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
-        yield None, _View(host)
-        return
-    with ExitStack() as stack:
-        try:
-            archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
-            status = os.stat(archive.path)
-        except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
-            yield None, _View(host, error=error)
-        else:
-            file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            yield archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
+        return None, _View(host)
+    try:
+        archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
+        status = os.stat(archive.path)
+    except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
+        return None, _View(host, error=error)
+    file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
-def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
-    """Whether every rank maps the file, and a sentence on that."""
+def _without_rank_zeros_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
+    """The ranks that do not see what rank 0 does; refuses a file that cannot be read as was asked."""
     first = views[0]
     if first.error is not None:
         raise first.error
@@ -141,19 +116,100 @@ def _choose(views: list[_View], options: LoadOptions, location: Location) -> tup
             f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    if options.mode == "broadcast" or blind:
-        why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
-        return False, f"sent from rank 0 to all ({why})"
-    return True, "mapped by every rank"
+    return blind
 
 
-def _position_on_host(views: list[_View], rank: int) -> tuple[int, int]:
-    """This rank's number among those of its host that see the same file, and how many these are."""
+def _own_share(archive: Archive, views: list[_View], rank: int) -> list[Record]:
+    """What this rank checks, where the ranks of a host that see the same file share out its bytes."""
     mine = (views[rank].host, views[rank].file)
     peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
-    return peers.index(rank), len(peers)
+    largest_first = sorted(archive.tensor_data, key=lambda record: record.size, reverse=True)
+    return largest_first[peers.index(rank) :: len(peers)]
 
 
-def share_of(records: tuple[Record, ...], number: int, count: int) -> list[Record]:
-    """One of ``count`` shares of the records, which are of about the same number of bytes."""
-    return sorted(records, key=lambda record: record.size, reverse=True)[number::count]
+def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, name: str) -> Any:
+    """Read the checkpoint on rank 0 and give it to every rank. Collective: every rank must call it.
+
+    Rank 0 checks what it sends while it sends it.
+
+    Args:
+        archive: the file, on rank 0 alone.
+        ranks: who reads.
+        options: how.
+        name: what the user calls the file.
+
+    Raises:
+        CheckpointError: one of its kinds, the same on every rank.
+    """
+
+    def take_apart() -> tuple[Any, list[UntypedStorage]]:
+        return (None, []) if archive is None else _take_apart(archive, options)
+
+    manifest, storages = ranks.on_every_rank(take_apart, f"reading {name}")
+    skeleton, pieces = ranks.from_rank_zero(manifest)
+    if archive is None:
+        storages = [UntypedStorage(size) for size, _ in pieces]
+    check = None
+    with ThreadPoolExecutor(1, thread_name_prefix="ddpx-verify") as pool:
+        if archive is not None and options.verify:
+            check = pool.submit(refuse_damage, archive, archive.tensor_data)
+        send([bytes_of(storage) for storage in storages], ranks)
+
+    def put_together() -> Any:
+        if check is not None:
+            check.result()
+        place = placement(options.map_location)
+        own = storages if archive is None else [storage.clone() for storage in storages]  # they are in the file
+        with errors_explained(name):
+            return join(skeleton, [place(storage, device) for storage, (_, device) in zip(own, pieces, strict=True)])
+
+    return ranks.on_every_rank(put_together, f"reading {name}")
+
+
+def _take_apart(archive: Archive, options: LoadOptions) -> tuple[Any, list[UntypedStorage]]:
+    """What other ranks have to know before the first tensor arrives, and the memory of tensors, in the file.
+
+    They know the skeleton, and for each piece of memory its size in bytes and the device that it was saved from.
+    """
+    if options.verify:
+        refuse_damage(archive, ())  # tensors are checked while they are sent
+    devices: dict[tuple[str, int, int], str] = {}
+
+    def noted(storage: UntypedStorage, location: str) -> UntypedStorage:
+        devices[identity_of(storage)] = location
+        return storage
+
+    content = load(archive, noted, options.weights_only, mmap=True)
+    try:
+        skeleton, storages = split(content)
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint {archive.name} cannot be sent to other ranks: {type(error).__name__}: {error}; put it where "
+            "every rank sees it"
+        ) from error
+    pieces = [(storage.nbytes(), devices.get(identity_of(storage), "cpu")) for storage in storages]
+    return (skeleton, pieces), storages
+
+
+def send(pieces: list[Tensor], ranks: Ranks) -> None:
+    """Broadcast rank 0's bytes into those of the other ranks. Collective."""
+    for group in _groups([piece for piece in pieces if piece.numel()]):
+        joined = torch.cat(group) if len(group) > 1 else group[0]
+        ranks.broadcast(joined)
+        if len(group) > 1 and ranks.rank != 0:
+            for piece, arrived in zip(group, joined.split([piece.numel() for piece in group]), strict=True):
+                piece.copy_(arrived)
+
+
+def _groups(pieces: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that travel together, because they are small."""
+    group: list[Tensor] = []
+    size = 0
+    for piece in pieces:
+        if group and size + piece.numel() > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.numel()
+    if group:
+        yield group

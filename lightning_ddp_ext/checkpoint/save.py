@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.atomic_file import atomic_symlink, atomic_write
+from lightning_ddp_ext.checkpoint.atomic_file import atomic_symlink, atomic_write, remove_leftovers
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
-from lightning_ddp_ext.checkpoint.skeleton import split
+from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
+_UNTOUCHED = "what was there before is untouched"
 _REMEDIES = {
     errno.EROFS: "its file system is mounted read-only: save elsewhere",
     errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
@@ -31,7 +32,8 @@ _REMEDIES = {
 def write(checkpoint: Any, path: PathLike) -> None:
     """Write ``checkpoint`` in torch's format to ``path``, which then holds it whole, or else what it held before.
 
-    A local file is streamed, forced to the disk and put in place in one step. In a store behind fsspec it is written
+    A local file is streamed, forced to the disk and put in place in one step, and what killed saves have left beside it
+    is removed. In a store behind fsspec it is written
     within a transaction: where the store completes an upload as a whole (S3, GCS, Azure, memory) the same holds, and
     the store itself answers for its lasting.
 
@@ -59,9 +61,10 @@ def write(checkpoint: Any, path: PathLike) -> None:
 
 def _write_local(checkpoint: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Before a gigabyte has been written, not after; a name that is too long is found here, too.
-    if path.is_dir() and not path.is_symlink():
+    if _is_directory(path):  # said before a gigabyte has been written, not after
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with suppress(OSError):  # what is left does no harm
+        remove_leftovers(path.parent)
     with atomic_write(path) as sink:
         try:
             torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
@@ -98,78 +101,63 @@ def remove(path: PathLike) -> None:
     local = location.local
     try:
         if local is None:
-            if location.fs.exists(location.path):
-                location.fs.rm(location.path, recursive=True)
-        elif local.is_dir() and not local.is_symlink():
+            location.fs.rm(location.path, recursive=True)
+        elif _is_directory(local):
             shutil.rmtree(local)
         else:
-            local.unlink(missing_ok=True)
+            local.unlink()
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CheckpointError(
-            f"cannot remove checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}"
-        ) from error
+        raise CheckpointError(f"cannot remove checkpoint {location.url}: {_explained(error, location)}") from error
 
 
 def link(target: PathLike, path: PathLike) -> None:
-    """Make ``path`` a symbolic link to the local file ``target`` in one step; a copy where there are no links.
+    """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
-        CheckpointSaveError: neither could be made.
+        CheckpointSaveError: the file system has no links, or a directory is in the way.
     """
-    location, source = locate(path), locate(target).local
-    local = location.local
+    local, source = locate(path).local, locate(target).local
     assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
     try:
-        if local.is_dir() and not local.is_symlink():
-            shutil.rmtree(local)
-        try:
-            atomic_symlink(source, local)
-        except OSError:
-            with atomic_write(local) as sink, source.open("rb") as file:
-                shutil.copyfileobj(file, sink)
+        atomic_symlink(source, local)
     except OSError as error:
-        raise _save_error(error, location) from error
+        message = f"cannot link checkpoint {path} to {target}: {error.strerror}; save_last=True writes a file instead"
+        raise CheckpointSaveError(message, path=path, errno=error.errno) from error
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _save_error(error: OSError, location: Location) -> CheckpointSaveError:
-    return CheckpointSaveError(
-        f"cannot save checkpoint {location.url}: {error.strerror or error}; {_remedy(error, location)}; "
-        "what was there before is untouched",
-        path=location.url,
-        errno=error.errno,
-    )
+    message = f"cannot save checkpoint {location.url}: {_explained(error, location)}; {_UNTOUCHED}"
+    return CheckpointSaveError(message, path=location.url, errno=error.errno)
 
 
-def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointSaveError:
-    """The named error for a checkpoint that cannot be written anywhere; says which entry is to blame."""
-    return CheckpointSaveError(
-        f"cannot save checkpoint {path}: {_culprit(checkpoint)}{type(error).__name__}: {error}; "
-        "what was there before is untouched",
-        path=str(path),
-    )
-
-
-def _remedy(error: OSError, location: Location) -> str:
+def _explained(error: OSError, location: Location) -> str:
+    """What the system says, and what to do."""
     directory = Path(location.path).parent
+    remedy = _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with suppress(OSError):
             left = shutil.disk_usage(directory).free / 2**20
-            return f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
-    if error.errno in (errno.EACCES, errno.EPERM):
+            remedy = f"free some space ({left:.0f} MiB are left on the file system of {directory}), or save elsewhere"
+    elif error.errno in (errno.EACCES, errno.EPERM):
         with suppress(KeyError):
-            return f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
-    return _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
+            remedy = f"let user {pwd.getpwuid(os.geteuid()).pw_name} write to {directory}, or save elsewhere"
+    return f"{error.strerror or error}; {remedy}"
 
 
-def _culprit(checkpoint: Any) -> str:
-    """Which entry cannot be pickled, if that is the reason."""
-    if not isinstance(checkpoint, dict):
-        return ""
-    for key, value in checkpoint.items():
+def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointSaveError:
+    """The named error for a checkpoint that nothing can write; says which entry is to blame, if one is."""
+    culprit = ""
+    for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
         try:
             split(value)
         except Exception:
-            return f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
-    return ""
+            culprit = f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
+            break
+    message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {_UNTOUCHED}"
+    return CheckpointSaveError(message, path=str(path))

@@ -12,10 +12,8 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,14 +32,12 @@ class Record:
 
     Attributes:
         name: without the archive's own folder: ``data.pkl``, ``data/0``.
-        header: where its header begins, in bytes from the beginning of the file.
-        offset: where its content begins.
+        offset: where its content begins, in bytes from the beginning of the file.
         size: bytes of its content.
         crc: the checksum that was recorded for it.
     """
 
     name: str
-    header: int
     offset: int
     size: int
     crc: int
@@ -51,53 +47,48 @@ class Record:
         """Whether a checksum was recorded; ``torch.serialization.set_crc32_options(False)`` leaves zeros."""
         return self.crc != 0 or self.size == 0
 
-    @property
-    def is_tensor_data(self) -> bool:
-        """Whether it is the memory of tensors."""
-        return self.name.startswith("data/")
-
 
 @dataclass(frozen=True)
 class Archive:
-    """A checkpoint file and its records, in the order in which they are in the file.
+    """A checkpoint file.
 
     Attributes:
         path: where it can be opened on this machine.
         name: what the user calls it.
         size: bytes.
-        records: ``None`` for a file that torch wrote before version 1.6; it has no records and no checksums.
+        records: in the order of the file; none, and no checksums, where torch wrote the file before version 1.6.
     """
 
     path: str
     name: str
     size: int
-    records: tuple[Record, ...] | None
+    records: tuple[Record, ...] = ()
 
     @cached_property
     def tensor_data(self) -> tuple[Record, ...]:
         """The records that are the memory of tensors."""
-        return tuple(record for record in self.records or () if record.is_tensor_data)
+        return tuple(record for record in self.records if record.name.startswith("data/"))
 
     @cached_property
     def skeleton(self) -> tuple[Record, ...]:
         """All other records."""
-        return tuple(record for record in self.records or () if not record.is_tensor_data)
+        return tuple(record for record in self.records if not record.name.startswith("data/"))
 
     @property
     def has_checksums(self) -> bool:
         """Whether every record has one."""
-        return self.records is not None and all(record.has_crc for record in self.records)
+        return bool(self.records) and all(record.has_crc for record in self.records)
 
     @property
     def fingerprint(self) -> str | None:
         """Equal for files of equal content, whatever host they are on; ``None`` where that cannot be told."""
-        if self.records is None or not self.has_checksums:
+        if not self.has_checksums:
             return None
-        text = repr((self.size, [(record.name, record.offset, record.size, record.crc) for record in self.records]))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(repr((self.size, self.records)).encode()).hexdigest()
 
-    def content_of(self, record: Record) -> bytes:
-        """The bytes of a small record."""
+    def content_of(self, name: str) -> bytes:
+        """The bytes of the record of that name."""
+        record = next(record for record in self.records if record.name == name)
         with open(self.path, "rb") as file:
             file.seek(record.offset)
             return file.read(record.size)
@@ -117,7 +108,10 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
     name = name or str(path)
     try:
         with open(path, "rb") as file:
-            return _parse(file, str(path), name)
+            size = os.fstat(file.fileno()).st_size
+            if _has_records(file, name):
+                return Archive(str(path), name, size, _records(file, name, size))
+            return Archive(str(path), name, size)
     except FileNotFoundError:
         raise CheckpointNotFoundError(
             f"checkpoint {name} does not exist (working directory {os.getcwd()}); give the path of a file"
@@ -131,21 +125,34 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
         raise DamagedCheckpointError(f"checkpoint {name} cannot be read: {error.strerror or error}") from error
 
 
-def _parse(file: BinaryIO, path: str, name: str) -> Archive:
-    size = os.fstat(file.fileno()).st_size
+def _has_records(file: BinaryIO, name: str) -> bool:
+    """Whether it is an archive, or else a pickle, as torch wrote them before 1.6."""
     beginning = file.read(4)
     if not beginning:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
-    if beginning != _SIGNATURE:
-        if beginning[:1] == b"\x80":  # a pickle, as torch wrote them before 1.6
-            return Archive(path, name, size, None)
+    if beginning != _SIGNATURE and beginning[:1] != b"\x80":
         raise DamagedCheckpointError(
             f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, not as a file of torch.save does"
         )
+    return beginning == _SIGNATURE
+
+
+def _records(file: BinaryIO, name: str, size: int) -> tuple[Record, ...]:
+    records: list[Record] = []
+    end = 0
     try:
         with zipfile.ZipFile(file) as archive:
-            entries = archive.infolist()
-        records = tuple(_record(file, entry) for entry in sorted(entries, key=lambda entry: entry.header_offset))
+            entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+        for entry in entries:
+            record = _record(file, entry)
+            if entry.header_offset < end:  # a small file can claim terabytes of work that way
+                raise DamagedCheckpointError(
+                    f"checkpoint {name} is damaged: records {records[-1].name} and {record.name} overlap; {_ANOTHER}"
+                )
+            records.append(record)
+            end = record.offset + record.size
+        if end > size:
+            raise ValueError("records lie beyond its end")
     except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
@@ -155,14 +162,7 @@ def _parse(file: BinaryIO, path: str, name: str) -> Archive:
         raise DamagedCheckpointError(
             f"checkpoint {name} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
         )
-    if any(record.offset + record.size > size for record in records):
-        raise DamagedCheckpointError(f"checkpoint {name} is damaged: records lie beyond its {size} bytes; {_ANOTHER}")
-    for one, other in pairwise(records):
-        if one.offset + one.size > other.header:  # a small file can claim terabytes of work that way
-            raise DamagedCheckpointError(
-                f"checkpoint {name} is damaged: records {one.name} and {other.name} overlap; {_ANOTHER}"
-            )
-    return Archive(path, name, size, records)
+    return tuple(records)
 
 
 def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
@@ -172,10 +172,10 @@ def _record(file: BinaryIO, entry: zipfile.ZipInfo) -> Record:
     if header[0] != _SIGNATURE or entry.compress_type != zipfile.ZIP_STORED or is_directory:
         raise ValueError(f"record {entry.filename} has no proper header")
     offset = entry.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
-    return Record(entry.filename.partition("/")[2], entry.header_offset, offset, entry.file_size, entry.CRC)
+    return Record(entry.filename.partition("/")[2], offset, entry.file_size, entry.CRC)
 
 
-def find_damage(archive: Archive, records: Iterable[Record], *, threads: int = 1) -> list[Record]:
+def find_damage(archive: Archive, records: Iterable[Record]) -> list[Record]:
     """The records whose content does not have the checksum that was recorded for it.
 
     The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
@@ -183,17 +183,14 @@ def find_damage(archive: Archive, records: Iterable[Record], *, threads: int = 1
     Args:
         archive: the file that the records are in.
         records: those to check; one without a checksum is passed over.
-        threads: how many records to check at a time.
 
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
         DamagedCheckpointError: it has become shorter.
     """
-    checked = [record for record in records if record.has_crc and record.size]
     try:
-        with open(archive.path, "rb") as file, ThreadPoolExecutor(threads) as pool:
-            crcs = pool.map(lambda record: _crc_of(archive, file, record), checked)
-            return [record for record, crc in zip(checked, crcs, strict=True) if crc != record.crc]
+        with open(archive.path, "rb") as file:
+            return [record for record in records if record.has_crc and _crc_of(archive, file, record) != record.crc]
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
 
@@ -207,9 +204,3 @@ def _crc_of(archive: Archive, file: BinaryIO, record: Record) -> int:
         crc = zlib.crc32(piece, crc)
         position += len(piece)
     return crc
-
-
-def threads_for(processes: int) -> int:
-    """How many threads each of so many processes of this host may keep busy."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-    return max(1, min(8, cores // processes))

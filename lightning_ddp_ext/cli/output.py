@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -12,10 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.errors import CheckpointError
+
 # Columns where there is no terminal: whoever reads a pipe or a file wants whole lines.
 _ENDLESS = 1 << 15
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_LENGTHS = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,17 @@ class Report:
     """All of it but the error, for people."""
     is_undecided: bool = False
     """Whether nothing could be said about what was asked."""
+
+
+def report_on_file(path: str, look: Callable[[Archive], Report], facts: dict[str, Any]) -> Report:
+    """What ``look`` reports on the checkpoint at a path or URL; the error beside ``facts`` if it cannot be opened."""
+    try:
+        with on_local_disk(locate(path)) as local:
+            return look(open_archive(local, path))
+    except CheckpointError as error:
+        return Report(facts, str(error))
+    except OSError as error:
+        return Report(facts, f"checkpoint {path} cannot be read: {error.strerror or error}")
 
 
 def finish(*reports: Report, as_json: bool) -> None:
@@ -72,14 +86,14 @@ def add_row(to: Table, *cells: str) -> None:
     to.add_row(*(printable(cell) for cell in cells))
 
 
-def header(facts: dict[str, str]) -> Table:
+def header(facts: dict[str, Any]) -> Table:
     """Names and values, one a line; what has no value is left out."""
     result = Table.grid(padding=(0, 2))
     result.add_column(no_wrap=True)
     result.add_column(overflow="fold")
     for name, value in facts.items():
-        if value:
-            add_row(result, name, value)
+        if value is not None:
+            add_row(result, name, str(value))
     return result
 
 
@@ -100,16 +114,6 @@ def size_text(size: int) -> str:
     """
     power = min((max(size, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
     return f"{size / 1024**power:.{1 if power else 0}f} {_UNITS[power]}"
-
-
-def age_text(seconds: float) -> str:
-    """A length of time as people say it.
-
-    >>> age_text(59.9), age_text(3600), age_text(100 * 3600)
-    ('59 s', '60 min', '4 days')
-    """
-    length, unit = next(each for each in _LENGTHS if seconds >= 2 * each[0] or each[0] == 1)
-    return f"{seconds // length:.0f} {unit}"
 
 
 def count_text(number: int, what: str) -> str:

@@ -9,19 +9,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
-from lightning_ddp_ext.checkpoint.atomic_file import remove_leftovers
 from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, placement
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.map_location import MapLocation, placement
-from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore
-from lightning_ddp_ext.checkpoint.save import link, remove, unwritable, write
+from lightning_ddp_ext.checkpoint.restore import restore
+from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
+
+OnSaveError = Literal["raise", "warn"]
 
 # The file in which Lightning's launchers hand weights from a started rank, at its end, to the process that started it.
 _HANDED_OVER = ".temp.ckpt"
@@ -64,17 +65,16 @@ class RankZeroCheckpointIO(CheckpointIO):
         verify: bool = True,
         weights_only: bool | None = None,
         restore: Mode = "auto",
-        on_save_error: Literal["raise", "warn"] = "raise",
+        on_save_error: OnSaveError = "raise",
     ) -> None:
         placement(map_location)  # refuses a wrong one now rather than when it is used
-        _check_choice("restore", restore, ("auto", "map", "broadcast"))
-        _check_choice("on_save_error", on_save_error, ("raise", "warn"))
+        _check_choice("restore", restore, get_args(Mode))
+        _check_choice("on_save_error", on_save_error, get_args(OnSaveError))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
         self.is_default = False
         self.saver = Saver()
-        self._tidied: set[Path] = set()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
@@ -93,17 +93,10 @@ class RankZeroCheckpointIO(CheckpointIO):
         with self._errors_as_chosen():
             self.saver.raise_error()
         with self._errors_as_chosen():
-            self.tidy(path)
             if self.background and Path(path).name != _HANDED_OVER:
-                self._copy_and_write_later(checkpoint, path)
+                self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
             else:
                 self.saver.save(os.fspath(path), partial(write, checkpoint, path))
-
-    def _copy_and_write_later(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        try:
-            self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
-        except Exception as error:
-            raise unwritable(checkpoint, path, error) from error
 
     @override
     def load_checkpoint(
@@ -115,24 +108,33 @@ class RankZeroCheckpointIO(CheckpointIO):
             CheckpointError: one of its kinds.
         """
         self.wait()
-        return self.read(path, Ranks(), self.options_for(weights_only, map_location))  # type: ignore[no-any-return]
+        return self.read(path, Ranks(), map_location, weights_only)  # type: ignore[no-any-return]
 
-    @staticmethod
-    def read(path: PathLike, ranks: Ranks, options: LoadOptions, *, map_weights: bool = False) -> Any:
+    def read(
+        self,
+        path: PathLike,
+        ranks: Ranks,
+        map_location: MapLocation = None,
+        weights_only: bool | None = None,
+        *,
+        map_weights: bool = False,
+    ) -> Any:
         """Read a checkpoint on all of ``ranks``; a file without checksums gives a warning. Collective.
 
         Raises:
             CheckpointError: one of its kinds, on every rank.
         """
-        restored = restore(locate(path), ranks, options, map_weights=map_weights)
+        given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
+        options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
+        content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
         if ranks.world_size > 1:
-            rank_zero_info(f"checkpoint {os.fspath(path)}: {restored.how}")
-        if not restored.is_checked:
+            rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
+        if not is_checked:
             rank_zero_warn(
                 f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
-        return restored.value
+        return content
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -146,10 +148,8 @@ class RankZeroCheckpointIO(CheckpointIO):
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
 
-        Where the file system has no links it becomes a copy.
-
         Raises:
-            CheckpointSaveError: neither could be made.
+            CheckpointSaveError: the file system has no links, or a directory is in the way.
         """
         self._in_turn(path, partial(link, target, path))
 
@@ -170,30 +170,6 @@ class RankZeroCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         """Called by the strategy at the end: see :meth:`wait`."""
         self.wait()
-
-    def tidy(self, path: PathLike) -> None:
-        """Remove what killed saves have left beside ``path``, once a directory."""
-        local = locate(path).local
-        if local is None or local.parent in self._tidied or not local.parent.is_dir():
-            return
-        self._tidied.add(local.parent)
-        try:
-            removed = remove_leftovers(local.parent)
-        except OSError as error:
-            rank_zero_info(f"what killed saves have left in {local.parent} stays there, and does no harm: {error}")
-            return
-        if removed:
-            size = sum(leftover.size for leftover in removed) / 2**20
-            rank_zero_info(f"removed {len(removed)} unfinished checkpoints ({size:.0f} MiB) from {local.parent}")
-
-    def options_for(self, weights_only: bool | None, map_location: MapLocation = None) -> LoadOptions:
-        """How to read where a call says something of its own."""
-        mine = self.load_options
-        return replace(
-            mine,
-            map_location=mine.map_location if map_location is None else map_location,
-            weights_only=mine.weights_only if weights_only is None else weights_only,
-        )
 
     @contextmanager
     def _errors_as_chosen(self) -> Iterator[None]:

@@ -39,6 +39,9 @@ class Checkpoints:
 
     Args:
         strategy: whose ranks; its ``checkpoint_io`` does the work.
+
+    Attributes:
+        failed_saves: the paths whose last save has failed; in the background, as far as it was waited for.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -73,30 +76,28 @@ class Checkpoints:
         """
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
-    def settle(self) -> None:
-        """Wait until ``failed_saves`` is complete. Collective, unless the Trainer is interrupted."""
-        io = self._background_io
-        if io is None:
-            return
+    def join(self) -> None:
+        """Wait until all is saved, or has failed. Collective, unless the Trainer is interrupted."""
+        io: Any = self._strategy.checkpoint_io
 
         def work() -> frozenset[str]:
             io.saver.join()
             return frozenset(io.saver.failed)
 
-        self.failed_saves = self.on_rank_zero(work, "saving in the background") or frozenset()
+        if self.saves_in_background:
+            self.failed_saves = self.on_rank_zero(work, "saving in the background") or frozenset()
 
     def finish(self) -> None:
-        """Wait for what is saved in the background. Collective, unless the Trainer is interrupted.
+        """Wait until all is saved. Collective, unless the Trainer is interrupted.
 
         Raises:
             CheckpointSaveError: something could not be saved; on every rank.
         """
-        io = self._background_io
-        if io is None:
+        if not self.saves_in_background:
             return
-        self.settle()
+        self.join()
         try:
-            self.on_rank_zero(io.wait, "saving in the background")
+            self.on_rank_zero(self._strategy.checkpoint_io.teardown, "saving in the background")
         except Exception as error:
             if not self.is_interrupted:
                 raise
@@ -146,7 +147,7 @@ class Checkpoints:
         Raises:
             CheckpointError: one of its kinds, on every rank.
         """
-        io = self._strategy.checkpoint_io
+        io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
         self._path = os.fspath(path)
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
@@ -154,11 +155,9 @@ class Checkpoints:
         if io.background:
             self.on_rank_zero(io.wait, f"reading {self._path}")
         with self._every_rank(f"reading {self._path}"):
-            if self._strategy.is_global_zero:
-                io.tidy(path)
-            map_weights = not wants_content(self._strategy.lightning_module, self._trainer)
-            content = io.read(path, self._ranks, io.options_for(weights_only), map_weights=map_weights)
-        return adapted(content, self._path, self._strategy.lightning_module)
+            map_weights = module is not None and not wants_content(module, self._trainer)
+            content = io.read(path, self._ranks, weights_only=weights_only, map_weights=map_weights)
+        return adapted(content, self._path, module)
 
     def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint's weights into the model by ``load``.
@@ -174,15 +173,13 @@ class Checkpoints:
                 "saved, or set strict_loading = False in the LightningModule if keys may be missing"
             ) from error
 
+    # What the strategy and the Trainer have.
+
     @property
     def saves_in_background(self) -> bool:
         """Whether a save may not have ended when :meth:`save` returns."""
-        return self._background_io is not None
-
-    @property
-    def _background_io(self) -> RankZeroCheckpointIO | None:
         io = self._strategy.checkpoint_io
-        return io if isinstance(io, RankZeroCheckpointIO) and io.background else None
+        return isinstance(io, RankZeroCheckpointIO) and io.background
 
     @property
     def _ranks(self) -> Ranks:
@@ -213,26 +210,19 @@ class Checkpoints:
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
-def wants_content(module: LightningModule | None, trainer: Any) -> bool:
+def wants_content(module: LightningModule, trainer: Any) -> bool:
     """Whether some hook is given the file's weights before they are loaded, and may read, change or keep them."""
-    if module is None:
-        return True
-    hooks: list[tuple[Any, type, str]] = [
-        (module, LightningModule, "on_load_checkpoint"),
-        (module, LightningModule, "load_state_dict"),
-    ]
+    hooks = [_hook(module, LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
     if trainer is not None:
-        hooks += [(callback, Callback, "on_load_checkpoint") for callback in trainer.callbacks]
-        hooks += [(trainer.precision_plugin, Precision, "on_load_checkpoint")]
-    overridden = [
-        getattr(type(thing), name)
-        for thing, base, name in hooks
-        if getattr(type(thing), name) is not getattr(base, name)
-    ]
-    # Hooks of this package, such as the watchdog's, do not look.
-    if any(not hook.__module__.startswith("lightning_ddp_ext.") for hook in overridden):
-        return True
-    return any(_changes_what_it_loads(part) for part in module.modules())
+        hooks += [_hook(callback, Callback, "on_load_checkpoint") for callback in trainer.callbacks]
+        hooks.append(_hook(trainer.precision_plugin, Precision, "on_load_checkpoint"))
+    return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
+
+
+def _hook(owner: Any, base: type, name: str) -> bool:
+    """Whether a hook is a user's: Lightning's own, and this package's, do not look."""
+    hook = getattr(type(owner), name)
+    return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
 
 
 def _changes_what_it_loads(module: nn.Module) -> bool:

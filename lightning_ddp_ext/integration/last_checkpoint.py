@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import refuse_damage
@@ -42,22 +42,15 @@ def with_last_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], tr
 
 
 def candidates(trainer: Any) -> set[str]:
-    """Last checkpoints, and the file that is saved when the ranks are asked to stop."""
-    found = {os.path.normpath(path) for path in _paths(trainer) if path}
-    return {path for path in found if locate(path).fs.exists(locate(path).path)}
-
-
-def _paths(trainer: Any) -> Iterator[str | None]:
+    """Last checkpoints, and the files that are saved when the ranks are asked to stop, or one of them fails."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    for callback in callbacks:
-        yield from callback._find_last_checkpoints(trainer)
-    for callback in trainer.callbacks:
-        yield getattr(callback, "ckpt_path", None)  # of an OnExceptionCheckpoint
-    stop_file = trainer.strategy.stop_checkpoint
-    directories = {callback.dirpath for callback in callbacks} if callbacks else {trainer.default_root_dir}
-    for directory in directories:
-        if stop_file is not None and directory is not None:
-            yield os.path.join(directory, os.fspath(stop_file))
+    found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
+    found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
+    if trainer.strategy.stop_checkpoint is not None:
+        directories = [callback.dirpath for callback in callbacks] or [trainer.default_root_dir]
+        found |= {os.path.join(directory, trainer.strategy.stop_checkpoint) for directory in directories if directory}
+    paths = {os.path.normpath(path) for path in found if path}
+    return {path for path in paths if locate(path).fs.exists(locate(path).path)}
 
 
 def newest_whole(paths: set[str]) -> str | None:
@@ -66,8 +59,11 @@ def newest_whole(paths: set[str]) -> str | None:
     if len(newest_first) == 1:
         return newest_first[0]  # there is nothing else to take, and it is checked when it is read
     for path in newest_first:
+        local = locate(path).local
         try:
-            _check(path)
+            if local is not None:  # what a store elsewhere shows is whole
+                archive = open_archive(local, path)
+                refuse_damage(archive, archive.tensor_data)
         except CheckpointError as error:
             rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
         else:
@@ -78,10 +74,3 @@ def newest_whole(paths: set[str]) -> str | None:
 def _modified(path: str) -> float:
     location = locate(path)
     return float(location.fs.modified(location.path).timestamp())
-
-
-def _check(path: str) -> None:
-    local = locate(path).local
-    if local is not None:  # what a store elsewhere shows is whole
-        archive = open_archive(local, path)
-        refuse_damage(archive, archive.tensor_data)

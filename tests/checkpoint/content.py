@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.load import read, refuse_damage
-from lightning_ddp_ext.checkpoint.map_location import Placement, placement
+from lightning_ddp_ext.checkpoint.load import LoadOptions, read, refuse_damage
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
-
-ANYWHERE = placement(None)
 
 
 def numbers(*shape: int, start: float = 0.0) -> Tensor:
@@ -31,6 +28,10 @@ class Owner:
         self.tensor = tensor
 
 
+class Tagged(Tensor):
+    """A subclass of tensors."""
+
+
 def model() -> nn.Module:
     """A module with a buffer that is no part of its state."""
     module = nn.Sequential(nn.Linear(70, 90), nn.BatchNorm1d(90))
@@ -42,39 +43,63 @@ def model() -> nn.Module:
 
 def kinds() -> dict[str, Any]:
     """Large tensors (which are mapped) and small ones (which are not), one of each kind; always the same."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse tensors are said to be in beta
-        return _kinds()
-
-
-def _kinds() -> dict[str, Any]:
     large = numbers(80, 100)
     complex_numbers = torch.complex(large, -large)
-    return {
-        "float": large.clone(),
-        "integers": torch.arange(9000, dtype=torch.int16),
-        "bool": large.bool(),
-        "complex": complex_numbers.clone(),
-        "conjugated": complex_numbers.clone().conj(),
-        "negated": complex_numbers.clone().conj().imag,
-        "float8": torch.arange(20_000).remainder(200).to(torch.float8_e4m3fn),
-        "half": large.half(),
-        "bfloat16": large.bfloat16(),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 3),
-        "small": numbers(3),
-        "strided": numbers(100, 80)[::2, 1::3],
-        "transposed": numbers(100, 80).T,
-        "expanded": numbers(5000).expand(3, 5000),
-        "coo": large.to_sparse(),
-        "uncoalesced": torch.sparse_coo_tensor(torch.zeros(1, 5000, dtype=torch.long), numbers(5000), (9,)),
-        "csr": large.to_sparse_csr(),
-        "csc": large.to_sparse_csc(),
-        "bsr": large.to_sparse_bsr((10, 10)),
-        "parameter": nn.Parameter(numbers(5000)),
-        "frozen": nn.Parameter(numbers(5000), requires_grad=False),
-        "meta": torch.empty(3, device="meta"),
-    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse tensors are said to be in beta
+        return {
+            "float": large.clone(),
+            "integers": torch.arange(9000, dtype=torch.int16),
+            "bool": large.bool(),
+            "complex": complex_numbers.clone(),
+            "conjugated": complex_numbers.clone().conj(),
+            "negated": complex_numbers.clone().conj().imag,
+            "float8": torch.arange(20_000).remainder(200).to(torch.float8_e4m3fn),
+            "half": large.half(),
+            "bfloat16": large.bfloat16(),
+            "scalar": torch.tensor(2.5),
+            "empty": torch.empty(0, 3),
+            "small": numbers(3),
+            "strided": numbers(100, 80)[::2, 1::3],
+            "expanded": numbers(5000).expand(3, 5000),
+            "coo": large.to_sparse(),
+            "uncoalesced": torch.sparse_coo_tensor(torch.zeros(1, 5000, dtype=torch.long), numbers(5000), (9,)),
+            "csr": large.to_sparse_csr(),
+            "bsc": large.to_sparse_bsc((10, 10)),
+            "parameter": nn.Parameter(numbers(5000)),
+            "frozen": nn.Parameter(numbers(5000), requires_grad=False),
+            "meta": torch.empty(3, device="meta"),
+        }
+
+
+def unusual() -> dict[str, Tensor]:
+    """Tensors that only ``weights_only=False`` can read, or that have a history."""
+    leaf = numbers(100, 80).requires_grad_()
+    tagged = numbers(5000)
+    tagged.other = numbers(6000)  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # quantisation is deprecated, and strided nested tensors are in beta
+        scales, zeros = torch.linspace(0.1, 1, 100).double(), torch.zeros(100, dtype=torch.long)
+        return {
+            "attribute": tagged,
+            "subclass": numbers(5000).as_subclass(Tagged),
+            "subclass with a history": (leaf * 2).as_subclass(Tagged),
+            "with a history": leaf * 2,
+            "nested": torch.nested.nested_tensor([numbers(5000), numbers(4000)]),
+            "jagged": torch.nested.nested_tensor([numbers(5000), numbers(4000)], layout=torch.jagged),
+            "quantized": torch.quantize_per_tensor(numbers(80, 100), 40.0, 3, torch.quint8),
+            "per channel": torch.quantize_per_channel(leaf.detach(), scales, zeros, 0, torch.qint8),
+        }
+
+
+def plain(tensor: Tensor) -> list[Tensor]:
+    """An unusual tensor as others."""
+    if tensor.is_nested:
+        return [part.detach() for part in tensor.unbind()]
+    if tensor.layout != torch.strided:
+        return [tensor]
+    dense = (tensor.dequantize() if tensor.is_quantized else tensor).detach().as_subclass(Tensor)
+    return [dense, *(value for value in vars(tensor).values() if isinstance(value, Tensor))]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -105,14 +130,14 @@ def _content(tensor: Tensor) -> list[bytes]:
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    elif tensor.layout == torch.sparse_csr:
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    elif tensor.layout == torch.sparse_bsc:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         parts = [tensor]
-    plain = [part.resolve_conj().resolve_neg().contiguous().reshape(-1) for part in parts]
-    return [bytes(part.view(torch.uint8).numpy()) for part in plain]
+    dense = [part.resolve_conj().resolve_neg().contiguous().reshape(-1) for part in parts]
+    return [bytes(part.view(torch.uint8).numpy()) for part in dense]
 
 
 def saved(path: Path, content: Any, **options: Any) -> Archive:
@@ -121,18 +146,11 @@ def saved(path: Path, content: Any, **options: Any) -> Archive:
     return open_archive(path)
 
 
-def read_alone(
-    archive: Archive,
-    place: Placement,
-    *,
-    weights_only: bool | None = None,
-    verify: bool = True,
-    map_weights: bool = False,
-) -> Any:
+def read_alone(archive: Archive, *, map_weights: bool = False, **options: Any) -> Any:
     """The checkpoint as one rank reads it that has nobody to share the checking with."""
-    if verify:
+    if options.get("verify", True):
         refuse_damage(archive, archive.tensor_data)
-    return read(archive, place, weights_only=weights_only, map_weights=map_weights)
+    return read(archive, LoadOptions(**options), map_weights=map_weights)
 
 
 def as_bytes(content: Any) -> bytes:

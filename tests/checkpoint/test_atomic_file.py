@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.checkpoint import atomic_file as module
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write, find_leftovers, remove_leftovers
 from tests.ranks import RankProcesses, hold, run_ranks
+
+HOUR = 3600.0
 
 
 def names(directory: Path) -> list[str]:
@@ -24,26 +25,15 @@ def names(directory: Path) -> list[str]:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.binary(max_size=50)), st.integers(1, 20))
 def test_all_that_is_written_arrives(tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], most: int) -> None:
-    """The file is the pieces one after another, however the system cuts them."""
-    path = tmp_path_factory.mktemp("whole") / "it"
+    """The file is the pieces one after another, even where the system takes less at a time than it is given."""
+    path, write = tmp_path_factory.mktemp("whole") / "it", os.write
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_LONGEST_WRITE", most)
-        patch.setattr(module, "_WRITE_BACK_EVERY", 10)
+        patch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:most]))
         with atomic_write(path) as sink:
             assert [sink.write(memoryview(piece)) for piece in pieces] == [len(piece) for piece in pieces]
-            sink.flush()
             assert not path.exists()
     assert path.read_bytes() == b"".join(pieces)
     assert names(path.parent) == ["it"]
-
-
-def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system takes less than it was given, the rest follows."""
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:3]))
-    with atomic_write(tmp_path / "it") as sink:
-        assert sink.write(b"0123456789") == 10
-    assert (tmp_path / "it").read_bytes() == b"0123456789"
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()])
@@ -82,8 +72,7 @@ def test_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
     with atomic_write(tmp_path / "it") as sink:
         sink.write(b"new")
     assert not (tmp_path / "it").is_symlink()
-    assert (tmp_path / "it").read_bytes() == b"new"
-    assert (tmp_path / "other").read_bytes() == b"other"
+    assert [(tmp_path / name).read_bytes() for name in ("it", "other")] == [b"new", b"other"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -98,63 +87,42 @@ def test_who_may_read_follows_the_umask(tmp_path: Path, umask: int, mode: int) -
     assert stat.S_IMODE((tmp_path / "it").stat().st_mode) == mode
 
 
-HOUR = 3600.0
-
-
-def leftover(directory: Path, age: float = 2 * HOUR) -> Path:
-    path = directory / ".ddpx-0123456789abcdef.partial"
-    path.write_bytes(bytes(5))
-    make_old(path, age)
-    return path
-
-
 def make_old(path: Path, age: float = 2 * HOUR) -> None:
     moment = time.time() - age
     os.utime(path, (moment, moment), follow_symlinks=False)
 
 
 def test_what_nobody_writes_is_a_leftover(tmp_path: Path) -> None:
-    """A rest with a name of ours, and nothing else, is found with its size and age, and removed."""
-    rest = leftover(tmp_path, time.time())
+    """Files and links with a name of ours are found with size and age, and removed; nothing is followed."""
+    (tmp_path / "precious").write_bytes(b"precious")
+    rest, link, old_link = [tmp_path / f".ddpx-{name}" for name in ("0123456789abcdef.partial", "ab12.link", "47.link")]
+    rest.write_bytes(bytes(5))
+    trap = tmp_path / ".ddpx-bbbbbbbbbbbbbbbb.partial"
+    for each in (link, old_link, trap):
+        each.symlink_to("precious")
+    (tmp_path / ".ddpx-aaaaaaaaaaaaaaaa.partial").mkdir()
     for name in (".ddpx-0123.partial", "ddpx-0123456789abcdef.partial", ".ddpx-0123456789abcdef.partial.ckpt"):
         (tmp_path / name).touch()
-    (tmp_path / ".ddpx-aaaaaaaaaaaaaaaa.partial").mkdir()
-    (tmp_path / ".ddpx-bbbbbbbbbbbbbbbb.partial").symlink_to("nothing")
-    kept = names(tmp_path)
-    (found,) = find_leftovers(tmp_path)
-    assert (found.path, found.size, found.age > 1e9) == (rest, 5, True)
-    assert remove_leftovers(tmp_path)[0].path == rest
-    assert names(tmp_path) == [name for name in kept if name != rest.name]
-    assert find_leftovers(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", [".ddpx-0123456789abcdef.link", ".ddpx-4711.link"])
-def test_a_link_that_was_left_behind_is_found(tmp_path: Path, name: str) -> None:
-    """Also one of an earlier version, and whatever it points to stays."""
-    (tmp_path / "it").write_bytes(b"before")
-    (tmp_path / name).symlink_to("it")
-    make_old(tmp_path / name)
-    assert [found.path.name for found in remove_leftovers(tmp_path)] == [name]
-    assert names(tmp_path) == ["it"]
+    for path in tmp_path.iterdir():
+        make_old(path)
+    found = {leftover.path: leftover for leftover in find_leftovers(tmp_path)}
+    assert set(found) == {rest, link, old_link}
+    assert (found[rest].size, found[rest].age > HOUR) == (5, True)
+    before = names(tmp_path)
+    remove_leftovers(tmp_path)
+    assert set(before) - set(names(tmp_path)) == {path.name for path in found}
+    assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
 @pytest.mark.parametrize("age", [0.0, HOUR - 60])
 def test_what_is_younger_than_an_hour_is_not_removed(tmp_path: Path, age: float) -> None:
     """Another host may be writing it: on some file systems nobody else sees its lock."""
-    rest = leftover(tmp_path, age)
+    rest = tmp_path / ".ddpx-0123456789abcdef.partial"
+    rest.touch()
+    make_old(rest, age)
     assert [found.is_left_behind for found in find_leftovers(tmp_path)] == [False]
     assert remove_leftovers(tmp_path) == []
     assert rest.exists()
-
-
-def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
-    """Whatever somebody else may have put into a shared directory, only files of ours are looked at and removed."""
-    (tmp_path / "precious").write_bytes(b"precious")
-    trap = tmp_path / ".ddpx-0123456789abcdef.partial"
-    trap.symlink_to("precious")
-    make_old(trap)
-    assert remove_leftovers(tmp_path) == []
-    assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
 def test_what_this_process_writes_is_no_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,11 +130,9 @@ def test_what_this_process_writes_is_no_leftover(tmp_path: Path, monkeypatch: py
     (tmp_path / "here").mkdir()
     (tmp_path / "link").symlink_to("here")
     monkeypatch.chdir(tmp_path)
-    with atomic_write(tmp_path / "here" / "it") as sink:
-        sink.write(b"x")
-        for directory in (tmp_path / "here", Path("here"), tmp_path / "link", Path("here/../here")):
-            assert remove_leftovers(directory) == []
-    assert names(tmp_path / "here") == ["it"]
+    with atomic_write(tmp_path / "here" / "it"):
+        for directory in (tmp_path / "here", Path("here"), tmp_path / "link"):
+            assert find_leftovers(directory) == []
 
 
 def writes(rank: int, world_size: int, path: Path) -> None:
@@ -175,29 +141,20 @@ def writes(rank: int, world_size: int, path: Path) -> None:
         hold("writing")
 
 
-def test_a_rest_is_nobodys_when_its_writer_is_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_rest_is_nobodys_when_its_writer_is_dead(is_killed: bool, tmp_path: Path) -> None:
     """What another process writes is left alone while that lives, and is a leftover as soon as it is killed."""
     (tmp_path / "it").write_bytes(b"before")
     with RankProcesses(writes, 1, tmp_path / "it") as ranks:
         ranks.wait_for("writing", 0)
         [partial] = [path for path in tmp_path.iterdir() if path.name != "it"]
         make_old(partial)
-        assert remove_leftovers(tmp_path) == []
-        ranks.kill(0)
+        assert remove_leftovers(tmp_path) == find_leftovers(tmp_path) == []
+        ranks.kill(0) if is_killed else ranks.release(0)
         ranks.wait()
-    assert [found.size for found in remove_leftovers(tmp_path)] == [4]
+    assert [found.size for found in remove_leftovers(tmp_path)] == ([4] if is_killed else [])
     assert names(tmp_path) == ["it"]
-    assert (tmp_path / "it").read_bytes() == b"before"
-
-
-def test_a_writer_that_was_looked_at_finishes(tmp_path: Path) -> None:
-    """Looking for leftovers does not take the lock from who writes."""
-    with RankProcesses(writes, 1, tmp_path / "it") as ranks:
-        ranks.wait_for("writing", 0)
-        assert find_leftovers(tmp_path) == find_leftovers(tmp_path) == []
-        ranks.release(0)
-        assert [outcome.exit_code for outcome in ranks.wait()] == [0]
-    assert (tmp_path / "it").read_bytes() == b"half"
+    assert (tmp_path / "it").read_bytes() == (b"before" if is_killed else b"half")
 
 
 def write_unseen(rank: int, world_size: int, directory: Path) -> str:

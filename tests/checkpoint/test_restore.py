@@ -13,23 +13,22 @@ from typing import Any
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ddp_ext.checkpoint import broadcast as sending
+from lightning_ddp_ext.checkpoint import collectives
 from lightning_ddp_ext.checkpoint import restore as module
 from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.restore import LoadOptions, Mode, restore, share_of
+from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
-from lightning_ddp_ext.checkpoint.zip_crc import Record, open_archive
-from lightning_ddp_ext.errors import CheckpointNotFoundError
+from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from tests.checkpoint.content import as_bytes, flip, from_bytes, kinds, mapped, numbers, same, saved
 from tests.integration.training import stock_group
 from tests.ranks import run_ranks
 
 MODES: tuple[Mode, ...] = ("auto", "map", "broadcast")
+SENT = "sent from rank 0 to all (rank 1 on host "
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Case:
 
     paths: list[Path | str]
     mode: Mode = "auto"
-    wishes: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def restored(rank: int, world_size: int, directory: Path, cases: list[Case]) -> list[Any]:
@@ -54,19 +53,18 @@ def outcome(ranks: Ranks, case: Case) -> tuple[str, str | bytes]:
         path = "it.ckpt"
     place = locate(path)
     try:
-        result = restore(place, ranks, LoadOptions(case.mode, **case.wishes))
+        content, how, _ = restore(place, ranks, LoadOptions(case.mode, **case.options))
     except Exception as error:
         assert ranks.gather(ranks.rank) == list(range(ranks.world_size)), "all are still in step"
         return type(error).__name__, str(error)
-    value = result.value
     gc.collect()  # of earlier cases, an error and its frames may still have it
     assert place.local is None or not mapped(place.local)
-    return result.how, as_bytes(value)
+    return how, as_bytes(content)
 
 
-def on_ranks(directory: Path, *cases: Case, world_size: int = 2) -> list[tuple[str, Any]]:
+def on_ranks(directory: Path, *cases: Case, world_size: int = 2, function: Any = restored) -> list[tuple[str, Any]]:
     """For each case how it was restored, and the content, equal on all ranks; or the error, which is equal, too."""
-    by_rank = run_ranks(restored, world_size, directory, list(cases))
+    by_rank = run_ranks(function, world_size, directory, list(cases))
     return [told_by_all(results) for results in zip(*by_rank, strict=True)]
 
 
@@ -85,8 +83,7 @@ def test_every_rank_gets_every_kind(world_size: int, tmp_path: Path) -> None:
     """Mapped or sent, each rank has what was saved, and nothing stays in the file."""
     path = tmp_path / "it.ckpt"
     saved(path, kinds())
-    cases = [Case([path], mode) for mode in MODES]
-    results = on_ranks(tmp_path, *cases, world_size=world_size)
+    results = on_ranks(tmp_path, *(Case([path], mode) for mode in MODES), world_size=world_size)
     sent = "sent from rank 0 to all (as asked for)"
     assert [how for how, _ in results] == ["mapped by every rank", "mapped by every rank", sent]
     assert all(same(content, kinds()) for _, content in results)
@@ -107,13 +104,11 @@ def test_who_sees_what_decides(tmp_path: Path) -> None:
     saved(path, kinds())
     shutil.copy(path, copied)
     saved(other, {"x": numbers(5)})
-    missing, different, same_content = on_ranks(
-        tmp_path, Case([path, tmp_path / "no.ckpt"]), Case([path, other]), Case([path, copied])
-    )
-    assert missing[0].startswith("sent from rank 0 to all (rank 1 on host ")
-    assert different[0].startswith("sent from rank 0 to all (rank 1 on host ")
-    assert same_content[0] == "mapped by every rank"
-    assert all(same(content, kinds()) for _, content in (missing, different, same_content))
+    missing, different, equal = on_ranks(tmp_path, *(Case([path, it]) for it in (tmp_path / "no.ckpt", other, copied)))
+    assert missing[0].startswith(SENT)
+    assert different[0].startswith(SENT)
+    assert equal[0] == "mapped by every rank"
+    assert all(same(content, kinds()) for _, content in (missing, different, equal))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -123,26 +118,26 @@ def test_an_old_file_is_restored(tmp_path: Path) -> None:
     path, short = tmp_path / "it.ckpt", tmp_path / "short.ckpt"
     saved(path, content, _use_new_zipfile_serialization=False)
     short.write_bytes(path.read_bytes()[:-100])
-    good, bad = [Case([path], mode) for mode in MODES], [Case([short], mode) for mode in MODES]
-    results = on_ranks(tmp_path, *good, *bad)
+    results = on_ranks(tmp_path, *(Case([it], mode) for it in (path, short) for mode in MODES))
     assert all(same(value, content) for _, value in results[:3])
     assert [kind for kind, _ in results[3:]] == ["DamagedCheckpointError"] * 3
 
 
 def test_damage_is_named_on_every_rank(tmp_path: Path) -> None:
     """Whoever finds it, all raise the error that names the tensor; with ``verify=False`` all read it."""
-    content = {"state_dict": {"a": numbers(6000), "b": numbers(5000)}, "n": 3}
-    for position, name in enumerate("ab"):
+    content = {"state_dict": {"a": numbers(6000), "b": numbers(5000), "c": numbers(4000)}, "n": 3}
+    for position, name in enumerate("abc"):
         archive = saved(tmp_path / name, content)
         flip(tmp_path / name, archive.tensor_data[position].offset + 100, 0x40)
-    cases = [Case([tmp_path / name], mode) for name in "ab" for mode in MODES]
+    cases = [Case([tmp_path / name], mode) for name in "abc" for mode in MODES]
     results = on_ranks(tmp_path, *cases, *(Case([tmp_path / "a"], mode, {"verify": False}) for mode in MODES))
     for case, (kind, text) in zip(cases, results, strict=False):
         path = Path(case.paths[0])
         assert kind == "DamagedCheckpointError"
         assert f"checkpoint {path} is damaged: state_dict.{path.name} differs" in text
-    assert all(same(value["state_dict"]["b"], numbers(5000)) for _, value in results[6:])
-    assert not any(same(value["state_dict"]["a"], numbers(6000)) for _, value in results[6:])
+    for _, value in results[len(cases) :]:
+        assert same(value["state_dict"]["b"], numbers(5000))
+        assert not same(value["state_dict"]["a"], numbers(6000))
 
 
 def damage_skeleton(path: Path) -> None:
@@ -150,25 +145,25 @@ def damage_skeleton(path: Path) -> None:
     flip(path, record.offset + 30)
 
 
+SPOILERS: dict[str, Callable[[Path], Any]] = {
+    "CheckpointNotFoundError: checkpoint {} does not exist": os.unlink,
+    "DamagedCheckpointError: checkpoint {} is damaged: data.pkl differs": damage_skeleton,
+    "DamagedCheckpointError: checkpoint {} is damaged: its directory": lambda path: os.truncate(path, 1000),
+    "DamagedCheckpointError: checkpoint {} is empty": lambda path: os.truncate(path, 0),
+}
+
+
 def test_rank_zeros_error_is_everybodys(tmp_path: Path) -> None:
     """What is wrong with rank 0's file is told by all ranks, also by those whose own file is whole."""
-    spoilers: dict[str, Callable[[Path], Any]] = {
-        "CheckpointNotFoundError: checkpoint {} does not exist": os.unlink,
-        "DamagedCheckpointError: checkpoint {} is damaged: data.pkl differs": damage_skeleton,
-        "DamagedCheckpointError: checkpoint {} is damaged: its directory": lambda path: os.truncate(path, 1000),
-        "DamagedCheckpointError: checkpoint {} is empty": lambda path: os.truncate(path, 0),
-    }
     cases = []
-    for number, spoil in enumerate(spoilers.values()):
+    for number, spoil in enumerate(SPOILERS.values()):
         good, bad = tmp_path / f"good{number}.ckpt", tmp_path / f"bad{number}.ckpt"
         saved(good, {"x": numbers(6000)})
         shutil.copy(good, bad)
         spoil(bad)
-        cases += [Case([bad, good], mode) for mode in ("auto", "broadcast")]
-        cases.append(Case([bad], "map"))
-    for case, result in zip(cases, on_ranks(tmp_path, *cases), strict=True):
-        says = list(spoilers)[cases.index(case) // 3]
-        assert ": ".join(result).startswith(says.format(case.paths[0]))
+        cases += [Case([bad, good], "auto"), Case([bad, good], "broadcast"), Case([bad], "map")]
+    for number, result in enumerate(on_ranks(tmp_path, *cases)):
+        assert ": ".join(result).startswith(list(SPOILERS)[number // 3].format(cases[number].paths[0]))
 
 
 def test_who_must_map_and_cannot_is_named(tmp_path: Path) -> None:
@@ -218,10 +213,9 @@ def test_one_ranks_failure_is_everybodys(tmp_path: Path) -> None:
     path = tmp_path / "it.ckpt"
     torch.save({"x": numbers(6000), "y": Refused()}, path)
     cases = [Case([path], mode, {"weights_only": False}) for mode in MODES]
-    first, second = run_ranks(unknown_to_rank_one, 2, tmp_path, cases)
-    assert first == second
-    assert [kind for kind, _ in first] == ["CheckpointError"] * 3
-    assert all("needs a class that cannot be imported here" in text for _, text in first)
+    for kind, text in on_ranks(tmp_path, *cases, function=unknown_to_rank_one):
+        assert kind == "CheckpointError"
+        assert "needs a class that cannot be imported here" in text
 
 
 class LooksAtItsTensor:
@@ -236,8 +230,8 @@ class LooksAtItsTensor:
 
 def sums(rank: int, world_size: int, directory: Path, path: Path) -> list[Any]:
     with stock_group(rank, world_size, directory), torch.sparse.check_sparse_tensor_invariants():
-        wishes = LoadOptions("broadcast", weights_only=False)
-        value = restore(locate(path), Ranks(rank, world_size), wishes).value
+        options = LoadOptions("broadcast", weights_only=False)
+        value, *_ = restore(locate(path), Ranks(rank, world_size), options)
         return [value["looks"].sum, torch.rand(2, generator=value["generator"]).tolist(), value["csr"].sum().item()]
 
 
@@ -250,17 +244,17 @@ def test_objects_that_look_at_their_tensors(tmp_path: Path) -> None:
     assert run_ranks(sums, 2, tmp_path, tmp_path / "it.ckpt") == [expected] * 2
 
 
-def in_small_pieces(rank: int, world_size: int, directory: Path, case: Case) -> Any:
-    sending._TOGETHER, sending._PIECE = 1000, 7777
-    return restored(rank, world_size, directory, [case])
+def in_small_pieces(rank: int, world_size: int, directory: Path, cases: list[Case]) -> Any:
+    module._TOGETHER, collectives._PIECE = 1000, 7777
+    return restored(rank, world_size, directory, cases)
 
 
 def test_many_small_tensors_and_a_large_one(tmp_path: Path) -> None:
     """Hundreds that travel together and one that is cut all arrive where they belong."""
     content = {f"t{index}": numbers(index % 37, start=index) for index in range(300)} | {"large": numbers(50_001)}
     saved(tmp_path / "it.ckpt", content)
-    for ((_, data),) in run_ranks(in_small_pieces, 2, tmp_path, Case([tmp_path / "it.ckpt"], "broadcast")):
-        assert same(from_bytes(data), content)
+    [(_, value)] = on_ranks(tmp_path, Case([tmp_path / "it.ckpt"], "broadcast"), function=in_small_pieces)
+    assert same(value, content)
 
 
 def test_a_map_location_holds_on_every_rank(tmp_path: Path) -> None:
@@ -268,8 +262,7 @@ def test_a_map_location_holds_on_every_rank(tmp_path: Path) -> None:
     path, base = tmp_path / "it.ckpt", numbers(5000)
     saved(path, {"a": base, "b": base[3:], "c": numbers(2)})
     places: list[Any] = ["meta", {"cpu": "meta"}, "cuda:77"]
-    cases = [Case([path], mode, {"map_location": place}) for place in places for mode in MODES]
-    results = on_ranks(tmp_path, *cases)
+    results = on_ranks(tmp_path, *(Case([path], mode, {"map_location": it}) for it in places for mode in MODES))
     for _, content in results[:6]:
         found = [(name, tensor.device.type, tensor.numel()) for name, tensor in content.items()]
         assert found == [("a", "meta", 5000), ("b", "meta", 4997), ("c", "meta", 2)]
@@ -307,24 +300,3 @@ def test_an_object_store_is_read(tmp_path: Path) -> None:
     assert all(same(content, kinds()) for _, content in results[2:5])
     says = f"checkpoint {URL} cannot be fetched: ConnectionResetError: the store has hung up"
     assert results[5:] == [("CheckpointError", says)] * 3
-
-
-def test_a_file_that_vanishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is removed after it was seen raises an error of ours."""
-    path = tmp_path / "it.ckpt"
-    saved(path, {"x": numbers(5)})
-    choose = module._choose
-    monkeypatch.setattr(module, "_choose", lambda *args: (path.unlink(), choose(*args))[1])
-    with pytest.raises(CheckpointNotFoundError, match="was removed while it was read"):
-        restore(locate(path), Ranks(), LoadOptions())
-
-
-@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
-def test_shares_are_even(sizes: list[int], count: int) -> None:
-    """Each record is in one share, and no share is larger than the mean by more than the largest record."""
-    records = tuple(Record(f"data/{index}", 0, 0, size, 1) for index, size in enumerate(sizes))
-    parts = [share_of(records, number, count) for number in range(count)]
-    assert len(parts) == count
-    assert sorted(record.name for part in parts for record in part) == sorted(record.name for record in records)
-    most = max(sum(record.size for record in part) for part in parts)
-    assert most <= sum(sizes) / count + max(sizes, default=0)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.atomic_file import Sink
-from lightning_ddp_ext.checkpoint.restore import LoadOptions
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection
@@ -162,9 +161,9 @@ class StruckIO(RankZeroCheckpointIO):
         self.fault.at("removing")
         super().remove_checkpoint(path)
 
-    def options_for(self, *args: Any) -> LoadOptions:
+    def read(self, *args: Any, **kwargs: Any) -> Any:
         self.fault.at("reading")
-        return super().options_for(*args)
+        return super().read(*args, **kwargs)
 
 
 class StruckStrategy(DDPExtStrategy):

@@ -175,7 +175,7 @@ def test_a_file_that_only_one_host_has_restores_all(two_hosts: Network, path: Pa
 
 def fails_while_restoring(rank: int, world_size: int, directory: Path, path: Path, moment: str, victim: int) -> None:
     """Ranks that read together; one of them raises, or is killed, at a moment of its own."""
-    from lightning_ddp_ext.checkpoint import broadcast, restore
+    from lightning_ddp_ext.checkpoint import restore
 
     def strike() -> None:
         announce("struck")
@@ -194,11 +194,11 @@ def fails_while_restoring(rank: int, world_size: int, directory: Path, path: Pat
     if rank == victim and "before" in moment:
         restore.open_archive = striking(restore.open_archive)  # type: ignore[attr-defined]
     elif rank == victim and "during" in moment:
-        broadcast.send = striking(broadcast.send)
+        restore.send = striking(restore.send)
     elif rank == victim and "after" in moment:
-        broadcast.send = striking(broadcast.send, after=True)
+        restore.send = striking(restore.send, after=True)
     elif rank == victim and "unpacking" in moment:
-        broadcast.UntypedStorage = striking(broadcast.UntypedStorage)  # type: ignore[attr-defined]
+        restore.UntypedStorage = striking(restore.UntypedStorage)  # type: ignore[attr-defined]
     trainer = make_trainer(
         strategy_for("strategy", directory), plugins=[RankZeroCheckpointIO(restore="broadcast")], devices=3
     )

@@ -93,17 +93,22 @@ def directory_instead(path: Path) -> None:
 @pytest.mark.lowest
 @SIDES
 @IN_BACKGROUND
+@pytest.mark.parametrize("catch", [True, False])
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
-    side: Side, background: bool, disk: Path, tmp_path: Path
+    side: Side, background: bool, catch: bool, disk: Path, tmp_path: Path
 ) -> None:
-    """The error says how much space is left, the earlier checkpoint stays whole, and training can go on."""
+    """The error says how much space is left, the earlier checkpoint stays whole, and training ends or goes on.
+
+    In the background the error comes with the next save, which is not tried, or at the end.
+    """
     path = disk / "it.ckpt"
-    callback, io = SaveEachEpoch(path), RankZeroCheckpointIO(background=background)
-    results = on_ranks(fitted, side, tmp_path, callback, io)
-    assert results[0] == results[1]
-    told = results[0]["raised"] if background else results[0]["errors"][0]
+    callback, io = SaveEachEpoch(path, catch=catch), RankZeroCheckpointIO(background=background)
+    one, other = on_ranks(fitted, side, tmp_path, callback, io, 2 if catch else 4)
+    assert one == other
+    told = one["errors"][0] if not background or not catch else one["raised"]
     assert told.startswith(f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some")
-    assert results[0]["epoch"] == 2
+    assert bool(one["raised"]) == (background or not catch)
+    assert one["epoch"] == (2 if catch or background else 1)
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
@@ -134,19 +139,6 @@ def test_what_a_disk_refuses_is_named_on_every_rank(
         assert torch.load(callback.path)["epoch"] == 0
 
 
-def fitted_at(side: Side, directory: Path, names: list[str]) -> list[dict[str, Any]]:
-    (directory / "file").write_text("")
-    return [fitted(side, directory, SaveEachEpoch(directory / name), RankZeroCheckpointIO(), 1) for name in names]
-
-
-def test_impossible_paths_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """A name that is too long, and a file where the path needs a directory."""
-    results = on_ranks(fitted_at, "strategy", tmp_path, ["n" * 300, "file/it.ckpt"])
-    assert results[0] == results[1]
-    assert "File name too long; shorten the file name" in results[0][0]["errors"][0]
-    assert "a file stands where the path needs a directory" in results[0][1]["errors"][0]
-
-
 class Unpicklable(SaveEachEpoch):
     """Puts into the checkpoint what cannot be written."""
 
@@ -164,77 +156,45 @@ def test_what_cannot_be_pickled_is_named(background: bool, tmp_path: Path) -> No
     assert not list(tmp_path.glob("*.ckpt"))
 
 
-@SIDES
-@IN_BACKGROUND
-def test_an_error_that_nobody_catches_ends_fit_on_every_rank(
-    side: Side, background: bool, disk: Path, tmp_path: Path
-) -> None:
-    """In the foreground at once; in the background with the next save, which is not tried."""
-    callback = SaveEachEpoch(disk / "it.ckpt", catch=False)
-    results = on_ranks(fitted, side, tmp_path, callback, RankZeroCheckpointIO(background=background), 4)
-    assert results[0] == results[1]
-    assert "No space left" in results[0]["raised"]
-    assert results[0]["epoch"] == (2 if background else 1)
-    assert torch.load(disk / "it.ckpt")["epoch"] == 0
-
-
-def kept_best(side: Side, directory: Path, place: Path, background: bool) -> dict[str, Any]:
-    io = RankZeroCheckpointIO(on_save_error="warn", background=background)
-    callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", monitor="epoch", mode="max")
-    trainer = trainer_for(side, directory, io, [callback, Ballast()], max_epochs=3)
-    trainer.fit(Net())
-    return {"best": Path(callback.best_model_path).name, "k": [Path(path).name for path in callback.best_k_models]}
-
-
 class Ballast(L.Callback):
-    """Makes the second checkpoint one that does not fit the disk."""
+    """Makes the checkpoints of some epochs ones that do not fit the disk."""
+
+    def __init__(self, epochs: tuple[int, ...]) -> None:
+        self.epochs = epochs
 
     def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log("epoch", float(trainer.current_epoch), sync_dist=True)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.current_epoch >= 1:
+        if trainer.current_epoch in self.epochs:
             checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
 
 
-@SIDES
-@IN_BACKGROUND
-def test_a_warning_instead_of_an_error_keeps_the_last_good_checkpoint(
-    side: Side, background: bool, disk: Path, tmp_path: Path
-) -> None:
-    """With `on_save_error="warn"` training ends well, nothing is removed for a successor that is not there."""
-    results = on_ranks(kept_best, side, tmp_path, disk, background)
-    assert results[0] == results[1]
-    assert [path.name for path in disk.iterdir()] == ["epoch=0.ckpt"]
-    assert results[0] == {"best": "epoch=0.ckpt", "k": ["epoch=0.ckpt"]}, "and it is the one that is remembered"
-
-
-def remembered(side: Side, directory: Path, place: Path, background: bool) -> dict[str, Any]:
-    """What the callback remembers when the second of three checkpoints did not fit the disk."""
-
-    class Fails(Ballast):
-        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-            if trainer.current_epoch == 1:
-                super().on_save_checkpoint(trainer, module, checkpoint)
-
+def remembered(side: Side, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
+    """What the callback remembers of three epochs, of which some did not fit the disk."""
     io = RankZeroCheckpointIO(on_save_error="warn", background=background)
     options = {"monitor": "epoch", "mode": "max", "save_last": True}
     callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", **options)
-    trainer_for(side, directory, io, [callback, Fails()], max_epochs=3).fit(Net())
+    trainer_for(side, directory, io, [callback, Ballast(failing)], max_epochs=3).fit(Net())
     kept = [Path(path).name for path in callback.best_k_models]
     return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
 
 
 @SIDES
 @IN_BACKGROUND
+@pytest.mark.parametrize(("failing", "kept"), [((1,), 2), ((1, 2), 0)])
 def test_the_save_that_failed_is_the_one_that_is_forgotten(
-    side: Side, background: bool, disk: Path, tmp_path: Path
+    side: Side, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
 ) -> None:
-    """And the one after it is kept: every file that the callback remembers is there, and no other."""
-    results = on_ranks(remembered, side, tmp_path, disk, background)
-    assert results[0] == results[1] == {"best": "epoch=2.ckpt", "k": ["epoch=2.ckpt"], "last": "last.ckpt"}
-    assert sorted(path.name for path in disk.iterdir()) == ["epoch=2.ckpt", "last.ckpt"]
-    assert all(torch.load(path)["epoch"] == 2 for path in disk.iterdir())
+    """With `on_save_error="warn"` training goes on; nothing is removed for a successor that is not there.
+
+    Every file that the callback remembers is there, and no other.
+    """
+    one, other = on_ranks(remembered, side, tmp_path, disk, background, failing)
+    name = f"epoch={kept}.ckpt"
+    assert one == other == {"best": name, "k": [name], "last": "last.ckpt"}
+    assert sorted(path.name for path in disk.iterdir()) == [name, "last.ckpt"]
+    assert all(torch.load(path)["epoch"] == kept for path in disk.iterdir())
 
 
 class MissingValue(dict[str, Any]):

@@ -73,8 +73,7 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
         self._replaced = ReplacedMethods()
-        # The path of a save that may not have ended yet, and what was remembered before it.
-        self._unconfirmed: tuple[str, dict[str, Any]] | None = None
+        self._unconfirmed: dict[str, Any] | None = None  # what was remembered before a save that may fail yet
 
     @property
     @override
@@ -86,8 +85,6 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._replaced.put_back()
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
-
-    # What the ranks decide from is the same on all.
 
     @override
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
@@ -110,38 +107,36 @@ class RankZeroCheckpoint(ModelCheckpoint):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._forget_failed_saves()  # the strategy has waited for the last one
+        self._forget_failed_save()  # the strategy has waited for it
         super().teardown(trainer, pl_module, stage)
         self._replaced.put_back()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget_failed_saves()
+        self._forget_failed_save()
         super().on_exception(trainer, pl_module, exception)
 
     @contextmanager
     def _forgetting_failures(self) -> Iterator[None]:
         """Put back what was remembered before, if there is no checkpoint in the end."""
         if self._checkpoints is not None and self._unconfirmed is not None:
-            self._checkpoints.settle()  # what to do next depends on what has come of the last save
-        self._forget_failed_saves()
+            self._checkpoints.join()  # what to do next depends on what has come of the last save
+        self._forget_failed_save()
         before = {name: copy.copy(getattr(self, name)) for name in _REMEMBERED}
         try:
             yield
         except BaseException:
             vars(self).update(before)
             raise
-        step, path = before["_last_global_step_saved"], before["_last_checkpoint_saved"]
-        if (step, path) != (self._last_global_step_saved, self._last_checkpoint_saved):
-            self._unconfirmed = (self._last_checkpoint_saved, before)
+        if any(getattr(self, name) != before[name] for name in ("_last_global_step_saved", "_last_checkpoint_saved")):
+            self._unconfirmed = before
         if self._checkpoints is not None and not self._checkpoints.saves_in_background:
-            self._forget_failed_saves()
+            self._forget_failed_save()
 
-    def _forget_failed_saves(self) -> None:
-        if self._unconfirmed is not None and self._checkpoints is not None:
-            path, before = self._unconfirmed
-            if path in self._checkpoints.failed_saves:
-                vars(self).update(before)
+    def _forget_failed_save(self) -> None:
+        failed = frozenset() if self._checkpoints is None else self._checkpoints.failed_saves
+        if self._unconfirmed is not None and self._last_checkpoint_saved in failed:
+            vars(self).update(self._unconfirmed)
         self._unconfirmed = None
 
     @override
