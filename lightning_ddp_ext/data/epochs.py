@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
+_KNOWN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_ddp_ext.")
 _SHORT = 32  # a longer list or dict holds samples, unless its first element is a loader, sampler or dataset
 
 
@@ -57,6 +58,19 @@ def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
     # Looked up statically: an object with __getattr__ may promise anything, and a property may fail.
     return callable(getattr_static(thing, "set_epoch", None))
+
+
+def fixed_shufflers(loaders: object) -> list[object]:
+    """Samplers below ``loaders`` whose ``shuffle`` is true, and that have no ``set_epoch`` to change their order.
+
+    There are none where something of the user's own has ``set_epoch``, since that may hand the epoch on in its own way.
+    """
+    everything = all_below(loaders)
+    methods = [getattr_static(thing, "set_epoch") for thing in everything if has_set_epoch(thing)]
+    if not all(str(method.__module__).startswith(_KNOWN) for method in methods):
+        return []
+    samplers = [thing for thing in everything if isinstance(thing, Sampler) and not has_set_epoch(thing)]
+    return [sampler for sampler in samplers if getattr_static(sampler, "shuffle", False) is True]
 
 
 def all_below(root: object) -> list[object]:

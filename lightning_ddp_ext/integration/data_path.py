@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.epochs import fixed_shufflers
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
 from lightning_ddp_ext.data.loader_kinds import position_of, rewind
@@ -22,7 +23,7 @@ from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
 from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, update_dataloader
+from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn, update_dataloader
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.training_data import TrainingData
 from lightning_ddp_ext.integration.uneven import UnevenInputs
@@ -125,6 +126,7 @@ class DataPath:
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
         loader = DistributedLoader.around(dataloader, self.begin)
+        warn_of_fixed_orders(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
         stage, self._stage = self._stage or self._trainer.state.stage, None
         if stage in EVALUATED:
@@ -155,6 +157,15 @@ def is_shared_out(loader: Any) -> bool:
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)
+
+
+def warn_of_fixed_orders(loader: object) -> None:
+    """Name the samplers below a loader that shuffle and cannot be told the epoch."""
+    for name in sorted({type(sampler).__name__ for sampler in fixed_shufflers(loader)}):
+        rank_zero_warn(
+            f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
+            "method set_epoch(epoch) that its order depends on"
+        )
 
 
 def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:

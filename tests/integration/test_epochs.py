@@ -333,6 +333,43 @@ def test_a_seed_that_cannot_be_is_refused_at_once() -> None:
             SamplerEpochSeeding(seed=seed)  # type: ignore[arg-type]
 
 
+class Shuffling(Sampler[int]):
+    """The same order in each epoch."""
+
+    shuffle = True
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(1).sample(range(4), 4))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def warnings_of(kind: Kind, directory: Path, *, use_distributed_sampler: bool) -> list[str]:
+    callbacks: list[L.Callback] = [SamplerEpochSeeding()] if kind == "stock" else []
+    options = {"use_distributed_sampler": use_distributed_sampler, "reload_dataloaders_every_n_epochs": 1}
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # as Python shows them
+        trainer.fit(Net(partial(loader, sampler=Shuffling()), partial(loader, sampler=Shuffling())))
+    return [str(each.message) for each in caught if "set_epoch" in str(each.message)]
+
+
+def both_warnings(kind: Kind, directory: Path) -> list[list[str]]:
+    return [warnings_of(kind, directory, use_distributed_sampler=wrapped) for wrapped in (False, True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampler_that_shuffles_and_takes_no_epoch_is_named_once(kind: Kind, tmp_path: Path) -> None:
+    """Rank 0 warns once in a run, also where the sampler has been put into one that shares out what it yields."""
+    first, second = on_ranks(kind, both_warnings, tmp_path)
+    for messages in first:
+        (message,) = messages
+        assert "Shuffling shuffles, and has no set_epoch" in message
+        assert "give it a method set_epoch(epoch)" in message
+    assert second == [[], []]
+
+
 class Stopped(Exception):
     pass
 

@@ -11,7 +11,7 @@ from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
 from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out
+from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out, warn_of_fixed_orders
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, RunningStage, Trainer
 from lightning_ddp_ext.integration.loop_state import epoch_of
 
@@ -21,7 +21,8 @@ class SamplerEpochSeeding(Callback):
 
     Just before a loader is iterated over, in training and in evaluation, everything below it that has a method
     ``set_epoch`` is given the epoch that training is in, also after a resume: samplers, batch samplers, what they wrap,
-    datasets and what they wrap, loaders that are no ``DataLoader``, and datasets in persistent workers.
+    datasets and what they wrap, loaders that are no ``DataLoader``, and datasets in persistent workers. A sampler that
+    shuffles and has no such method is named in a warning.
 
     ``DDPExtStrategy`` does this by itself: there the callback is needed for ``seed`` alone.
 
@@ -54,7 +55,9 @@ class SamplerEpochSeeding(Callback):
             source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
             if not is_shared_out(source):
                 source = type(connector)._prepare_dataloader(connector, source, shuffle=shuffle, mode=mode)
-            return DistributedLoader.around(source, begin)
+            loader = DistributedLoader.around(source, begin)
+            warn_of_fixed_orders(loader.loader)
+            return loader
 
         def begin(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
             start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
