@@ -379,7 +379,9 @@ class DDPExtStrategy(DDPStrategy):
 
     def _endpoint(self) -> Endpoint:
         """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
-        if current() is not None or torch.distributed.is_initialized() or self.world.world_size == 1:
+        context = current()
+        is_connected = context is not None and len(context.table) > 1
+        if is_connected or torch.distributed.is_initialized() or self.world.world_size == 1:
             return FileEndpoint("")
         assert self.cluster_environment is not None
         started = started_ranks()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.rendezvous.call_counter import Call, CallCounter
@@ -78,22 +77,19 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
-        patience: Callable[[], None] | None = None,
         check: Callable[[], None] | None = None,
+        is_patient: bool = False,
     ) -> None:
         """:meth:`begin` a call and :meth:`wait`. Collective."""
-        self.wait(self.begin(what, where, name=name), patience=patience, check=check)
+        self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
 
-    def wait(
-        self, call: Call, *, patience: Callable[[], None] | None = None, check: Callable[[], None] | None = None
-    ) -> None:
+    def wait(self, call: Call, *, check: Callable[[], None] | None = None, is_patient: bool = False) -> None:
         """Wait until every rank has begun this call. Collective.
 
         Args:
             call: what :meth:`begin` returned.
-            patience: called whenever the timeout of a collective has passed, and raises if waiting is in vain;
-                ``None``: a rank that has not come by then is absent.
-            check: called before a rank is said to be absent; it may raise what is known better.
+            check: called whenever the timeout of a collective has passed; it may raise what is known better.
+            is_patient: whether to wait on after that; if not, a rank that has not come by then is absent.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
@@ -101,11 +97,12 @@ class NamedBarriers:
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._context.collective_timeout.total_seconds()):
-            (patience or partial(self._give_up, call, check))()
+            if check is not None:
+                check()
+            if not is_patient:
+                self._give_up(call)
 
-    def _give_up(self, call: Call, check: Callable[[], None] | None) -> None:
-        if check is not None:
-            check()
+    def _give_up(self, call: Call) -> None:
         if self._rank == 0:
             self._answer_overdue(call)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -25,19 +25,20 @@ class ProcessGroups:
     """The default process group and the others that the package forms.
 
     Args:
-        request: of the first Trainer.
         store: in which the groups are formed; no other start has used it.
         route: the address of this host that other hosts can reach; empty where all ranks are on one.
+
+    Attributes:
+        others: groups beside the default one, by whatever tells them apart.
     """
 
-    def __init__(self, request: Request, store: Store, route: str) -> None:
-        self._request = request
+    def __init__(self, store: Store, route: str) -> None:
+        self.others: dict[object, dist.ProcessGroup] = {}
         self._store = store
         self._route = route
+        self._request: Request
         self._formed = 0
         self._is_open = False
-        self._default: object = None
-        self._others: dict[tuple[object, ...], dist.ProcessGroup] = {}
         self._kept: list[object] = []
         self._sockets: list[Sockets] = []
 
@@ -59,26 +60,21 @@ class ProcessGroups:
             # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
             # reference alone gives the GIL up meanwhile, and DDP's does not, so this one must outlive the model's:
             # https://github.com/pytorch/pytorch/issues/56297. Without it 2 of 69 failing runs hung in teardown.
-            self._default = dist.group.WORLD
+            self._kept.append(dist.group.WORLD)
             _check_group(request)
         _set_timeout(request.timeout)
 
-    def form(self, ranks: Sequence[int], backend: str | None, purpose: str) -> dist.ProcessGroup:
+    def form(self, key: object, ranks: list[int], backend: str | None) -> None:
         """Form a group of some ranks. Collective over all ranks."""
         deadline = Deadline(self._request.init_timeout.total_seconds())
         with self._noted_sockets(), self._interface_for_gloo():
             group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())
         _set_timeout(self._request.timeout, group)
-        self._others[(*ranks, backend, purpose)] = group
-        return group
-
-    def known(self, ranks: Sequence[int], backend: str | None, purpose: str) -> dist.ProcessGroup | None:
-        """The group that :meth:`form` has made for the same arguments."""
-        return self._others.get((*ranks, backend, purpose))
+        self.others[key] = group
 
     def set_timeout(self, timeout: timedelta | None) -> None:
         """Set the timeout of all groups' collectives."""
-        for group in (None, *self._others.values()):
+        for group in (None, *self.others.values()):
             _set_timeout(timeout, group)
 
     def cut(self) -> None:
@@ -95,7 +91,7 @@ class ProcessGroups:
         """
         was_open, self._is_open = self._is_open, False
         if not was_open or not dist.is_initialized():
-            self._others.clear()
+            self.others.clear()
             return
         # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
         # their owner and abort the process at its end: 9 of 50 processes without these two lines.
@@ -104,13 +100,12 @@ class ProcessGroups:
             abort_group()
         else:
             dist.destroy_process_group()
-        self._kept.extend(self._others.values())  # as long as the default one, and for the same reason
-        self._others.clear()
+        self._kept.extend(self.others.values())  # as long as the default one, and for the same reason
+        self.others.clear()
         gc.collect()
 
     def release(self) -> None:
         """Let go of the closed groups."""
-        self._default = None
         self._kept.clear()
 
     @contextmanager

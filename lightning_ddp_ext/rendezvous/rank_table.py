@@ -42,6 +42,20 @@ class RankTable:
         """Whether a loopback connection joins all ranks."""
         return len({info.network for info in self.ranks}) == 1
 
+    def to_message(self) -> dict[str, Any]:
+        """The table as JSON; each host is written once, as there may be thousands of ranks."""
+        hosts = list(dict.fromkeys((info.host, info.network) for info in self.ranks))
+        numbers = {host: number for number, host in enumerate(hosts)}
+        ranks = [[numbers[info.host, info.network], info.pid] for info in self.ranks]
+        return {"start_id": self.start_id, "hosts": hosts, "ranks": ranks}
+
+    @staticmethod
+    def of(message: dict[str, Any]) -> RankTable:
+        """The table that :meth:`to_message` has described."""
+        hosts = message["hosts"]
+        infos = [RankInfo(rank, hosts[at][0], pid, hosts[at][1]) for rank, (at, pid) in enumerate(message["ranks"])]
+        return RankTable(message["start_id"], tuple(infos))
+
 
 @dataclass(frozen=True)
 class Hello:

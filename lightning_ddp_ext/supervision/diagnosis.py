@@ -109,19 +109,15 @@ def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> Diagnosis:
 
 
 def _in_collectives(reports: Sequence[Report]) -> Diagnosis | None:
-    """What the first collectives that do not end tell, those of the default group first."""
-    pending = {
-        (not flight.is_default, flight.group, flight.pending)
-        for report in reports
-        for flight in report.flights or ()
-        if flight.pending is not None
-    }
-    first: dict[str, int] = {}
-    for _, group, number in sorted(pending, reverse=True):
-        first[group] = number
-    found = [_in_collective(group, number, reports) for group, number in sorted(first.items())]
-    found = [diagnosis for diagnosis in found if diagnosis is not None]
-    return found[0] if found else _in_one_collective(first, reports)
+    """What the first collective of each group tells that does not end; that of the default group first."""
+    first: dict[tuple[bool, str], int] = {}
+    for report in reports:
+        for flight in report.flights or ():
+            if flight.pending is not None:
+                group = (not flight.is_default, flight.group)
+                first[group] = min(flight.pending, first.get(group, flight.pending))
+    found = (_in_collective(group, number, reports) for (_, group), number in sorted(first.items()))
+    return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
 def _in_collective(group: str, number: int, reports: Sequence[Report]) -> Diagnosis | None:
@@ -163,23 +159,6 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> Diagnos
     odd = min(calls, key=lambda call: (frequency[call[0]], -call[1].who.rank))[1]
     places = "; ".join(f"{report.who} in {call}, {report.where}" for call, report in calls[:_LONGEST_LIST])
     return Diagnosis(odd.who, f"ranks are in different collectives: {places}; let every rank make the same calls")
-
-
-def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Diagnosis | None:
-    """All are where they should be, and yet nothing comes of it."""
-    for group, number in sorted(first.items()):
-        inside = [report for report in reports if (flight := report.flight(group)) and flight.pending == number]
-        stuck_elsewhere = [report for report in reports if report.is_still and not report.waits]
-        if inside and not stuck_elsewhere:
-            flight = inside[0].flight(group)
-            assert flight is not None
-            slowest = max(inside, key=lambda report: report.idle)
-            return Diagnosis(
-                slowest.who,
-                f"{_ranks(report.who.rank for report in inside)} have all been in {flight.describe(number)} for "
-                f"{slowest.idle:.0f} s, and it does not end; look at the network between the hosts",
-            )
-    return None
 
 
 def _stuck(still: Sequence[Report]) -> Diagnosis:

@@ -59,7 +59,10 @@ def supervised(
 def explain(exception: BaseException) -> Any:
     """The exception itself, then announced to the other ranks; or the error of the rank that caused it."""
     context = current()
-    if context is None or isinstance(exception, (RankFailedError, RendezvousError)):
+    if context is None or isinstance(exception, RendezvousError):
+        return exception
+    if isinstance(exception, RankFailedError):
+        context.peers.note_raised()
         return exception
     if echoes_another_rank(exception):
         event = _cause(context, " ".join(map(reason_of, chain_of(exception))))

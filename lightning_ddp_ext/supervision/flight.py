@@ -44,10 +44,6 @@ class Flight:
         """Whether every rank is in the group."""
         return not self.label
 
-    def name_of(self, number: int) -> str:
-        """The collective's name, or what can be said without it."""
-        return self.recent.get(str(number), "a collective").partition(" ")[0]
-
     def describe(self, number: int) -> str:
         """The collective as a message shows it."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
@@ -70,11 +66,6 @@ def flights() -> list[Flight] | None:
         return flights_in(json.loads(dump()))
     except Exception:  # another format than the one that we know; what is reported will do without
         return None
-
-
-def why_unknown() -> str:
-    """Why :func:`flights` is ``None``."""
-    return f"torch {torch.__version__} does not tell the collectives of this process (_dump_fr_trace_json)"
 
 
 def flights_in(trace: Mapping[str, Any]) -> list[Flight]:

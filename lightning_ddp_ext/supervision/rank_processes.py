@@ -97,7 +97,7 @@ class RankProcesses:
             SystemExit: a signal has stopped all of them.
             Exception: what the first one that failed raised.
         """
-        signals = StopSignals(hear=self._pass_on, note=lambda signum: None)
+        signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, signal.SIGUSR1)
         try:
             self._wait_for_an_end()

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Literal
 
 import psutil
@@ -20,9 +20,9 @@ from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.wire import Message
-from lightning_ddp_ext.supervision.call_site import call_site_of
+from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
-from lightning_ddp_ext.supervision.stacks import main_frame, may_be_waiting_for_ranks
+from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 # ``"collective"``: one has timed out; ``"silence"``: only a rank that does not answer is to be named; ``"hang"``: a
 # watchdog asks.
@@ -41,7 +41,7 @@ class Survey:
         context: this process among the ranks.
 
     Attributes:
-        describe: what this rank answers to a watchdog.
+        describe: what this rank answers.
         publish: on the rank that has the findings, called with those of a watchdog's survey; returns whether all
             ranks are to end.
     """
@@ -58,8 +58,8 @@ class Survey:
         self._has_come_out = False  # of its collective, which was in vain
         self._is_under_way = False
         self._over: set[str] = set()
-        self._requested: dict[Kind, str] = {}
-        self._is_surveying = False
+        self._requested: set[Kind] = set()
+        self._one_at_a_time = threading.Lock()
         self._reports: dict[int, Report] = {}
         context.listen(_TOPIC, self._hear)
 
@@ -115,9 +115,9 @@ class Survey:
 
     def _blame_rank_zero(self, kind: Kind, wait: str) -> None:
         if kind == "hang":
-            self._conclude(Findings([self.describe()], [self._silence(0)]))
+            self._conclude(Findings([self._report()], [self._silence(0)]))
         else:
-            self._peers.report(self._silent_event([0], wait))
+            self._peers.report(_silent([self._silence(0)], wait))
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until it is so, or something has happened to a rank, which says more."""
@@ -131,8 +131,7 @@ class Survey:
             self._request(message["request"], message["wait"])
         elif "question" in message:
             self._note(under_way=True)
-            report = self.describe() if message["question"] == "hang" else self._brief_report()
-            self._context.send(_TOPIC, {"report": asdict(report)})
+            self._context.send(_TOPIC, {"report": asdict(self._report())})
         elif "report" in message:
             self._take(Report.of(message["report"]))
         elif "over" in message:
@@ -145,63 +144,70 @@ class Survey:
                 self._over.add(over)
             self._peers.arrived.notify_all()
 
+    def _report(self) -> Report:
+        report = self.describe()
+        return replace(report, is_waiting=report.is_waiting or self._has_come_out)
+
     def _brief_report(self) -> Report:
         frame = main_frame()
-        waits = self._has_come_out or may_be_waiting_for_ranks(frame)
-        return Report(self._mine, doing="user code", place=call_site_of(frame), is_waiting=waits, is_outside=True)
+        return Report(
+            self._mine,
+            doing="user code",
+            place=call_site_of(frame),
+            is_waiting=may_be_waiting_for_ranks(frame),
+            is_outside=True,
+        )
 
     # On rank 0.
 
     def _request(self, kind: Kind, wait: str) -> None:
         with self._peers.arrived:
-            self._requested.setdefault(kind, wait)
-            is_first, self._is_surveying = not self._is_surveying, True
-        if is_first:
-            threading.Thread(target=self._survey, name="ddpx-survey", daemon=True).start()
+            is_new = kind not in self._requested
+            self._requested.add(kind)
+        if is_new:
+            threading.Thread(target=self._survey, args=[kind, wait], name="ddpx-survey", daemon=True).start()
 
-    def _survey(self) -> None:
-        while True:
-            with self._peers.arrived:
-                if not self._requested:
-                    self._is_surveying = False
-                    self._peers.arrived.notify_all()
-                    break
-                kind, wait = self._requested.popitem()
+    def _survey(self, kind: Kind, wait: str) -> None:
+        with self._one_at_a_time:
             if kind == "hang":
-                silent = self._collect(kind)
+                silences = self._collect()
                 if self._peers.cause is None:
-                    silences = [self._silence(rank) for rank in silent]
                     self._conclude(Findings(list(self._reports.values()), silences))
             else:
                 self._name_missing(kind, wait)
+            with self._peers.arrived:
+                self._requested.discard(kind)
             self._note(under_way=False, over=kind)  # before the others, which may ask again
             self._context.send(_TOPIC, {"over": kind})
 
     def _name_missing(self, kind: Kind, wait: str) -> None:
-        silent = self._collect(kind)
-        elsewhere = [report for report in self._reports.values() if not report.is_waiting]
-        if elsewhere and not silent and kind == "collective":
+        silences = self._collect()
+        if kind == "collective" and not silences and self._elsewhere:
             self._peers.wait(_FOLLOWS_WITHIN)
-            silent = self._collect(kind)
-            elsewhere = [report for report in self._reports.values() if not report.is_waiting]
+            silences = self._collect()
+        elsewhere = self._elsewhere
         if self._peers.cause_or_departure is not None:
             return
-        if silent:
-            self._peers.report(self._silent_event(silent, wait))
+        if silences:
+            self._peers.report(_silent(silences, wait))
         elif elsewhere and kind == "collective":
             places = " and ".join(f"{report.who} is in {report.place or 'no call of yours'}" for report in elsewhere)
             self._peers.report(event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}"))
 
-    def _collect(self, kind: Kind) -> list[int]:
+    @property
+    def _elsewhere(self) -> list[Report]:
+        return [report for report in self._reports.values() if not report.is_waiting]
+
+    def _collect(self) -> list[Silence]:
         """Ask all ranks for a report; returns those that have not answered."""
         self._note(under_way=True)
-        everyone = {info.rank for info in self._table.ranks if not self._peers.has_ended(info.rank)}
-        mine = self.describe() if kind == "hang" else self._brief_report()
+        everyone = {info.rank for info in self._table.ranks if info.rank not in self._peers.ended}
+        mine = self._report()
         with self._peers.arrived:
             self._reports = {0: mine}
-        self._context.send(_TOPIC, {"question": kind})
+        self._context.send(_TOPIC, {"question": True})
         self._await(lambda: self._reports.keys() >= everyone, self._seconds)
-        return sorted(everyone - self._reports.keys())
+        return [self._silence(rank) for rank in sorted(everyone - self._reports.keys())]
 
     def _take(self, report: Report) -> None:
         with self._peers.arrived:
@@ -224,16 +230,13 @@ class Survey:
         is_stopped = stopped_process(self._table[rank], seen_from=self._mine) is not None
         return Silence(self._table[rank], self._seconds, is_stopped)
 
-    def _silent_event(self, silent: list[int], wait: str) -> PeerEvent:
-        others = "".join(f", {self._table[rank]}" for rank in silent[1:])
-        first = self._silence(silent[0])
-        stopped = " and its process is stopped (SIGSTOP)" if first.is_stopped else ""
-        sentence = f"{first.who}{others} has not answered for {first.seconds:g} s{stopped}; {wait}"
-        return event_of("hung", first.who, sentence)
-
     @property
     def _timeout(self) -> str:
         return f"{self._context.collective_timeout.total_seconds():g} s"
+
+
+def _silent(silences: list[Silence], wait: str) -> PeerEvent:
+    return event_of("hung", silences[0].who, f"{'; '.join(map(str, silences))}; {wait}")
 
 
 def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:

@@ -14,10 +14,10 @@ from typing import Literal
 
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.supervision.call_site import call_site_of
+from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
-from lightning_ddp_ext.supervision.flight import flights, why_unknown
-from lightning_ddp_ext.supervision.stacks import all_stacks, is_waiting_for_ranks, main_frame
+from lightning_ddp_ext.supervision.flight import flights
+from lightning_ddp_ext.supervision.stacks import all_stacks, may_be_waiting_for_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 
 OnHang = Literal["abort", "continue"]
@@ -74,8 +74,8 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer; surveys are told that this rank has left what is watched."""
         self._is_stopping.set()
-        if self._survey is not None:
-            self._survey.describe = _report_outside(self._who)
+        self.moved_at = time.monotonic()
+        self._describe = _after_the_trainer
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
@@ -121,39 +121,23 @@ class Watchdog:
         frame = main_frame()
         doing, progress = self._describe(frame)
         idle = time.monotonic() - self.moved_at
-        recorded = flights()
+        is_outside = self._is_stopping.is_set()
         return Report(
             who=self._who,
             idle=idle,
-            is_still=idle >= self._timeout,
+            is_still=is_outside or idle >= self._timeout,
             doing=doing,
             place=call_site_of(frame),
-            is_waiting=is_waiting_for_ranks(frame),
-            progress=progress if recorded is not None else f"{progress} ({why_unknown()})",
-            flights=recorded,
-            stacks=all_stacks(),
-        )
-
-
-def _report_outside(who: RankInfo) -> Callable[[], Report]:
-    """The report of a rank that is not watched any more: nothing is known of when it moves."""
-    left_at = time.monotonic()
-
-    def report() -> Report:
-        frame = main_frame()
-        return Report(
-            who=who,
-            idle=time.monotonic() - left_at,
-            is_still=True,
-            doing="code after the Trainer's",
-            place=call_site_of(frame),
-            is_waiting=is_waiting_for_ranks(frame),
-            is_outside=True,
+            is_waiting=may_be_waiting_for_ranks(frame),
+            is_outside=is_outside,
+            progress=progress,
             flights=flights(),
             stacks=all_stacks(),
         )
 
-    return report
+
+def _after_the_trainer(frame: FrameType | None) -> tuple[str, str]:
+    return "code after the Trainer's", ""
 
 
 def _write(path: Path, text: str) -> None:

@@ -25,7 +25,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoin
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.request import StartUp, Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
 from tests.ranks import free_port
 from tests.rendezvous.strangers import server, silent, web
@@ -46,18 +46,17 @@ class Process:
         self.endpoint = endpoint
         self.deadline = Deadline(init_timeout)
         self.channel = Channel(heartbeat=30.0)
-        self.coordinator: Coordinator | None = None
+        self.withdraw: Callable[[], None] = lambda: None
         self.future: Future[RankTable] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        arguments = (self.hello, self.endpoint, self.channel, self.deadline, Timeouts(after_refusal=0.5, answer=1.0))
+        timeouts = Timeouts(after_refusal=0.5, answer=1.0, connect=0.5)
+        start_up = StartUp(self.hello, self.endpoint, self.channel, self.deadline, timeouts)
         try:
-            if self.info.rank == 0:
-                self.coordinator = Coordinator(*arguments)
-                self.future.set_result(self.coordinator.wait())
-            else:
-                self.future.set_result(Handshake(*arguments).run()[0])
+            found = Coordinator(start_up).run() if self.info.rank == 0 else Handshake(start_up).run()
+            self.withdraw = found.withdraw
+            self.future.set_result(found.table)
         except BaseException as error:
             self.channel.close(in_order=False)
             self.future.set_exception(error)
@@ -68,9 +67,8 @@ class Process:
         return self.future.result() if error is None else error
 
     def close(self) -> None:
+        self.withdraw()
         self.channel.close()
-        if self.coordinator is not None:
-            self.coordinator.close()
 
 
 def results(processes: Sequence[Process]) -> list[Result]:

@@ -71,8 +71,8 @@ CASES: dict[str, tuple[Findings, str | None]] = {
     ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
-        "ranks 0, 1 have all been in all_reduce #5 for 62 s, and it does not end; look at the network between the "
-        "hosts",
+        "rank 1 (host host1, pid 101) has not moved for 62 s; it is in all_reduce #5, train_dataloader_next, "
+        "dataset.py:41; rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 for 61 s",
     ),
     "nothing is recorded": (
         Findings([report(0, is_waiting=True, **WAITING), report(1)]),
