@@ -53,7 +53,7 @@ def endpoint_of(
     where = _address_in(environment, environ)
     if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent listens there itself, so that rank 0 cannot.
-        return StoreEndpoint(where, environ.get("TORCHELASTIC_RUN_ID", ""))
+        return StoreEndpoint(where, run_id or run_id_from_launcher(environ) or "")
     return TcpEndpoint(where)
 
 

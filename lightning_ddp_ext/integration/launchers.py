@@ -64,9 +64,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     A process starts ranks once: later Trainers in the script use the same ones. Unlike Lightning's own, it leaves
     none of the ranks' variables behind in this process's environment, and watches nobody in order to kill him.
-
-    Args:
-        strategy: what the launcher works for.
     """
 
     def __init__(self, strategy: DDPExtStrategy) -> None:

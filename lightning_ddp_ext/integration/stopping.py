@@ -30,11 +30,7 @@ _ELSEWHERE = timedelta(minutes=10)
 
 
 class StoppedException(SIGTERMException):
-    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status.
-
-    Args:
-        signum: the signal that one of them got.
-    """
+    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(status_of(signum))

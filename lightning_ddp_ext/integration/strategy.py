@@ -45,9 +45,9 @@ from lightning_ddp_ext.integration.lightning_tree import (
 from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.stopping import Stops
-from lightning_ddp_ext.rendezvous.call_counter import Call
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning

@@ -44,11 +44,7 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process; rank 0 has one to every other rank, and each of those has one to rank 0.
-
-    Args:
-        heartbeat: seconds of silence after which the kernel ends a connection.
-    """
+    """The connections of this process; rank 0 has one to every other rank, and each of those has one to rank 0."""
 
     def __init__(self, heartbeat: float) -> None:
         self._heartbeat = heartbeat

@@ -27,9 +27,6 @@ _POLL = 0.25
 class Coordinator:
     """Waits for all ranks, and answers those that come later.
 
-    Args:
-        start_up: what this rank starts with.
-
     Raises:
         StoreError: it cannot listen.
         DuplicateRankError: another process is rank 0.

@@ -55,11 +55,7 @@ class Connections:
 
 
 class Handshake:
-    """Connects this rank to rank 0.
-
-    Args:
-        start_up: what this rank starts with.
-    """
+    """Connects this rank to rank 0."""
 
     def __init__(self, start_up: StartUp) -> None:
         self._hello, self._endpoint, self._channel = start_up.hello, start_up.endpoint, start_up.channel

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
+
+_LONGEST_LIST = 16
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,12 @@ def _port_of(init_method: str) -> str:
     return re.sub(r"^tcp://.*:", "tcp://", init_method)
 
 
-def ranks_in_words(ranks: list[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     """A few ranks at the beginning of a sentence.
 
-    >>> ranks_in_words([2]), ranks_in_words([1, 2])
+    >>> ranks_in_words([2]), ranks_in_words([2, 1])
     ('rank 2', 'ranks 1, 2')
     """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    known = sorted(ranks)
+    more = f" and {len(known) - _LONGEST_LIST} more" if len(known) > _LONGEST_LIST else ""
+    return f"rank{'s' if len(known) != 1 else ''} {', '.join(map(str, known[:_LONGEST_LIST]))}{more}"

@@ -72,11 +72,7 @@ def next_common(positions: Sequence[Position]) -> Position:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers.
-
-    Args:
-        context: this process among the ranks.
-    """
+    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context

@@ -37,9 +37,6 @@ _REMEDY = "let every rank make the same calls, or give the strategy a longer tim
 class Survey:
     """This rank's part in surveys. All ranks must have made theirs before one of them asks.
 
-    Args:
-        context: this process among the ranks.
-
     Attributes:
         describe: what this rank answers.
         publish: on the rank that has the findings, called with those of a watchdog's survey; returns whether all
@@ -219,7 +216,7 @@ class Survey:
     def _conclude(self, findings: Findings) -> None:
         diagnosis = findings.diagnosis
         if diagnosis is not None and self.publish(findings):
-            self._peers.report(event_of("hung", diagnosis.who, diagnosis.sentence))
+            self._peers.report(diagnosis)
             for silence in findings.silences:
                 process = stopped_process(silence.who, seen_from=self._mine)
                 if process is not None:

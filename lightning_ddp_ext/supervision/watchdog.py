@@ -103,13 +103,13 @@ class Watchdog:
             return False
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"
-        text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.sentence}\n\n{findings}\n"
+        text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.reason}\n\n{findings}\n"
         outcome = "every rank stops" if self._on_hang == "abort" else "going on, as was asked for"
         # The file system may be what hangs, and the diagnosis is not to wait for it.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         sys.stderr.write(
-            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.sentence}; {outcome}. "
+            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
         sys.stderr.flush()

@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Findings, str | None]] = {
 def test_the_sentence(name: str) -> None:
     """As a user reads it."""
     case, expected = CASES[name]
-    assert (case.diagnosis.sentence if case.diagnosis else None) == expected
+    assert (case.diagnosis.reason if case.diagnosis else None) == expected
 
 
 @given(
@@ -120,12 +120,12 @@ def test_whoever_is_named_has_a_reason(ranks: list[tuple[int, bool, bool]], sile
     verdict = case.diagnosis
     if silent:
         assert verdict is not None
-        assert verdict.who.rank == min(silent)
+        assert verdict.rank == min(silent)
     elif all(still for _, _, still in ranks):
         assert verdict is not None
         first = min((entered for entered, waits, _ in ranks if waits), default=None)
         behind = [rank for rank, (entered, _, _) in enumerate(ranks) if first is not None and entered < first]
-        assert not behind or verdict.who.rank in behind
+        assert not behind or verdict.rank in behind
     elif not any(still for _, _, still in ranks):
         assert verdict is None
 
