@@ -99,7 +99,7 @@ class Stops:
 
     def _replace_lightnings(self, trainer: Any) -> None:
         """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
-        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _ignore_signal)
+        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _nothing)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
             self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         self._strategy.data.training.before_batch = self.before_batch  # type: ignore[attr-defined]
@@ -219,9 +219,5 @@ def _steps_of(trainer: Any) -> int:
     return 1 if steps == math.inf else int(steps)
 
 
-def _ignore_signal(*args: object) -> None:
-    """Our own handlers hear of it, too."""
-
-
-def _nothing() -> None:
-    pass
+def _nothing(*args: object) -> None:
+    """Our own handlers hear of signals, too."""

@@ -22,7 +22,7 @@ from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.data_path import DataPath, Order
-from lightning_ddp_ext.integration.endpoints import endpoint_of, shown_init_method
+from lightning_ddp_ext.integration.endpoints import endpoint_of
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.evaluation import IdleRanks
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
@@ -46,7 +46,7 @@ from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
-from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.init_method import Env, InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
@@ -365,7 +365,7 @@ class DDPExtStrategy(DDPStrategy):
         started = started_ranks()
         return Request(
             world=self.world,
-            init_method=shown_init_method(self.chosen_init_method),
+            init_method=str(self.chosen_init_method or Env()),
             is_explicit=self.chosen_init_method is not None,
             endpoint=self._endpoint(),
             backend=self._get_process_group_backend(),

@@ -207,7 +207,7 @@ class Channel:
         if events & selectors.EVENT_READ:
             for message in connection.receive():
                 self._take(connection, message)
-            if not connection.is_open:
+            if connection.close_reason:
                 self._end(connection)
 
     def _take(self, connection: Connection, message: Message) -> None:

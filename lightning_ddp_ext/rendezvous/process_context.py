@@ -28,7 +28,7 @@ from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of, reason_
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, abort_group
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Request, StartUp, Timeouts
+from lightning_ddp_ext.rendezvous.request import Request, StartUp
 from lightning_ddp_ext.rendezvous.wire import Message
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class ProcessContext:
         self.world = request.world
         self.table = connections.table
         self.store: Store = PrefixStore(connections.table.start_id, connections.store)
+        self.timeouts = request.timeouts
         self.failure: BaseException | None = None
         """What this rank has raised while others may have waited for it."""
         self._request = request
@@ -126,11 +127,6 @@ class ProcessContext:
             self.form_group(Deadline(request.init_timeout.total_seconds()))
         elif request.timeout != before.timeout:
             self._groups.set_timeout(request.timeout)
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """Those of the control channel."""
-        return self._request.timeouts
 
     @property
     def collective_timeout(self) -> timedelta:

@@ -36,10 +36,7 @@ def supervised(
 
     Every rank runs its part of a job through this. An exception of this rank's own is announced and raised as it is,
     at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
-
-    Args:
-        function: this rank's part of the job, called with the remaining arguments.
-        harmless: exceptions that all ranks raise alike, as a signal to their caller; they pass untouched.
+    ``harmless`` ones, which all ranks raise alike as a signal to their caller, pass untouched.
 
     Raises:
         RankFailedError: another rank failed, died or left.

@@ -107,14 +107,8 @@ class Survey:
         # One of another kind may come first.
         self._await(lambda: kind in self._over, 4 * self._seconds if self._is_under_way or self._rank == 0 else 0.0)
         if self._rank != 0 and kind not in self._over and self._peers.cause_or_departure is None:
-            self._blame_rank_zero(kind, wait)
+            self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
         return self._peers.cause_or_departure
-
-    def _blame_rank_zero(self, kind: Kind, wait: str) -> None:
-        if kind == "hang":
-            self._conclude(Findings([self._report()], [self._silence(0)]))
-        else:
-            self._peers.report(_silent([self._silence(0)], wait))
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until it is so, or something has happened to a rank, which says more."""
@@ -166,37 +160,19 @@ class Survey:
 
     def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
-            if kind == "hang":
-                silences = self._collect()
-                if self._peers.cause is None:
-                    self._conclude(Findings(list(self._reports.values()), silences))
-            else:
-                self._name_missing(kind, wait)
+            findings = self._collect()
+            if kind == "collective" and not findings.silences and _elsewhere(findings):
+                self._peers.wait(_FOLLOWS_WITHIN)
+                findings = self._collect()
+            if self._peers.cause_or_departure is None:
+                self._conclude(kind, wait, findings)
             with self._peers.arrived:
                 self._requested.discard(kind)
             self._note(under_way=False, over=kind)  # before the others, which may ask again
             self._context.send(_TOPIC, {"over": kind})
 
-    def _name_missing(self, kind: Kind, wait: str) -> None:
-        silences = self._collect()
-        if kind == "collective" and not silences and self._elsewhere:
-            self._peers.wait(_FOLLOWS_WITHIN)
-            silences = self._collect()
-        elsewhere = self._elsewhere
-        if self._peers.cause_or_departure is not None:
-            return
-        if silences:
-            self._peers.report(_silent(silences, wait))
-        elif elsewhere and kind == "collective":
-            places = " and ".join(f"{report.who} is in {report.place or 'no call of yours'}" for report in elsewhere)
-            self._peers.report(event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}"))
-
-    @property
-    def _elsewhere(self) -> list[Report]:
-        return [report for report in self._reports.values() if not report.is_waiting]
-
-    def _collect(self) -> list[Silence]:
-        """Ask all ranks for a report; returns those that have not answered."""
+    def _collect(self) -> Findings:
+        """Ask all ranks for a report."""
         self._note(under_way=True)
         everyone = {info.rank for info in self._table.ranks if info.rank not in self._peers.ended}
         mine = self._report()
@@ -204,7 +180,8 @@ class Survey:
             self._reports = {0: mine}
         self._context.send(_TOPIC, {"question": True})
         self._await(lambda: self._reports.keys() >= everyone, self._seconds)
-        return [self._silence(rank) for rank in sorted(everyone - self._reports.keys())]
+        silent = sorted(everyone - self._reports.keys())
+        return Findings(list(self._reports.values()), [self._silence(rank) for rank in silent])
 
     def _take(self, report: Report) -> None:
         with self._peers.arrived:
@@ -213,15 +190,16 @@ class Survey:
 
     # What follows.
 
-    def _conclude(self, findings: Findings) -> None:
-        diagnosis = findings.diagnosis
-        if diagnosis is not None and self.publish(findings):
-            self._peers.report(diagnosis)
-            for silence in findings.silences:
-                process = stopped_process(silence.who, seen_from=self._mine)
-                if process is not None:
-                    with suppress(psutil.Error):
-                        process.send_signal(signal.SIGCONT)  # it hears of the event, and ends as the others do
+    def _conclude(self, kind: Kind, wait: str, findings: Findings) -> None:
+        event = findings.diagnosis if kind == "hang" else _missing(kind, wait, findings)
+        if event is None or (kind == "hang" and not self.publish(findings)):
+            return
+        self._peers.report(event)
+        for silence in findings.silences:
+            process = stopped_process(silence.who, seen_from=self._mine)
+            if kind == "hang" and process is not None:
+                with suppress(psutil.Error):
+                    process.send_signal(signal.SIGCONT)  # it hears of the event, and ends as the others do
 
     def _silence(self, rank: int) -> Silence:
         is_stopped = stopped_process(self._table[rank], seen_from=self._mine) is not None
@@ -232,8 +210,19 @@ class Survey:
         return f"{self._context.collective_timeout.total_seconds():g} s"
 
 
-def _silent(silences: list[Silence], wait: str) -> PeerEvent:
-    return event_of("hung", silences[0].who, f"{'; '.join(map(str, silences))}; {wait}")
+def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
+    """The rank that others have waited for in vain."""
+    if findings.silences:
+        return event_of("hung", findings.silences[0].who, f"{'; '.join(map(str, findings.silences))}; {wait}")
+    elsewhere = _elsewhere(findings)
+    if kind == "silence" or not elsewhere:
+        return None
+    places = " and ".join(f"{report.who} is in {report.place or 'no call of yours'}" for report in elsewhere)
+    return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
+
+
+def _elsewhere(findings: Findings) -> list[Report]:
+    return [report for report in findings.reports if not report.is_waiting]
 
 
 def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:

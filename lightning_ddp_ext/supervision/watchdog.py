@@ -25,9 +25,6 @@ OnHang = Literal["abort", "continue"]
 # Seconds that no thread waits for the processor; longer, and the whole process has stood still.
 _OVERSLEPT = 1.0
 
-# What the main thread does, and how far it has come, given its innermost frame.
-Describe = Callable[["FrameType | None"], "tuple[str, str]"]
-
 
 class Watchdog:
     """A daemon thread that sleeps until nothing has moved for ``timeout`` seconds.
@@ -38,7 +35,7 @@ class Watchdog:
         timeout: seconds.
         on_hang: whether all ranks end after a diagnosis.
         directory: where diagnoses are written to.
-        describe: says what the main thread does.
+        describe: says what the main thread does, and how far it has come, given its innermost frame.
 
     Attributes:
         moved_at: when something has last moved, as ``time.monotonic()`` has it; set by whoever moves.
@@ -52,7 +49,7 @@ class Watchdog:
         timeout: float,
         on_hang: OnHang,
         directory: Path,
-        describe: Describe,
+        describe: Callable[[FrameType | None], tuple[str, str]],
     ) -> None:
         self.moved_at = time.monotonic()
         self._who = who
@@ -75,7 +72,7 @@ class Watchdog:
         """Watch no longer; surveys are told that this rank has left what is watched."""
         self._is_stopping.set()
         self.moved_at = time.monotonic()
-        self._describe = _after_the_trainer
+        self._describe = lambda frame: ("code after the Trainer's", "")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
@@ -134,10 +131,6 @@ class Watchdog:
             flights=flights(),
             stacks=all_stacks(),
         )
-
-
-def _after_the_trainer(frame: FrameType | None) -> tuple[str, str]:
-    return "code after the Trainer's", ""
 
 
 def _write(path: Path, text: str) -> None:
