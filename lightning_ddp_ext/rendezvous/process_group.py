@@ -60,8 +60,7 @@ class ProcessGroups:
             # reference alone gives the GIL up meanwhile, and DDP's does not, so this one must outlive the model's:
             # https://github.com/pytorch/pytorch/issues/56297. Without it 2 of 69 failing runs hung in teardown.
             self._kept.append(dist.group.WORLD)
-            # One small collective: a group that cannot do that is better found out now than in the first step.
-            dist.all_reduce(torch.ones(1, device=request.device))
+            _check_group(request)
         _set_timeout(request.timeout)
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
@@ -135,6 +134,11 @@ def abort_group() -> None:
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     with suppress(Exception):
         (abort or dist.destroy_process_group)()
+
+
+def _check_group(request: Request) -> None:
+    """One small collective: a group that cannot do that is better found out now than in the first step."""
+    dist.all_reduce(torch.ones(1, device=request.device))
 
 
 def _set_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:

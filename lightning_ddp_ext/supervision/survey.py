@@ -7,6 +7,7 @@ the collective that has timed out on others, so it is asked once more before it 
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 Kind = Literal["collective", "silence", "hang"]
 
 _TOPIC = "survey"
+# What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
+_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
+_CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 # Seconds from the end of a collective on one rank to its end on another, and from there to the question.
 _FOLLOWS_WITHIN = 1.0
 _REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
@@ -62,22 +66,22 @@ class Survey:
 
     # Called by any thread but the channel's; takes some seconds.
 
-    def after_timeout(self) -> PeerEvent | None:
-        """Why a collective has timed out here, as all ranks are told; ``None`` if no rank seems to be to blame."""
-        self._has_come_out = True
-        return self._ask(
-            "collective", f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
-        )
-
-    def after_closed_connection(self, cause_within: float) -> PeerEvent | None:
-        """The same where another rank has closed its connection: it may have done so because it has timed out.
+    def cause_of(self, text: str) -> PeerEvent | None:
+        """What has broken a collective or a store off, as all ranks are told; ``None`` if no rank seems to be to blame.
 
         Args:
-            cause_within: seconds in which other causes become known.
+            text: of the error. That another rank has closed its connection may be because it has timed out.
         """
-        self._has_come_out = True
-        event = self._peers.wait(cause_within)
-        return event or self._ask("collective", f"the connections of rank {self._rank} were closed in a collective")
+        has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
+        self._has_come_out = self._has_come_out or has_timed_out or was_closed
+        event = None if has_timed_out else self._peers.wait(self._context.timeouts.first_cause)
+        if has_timed_out:
+            event = self._ask(
+                "collective", f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
+            )
+        elif event is None and was_closed:
+            event = self._ask("collective", f"the connections of rank {self._rank} were closed in a collective")
+        return event
 
     def check_that_all_answer(self) -> None:
         """Be patient with a rank that takes long over something, but not with one that does not answer.

@@ -111,17 +111,6 @@ def test_others_are_told_while_the_rank_lives_on(
         assert saved["global_step"] == STEPS_BEFORE[place]
 
 
-@pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_all_of_three_are_told(culprit: int, url: str) -> None:
-    """Those who are no neighbours of the failing rank are told, too."""
-    outcomes = launch_ranks(fit, 3, url, Fault("training_step").on(culprit))
-    failed = outcomes.pop(culprit)
-    assert failed.error is not None
-    assert (failed.error.type_name, failed.exit_code) == ("BoomError", 1)
-    for told in outcomes:
-        expect_told(told, culprit, failed.pid, "BoomError: no such layer")
-
-
 def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
     """A rank that computes is not disturbed, but as soon as it needs the others."""
     with RankProcesses(fit, 2, url, Fault("training_step").on(0), Fault("training_step", stay).on(1)) as ranks:
