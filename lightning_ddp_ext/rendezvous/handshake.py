@@ -66,7 +66,6 @@ class Handshake:
         self._obstacle: OSError | str = "not tried"
         self._rank_zero = ("", 0)
         self._route = ""
-        self._has_warned = False
         self._store: Future[TCPStore] = Future()
         self._store_sockets: Sockets | None = None
 
@@ -113,7 +112,10 @@ class Handshake:
             seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
             connected = socket.create_connection((host, address.port), timeout=seconds)
         except OSError as error:
-            self._note(error)
+            if isinstance(error, socket.gaierror) and not isinstance(self._obstacle, socket.gaierror):
+                # A cluster's name service may learn the name of rank 0's host only when that host is up.
+                _logger.warning("%s: the host does not resolve yet; trying again", self._hello.init_method)
+            self._obstacle = error
             return False
         self._rank_zero = (host, address.port)
         self._route = str(connected.getsockname()[0]).removeprefix("::ffff:")
@@ -151,13 +153,6 @@ class Handshake:
     def _where(self) -> str:
         return f"{self._rank_zero[0]}:{self._rank_zero[1]}"
 
-    def _note(self, error: OSError) -> None:
-        self._obstacle = error
-        if isinstance(error, socket.gaierror) and not self._has_warned:
-            # A cluster's name service may learn the name of rank 0's host only when that host is up.
-            _logger.warning("%s: the host does not resolve yet; trying again", self._hello.init_method)
-            self._has_warned = True
-
     def _not_found(self) -> StoreError:
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
@@ -167,9 +162,12 @@ class Handshake:
         else:
             where = self._hello.init_method
             remedy = "that it sees the same file, and that no firewall is between"
+        found = self._obstacle
+        if isinstance(found, OSError):
+            found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         return StoreError(
-            f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s "
-            f"({_in_words(self._obstacle)}); check that rank 0 is started, {remedy}"
+            f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
+            f"check that rank 0 is started, {remedy}"
         )
 
     # Waiting for the others.
@@ -224,12 +222,6 @@ class Handshake:
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
-
-
-def _in_words(obstacle: OSError | str) -> str:
-    if isinstance(obstacle, str):
-        return obstacle
-    return "timed out" if isinstance(obstacle, TimeoutError) else str(obstacle.strerror or obstacle)
 
 
 # What rank 0 and the others tell each other of an error.

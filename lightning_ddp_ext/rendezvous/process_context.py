@@ -81,7 +81,7 @@ class ProcessContext:
         key = (*ranks, backend, purpose)
         if key not in self._groups.others:
             # In a store a rank would wait for one that has failed or is elsewhere.
-            self.barriers.wait(self.barriers.begin(f"forming a group{' for ' if purpose else ''}{purpose}"))
+            self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
                 self._groups.form(key, list(ranks), backend)
         return self._groups.others[key]

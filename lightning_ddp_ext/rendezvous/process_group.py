@@ -47,7 +47,7 @@ class ProcessGroups:
         self._formed += 1
         self._is_open = True
         self._sockets = []
-        with self._noted_sockets(), self._interface_for_gloo():
+        with self._forming():
             dist.init_process_group(
                 request.backend,
                 store=PrefixStore(f"group/{self._formed}", self._store),
@@ -66,7 +66,7 @@ class ProcessGroups:
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
         """Form a group of some ranks. Collective over all ranks."""
         deadline = Deadline(self._request.init_timeout.total_seconds())
-        with self._noted_sockets(), self._interface_for_gloo():
+        with self._forming():
             group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())
         _set_timeout(self._request.timeout, group)
         self.others[key] = group
@@ -108,25 +108,20 @@ class ProcessGroups:
         self._kept.clear()
 
     @contextmanager
-    def _noted_sockets(self) -> Iterator[None]:
-        """The sockets of a group that is formed in the block: they can be cut from now on."""
-        with sockets_opened() as sockets:
-            self._sockets.append(sockets)
-            yield
-
-    @contextmanager
-    def _interface_for_gloo(self) -> Iterator[None]:
-        """Make gloo use the network that joins the hosts, where it would take the one the host's name stands for."""
+    def _forming(self) -> Iterator[None]:
+        """Note the sockets that the block opens, to cut them; and have gloo use the network that joins the hosts."""
+        # Gloo would take the one that the host's name stands for.
         variable = "GLOO_SOCKET_IFNAME"
         interface = interface_of(self._route) if self._route and variable not in os.environ else None
-        if interface is None:
-            yield
-            return
-        os.environ[variable] = interface
+        if interface is not None:
+            os.environ[variable] = interface
         try:
-            yield
+            with sockets_opened() as sockets:
+                self._sockets.append(sockets)
+                yield
         finally:
-            del os.environ[variable]
+            if interface is not None:
+                del os.environ[variable]
 
 
 def abort_group() -> None:

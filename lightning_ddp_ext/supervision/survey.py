@@ -73,13 +73,12 @@ class Survey:
             text: of the error. That another rank has closed its connection may be because it has timed out.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
-        self._has_come_out = self._has_come_out or has_timed_out or was_closed
-        event = None if has_timed_out else self._peers.wait(self._context.timeouts.first_cause)
+        self._has_come_out |= has_timed_out or was_closed
         if has_timed_out:
-            event = self._ask(
-                "collective", f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
-            )
-        elif event is None and was_closed:
+            wait = f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
+            return self._ask("collective", wait)
+        event = self._peers.wait(self._context.timeouts.first_cause)
+        if event is None and was_closed:
             event = self._ask("collective", f"the connections of rank {self._rank} were closed in a collective")
         return event
 
