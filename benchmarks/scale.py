@@ -28,7 +28,8 @@ from measuring import fork_ranks, print_table, scratch_directory, spread, status
 
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, Start
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.process_context import connect as find_ranks
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
 
@@ -50,9 +51,7 @@ def connect(rank: int, world_size: int, path: str) -> ProcessContext:
         timeout=None,
         init_timeout=timedelta(seconds=_LIMIT),
     )
-    start = Start()
-    start.run(request, Deadline(_LIMIT))
-    context = ProcessContext(request, start)
+    context = ProcessContext(request, find_ranks(request, Deadline(_LIMIT)))
     context.peers.start()
     return context
 

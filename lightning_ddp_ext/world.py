@@ -41,11 +41,8 @@ class World:
     Raises:
         WorldError: the numbers contradict one another.
 
-    >>> world = World(rank=1, world_size=4, local_rank=1, local_world_size=2, node_rank=0, source="torchrun")
-    >>> world.describe()
+    >>> World(rank=1, world_size=4, local_rank=1, local_world_size=2, node_rank=0, source="torchrun").describe()
     'rank 1 of 4 (local rank 1, node 0; from torchrun)'
-    >>> world.num_nodes
-    2
     """
 
     rank: int

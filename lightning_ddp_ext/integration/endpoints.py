@@ -19,13 +19,14 @@ from lightning_ddp_ext.integration.lightning_tree import (
     TorchElasticEnvironment,
 )
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file
+from lightning_ddp_ext.rendezvous.init_method import File, InitMethod, Tcp, check_file
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # What Lightning's launcher, or somebody's shell, puts into the environment of ranks.
+_ADDRESS = ("main_address", "main_port")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -53,7 +54,7 @@ def endpoint_of(
     where = _address_in(environment, environ)
     if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent listens there itself, so that rank 0 cannot.
-        return StoreEndpoint(where, environ.get("TORCHELASTIC_RUN_ID", ""))
+        return StoreEndpoint(where, run_id or run_id_from_launcher(environ) or "")
     return TcpEndpoint(where)
 
 
@@ -89,16 +90,11 @@ def start_variables(
             return StartVariables({})
         made_up = secrets.token_hex(8)
         return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))
-    if num_nodes > 1 or isinstance(method, Tcp) or _has_address(environment):
+    if num_nodes > 1 or isinstance(method, Tcp) or any(_says_by_itself(name, environment) for name in _ADDRESS):
         where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
         return StartVariables({"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)})
     directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
     return StartVariables({PRIVATE_FILE: os.path.join(directory, "rank-0")}, leftover=directory)
-
-
-def shown_init_method(method: InitMethod | None) -> str:
-    """The init method as messages show it."""
-    return str(method or Env())
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
@@ -110,10 +106,6 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
             "every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
         )
     return Tcp(environment.main_address, int(environment.main_port))
-
-
-def _has_address(environment: ClusterEnvironment) -> bool:
-    return _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment)
 
 
 def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:

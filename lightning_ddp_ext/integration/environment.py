@@ -19,9 +19,6 @@ class WorldEnvironment(ClusterEnvironment):
 
     That is: one process per rank by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
     ``LOCAL_RANK``), and MPI launchers where mpi4py is not installed.
-
-    Args:
-        world: who this process is.
     """
 
     def __init__(self, world: World) -> None:

@@ -64,9 +64,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     A process starts ranks once: later Trainers in the script use the same ones. Unlike Lightning's own, it leaves
     none of the ranks' variables behind in this process's environment, and watches nobody in order to kill him.
-
-    Args:
-        strategy: what the launcher works for.
     """
 
     def __init__(self, strategy: DDPExtStrategy) -> None:
@@ -153,18 +150,15 @@ class ProcessesLauncher(MultiProcessingLauncher):
             with (
                 tempfile.TemporaryDirectory(prefix="lightning_ddp_ext-") as directory,
                 environment_of_started_ranks(start.variables),
-                self._started_by(self._start_processes),
+                self._joined_by_us(),
             ):
-                self._child_start = self._describe_start(results_file=f"{directory}/results")
+                # Lightning carries seeds and torch's flags over to spawned processes; a fork server's need it as much.
+                state = GlobalStateSnapshot.capture() if self._start_method == "forkserver" else None
+                self._child_start = ChildStart(os.getpid(), dict(os.environ), state, f"{directory}/results")
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
             start.clean_up()
             self._child_start = None
-
-    def _describe_start(self, results_file: str) -> ChildStart:
-        # Lightning carries seeds and torch's flags over to spawned processes; those of a fork server need it as much.
-        state = GlobalStateSnapshot.capture() if self._start_method == "forkserver" else None
-        return ChildStart(os.getpid(), dict(os.environ), state, results_file)
 
     def _refuse_second_launcher(self) -> None:
         environment = self._ddpx.cluster_environment
@@ -185,19 +179,20 @@ class ProcessesLauncher(MultiProcessingLauncher):
             )
 
     @contextmanager
-    def _started_by(self, start: Callable[..., Any]) -> Iterator[None]:
+    def _joined_by_us(self) -> Iterator[None]:
         # Lightning starts its processes with this function and offers no hook between their start and the join.
-        original = torch.multiprocessing.start_processes
-        torch.multiprocessing.start_processes = partial(start, original)
+        original: Callable[..., Any] = torch.multiprocessing.start_processes
+
+        def start(*args: Any, **kwargs: Any) -> RankProcesses:
+            assert self._child_start is not None
+            deadline = self._ddpx.stops.deadline.total_seconds()
+            return RankProcesses(original(*args, **kwargs), self._child_start.results_file, deadline)
+
+        torch.multiprocessing.start_processes = start
         try:
             yield
         finally:
             torch.multiprocessing.start_processes = original
-
-    def _start_processes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> RankProcesses:
-        assert self._child_start is not None
-        context = original(*args, **kwargs)
-        return RankProcesses(context, self._child_start.results_file, self._ddpx.stops.deadline.total_seconds())
 
     @override
     def _wrapping_function(

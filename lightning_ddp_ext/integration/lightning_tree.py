@@ -1,10 +1,10 @@
-"""Which of the two Lightning distributions is in use, and everything that we take from it.
+"""Choose one of the two Lightning distributions, and import everything that the package takes from it.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees, often installed together: a strategy made
 from one is refused by a Trainer of the other. The variable ``DDPX_LIGHTNING`` names the tree; else it is the one that
 has been imported already; else ``lightning``, if it is installed.
 
-Private names of Lightning are imported here and nowhere else.
+Private names of Lightning are imported here and nowhere else, without the underscore in front of them.
 """
 
 from __future__ import annotations
@@ -16,47 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp_ext.errors import ConfigurationError
-
-__all__ = [
-    "GlobalStateSnapshot",
-    "Callback",
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "CombinedLoader",
-    "DDPStrategy",
-    "LayerSync",
-    "LightningEnvironment",
-    "LightningModule",
-    "Loop",
-    "ModelCheckpoint",
-    "MultiProcessingLauncher",
-    "Precision",
-    "ProgressBar",
-    "RichProgressBar",
-    "RunningStage",
-    "SIGTERMException",
-    "SLURMEnvironment",
-    "Accelerator",
-    "Strategy",
-    "StrategyRegistry",
-    "SubprocessScriptLauncher",
-    "TorchCheckpointIO",
-    "TorchElasticEnvironment",
-    "TorchSyncBatchNorm",
-    "Trainer",
-    "TrainerStatus",
-    "TunerExitException",
-    "calling_result",
-    "check_missing_main_guard",
-    "disable_module_memory_sharing",
-    "lightning_name",
-    "lightning_version",
-    "rank_zero_info",
-    "rank_zero_warn",
-    "refuse_missing",
-    "set_num_threads_if_needed",
-    "update_dataloader",
-]
 
 _FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _CHOICES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -74,14 +33,6 @@ def _pick() -> str:
     imported = [tree for tree in _FABRIC_OF if tree in sys.modules]
     installed = [tree for name, tree in _CHOICES.items() if importlib.util.find_spec(name) is not None]
     return (imported or installed or ["lightning.pytorch"])[0]
-
-
-def _private(module: str, name: str) -> Any:
-    """A private name of Lightning, or an error that says what is to be done when it is gone."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError):
-        raise _missing(f"{module}.{name}") from None
 
 
 def refuse_missing(owner: type, *names: str) -> None:
@@ -124,7 +75,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import (
         _SubprocessScriptLauncher as SubprocessScriptLauncher,
     )
-    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+    from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
     from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.data import _update_dataloader as update_dataloader
@@ -145,44 +96,41 @@ if TYPE_CHECKING:
 
 else:
     lightning_name = _pick()
-    _fabric = _FABRIC_OF[lightning_name]
-    _root = import_module(lightning_name)
-    lightning_version = _root.__version__
-    Callback, LightningModule, Trainer = _root.Callback, _root.LightningModule, _root.Trainer
-    _environments = import_module(f"{_fabric}.plugins.environments")
-    ClusterEnvironment = _environments.ClusterEnvironment
-    LightningEnvironment = _environments.LightningEnvironment
-    SLURMEnvironment = _environments.SLURMEnvironment
-    TorchElasticEnvironment = _environments.TorchElasticEnvironment
-    Accelerator = import_module(f"{lightning_name}.accelerators").Accelerator
-    _plugins = import_module(f"{lightning_name}.plugins")
-    CheckpointIO, Precision = _plugins.CheckpointIO, _plugins.Precision
-    TorchCheckpointIO = _plugins.TorchCheckpointIO
-    LayerSync, TorchSyncBatchNorm = _plugins.LayerSync, _plugins.TorchSyncBatchNorm
-    _strategies = import_module(f"{lightning_name}.strategies")
-    DDPStrategy, StrategyRegistry = _strategies.DDPStrategy, _strategies.StrategyRegistry
-    Strategy = _strategies.Strategy
-    _callbacks = import_module(f"{lightning_name}.callbacks")
-    ModelCheckpoint = _callbacks.ModelCheckpoint
-    ProgressBar, RichProgressBar = _callbacks.ProgressBar, _callbacks.RichProgressBar
-    _states = import_module(f"{lightning_name}.trainer.states")
-    RunningStage, TrainerStatus = _states.RunningStage, _states.TrainerStatus
-    CombinedLoader = import_module(f"{lightning_name}.utilities").CombinedLoader
-    _rank_zero = import_module(f"{lightning_name}.utilities.rank_zero")
-    rank_zero_info, rank_zero_warn = _rank_zero.rank_zero_info, _rank_zero.rank_zero_warn
-    _launchers = f"{lightning_name}.strategies.launchers"
-    MultiProcessingLauncher = _private(f"{_launchers}.multiprocessing", "_MultiProcessingLauncher")
-    GlobalStateSnapshot = _private(f"{_launchers}.multiprocessing", "_GlobalStateSnapshot")
-    SubprocessScriptLauncher = _private(f"{_launchers}.subprocess_script", "_SubprocessScriptLauncher")
-    Loop = _private(f"{lightning_name}.loops.loop", "_Loop")
-    _ResultMetric = _private(f"{lightning_name}.trainer.connectors.logger_connector.result", "_ResultMetric")
-    SIGTERMException = import_module(f"{lightning_name}.utilities.exceptions").SIGTERMException
-    TunerExitException = _private(f"{lightning_name}.utilities.exceptions", "_TunerExitException")
-    _multiprocessing = f"{_fabric}.strategies.launchers.multiprocessing"
-    check_missing_main_guard = _private(_multiprocessing, "_check_missing_main_guard")
-    disable_module_memory_sharing = _private(_multiprocessing, "_disable_module_memory_sharing")
-    set_num_threads_if_needed = _private(f"{_fabric}.utilities.distributed", "_set_num_threads_if_needed")
-    update_dataloader = _private(f"{lightning_name}.utilities.data", "_update_dataloader")
+    lightning_version = import_module(lightning_name).__version__
+    _root, _fabric = lightning_name, _FABRIC_OF[lightning_name]
+    _NAMES = {
+        _root: ("Callback", "LightningModule", "Trainer"),
+        f"{_root}.accelerators": ("Accelerator",),
+        f"{_root}.callbacks": ("ModelCheckpoint", "ProgressBar", "RichProgressBar"),
+        f"{_root}.loops.loop": ("_Loop",),
+        f"{_root}.plugins": ("CheckpointIO", "LayerSync", "Precision", "TorchCheckpointIO", "TorchSyncBatchNorm"),
+        f"{_root}.strategies": ("DDPStrategy", "Strategy", "StrategyRegistry"),
+        f"{_root}.strategies.launchers.multiprocessing": ("_GlobalStateSnapshot", "_MultiProcessingLauncher"),
+        f"{_root}.strategies.launchers.subprocess_script": ("_SubprocessScriptLauncher",),
+        f"{_root}.trainer.connectors.logger_connector.result": ("_ResultMetric",),
+        f"{_root}.trainer.states": ("RunningStage", "TrainerStatus"),
+        f"{_root}.utilities": ("CombinedLoader",),
+        f"{_root}.utilities.data": ("_update_dataloader",),
+        f"{_root}.utilities.exceptions": ("SIGTERMException", "_TunerExitException"),
+        f"{_root}.utilities.rank_zero": ("rank_zero_info", "rank_zero_warn"),
+        f"{_fabric}.plugins.environments": (
+            "ClusterEnvironment",
+            "LightningEnvironment",
+            "SLURMEnvironment",
+            "TorchElasticEnvironment",
+        ),
+        f"{_fabric}.strategies.launchers.multiprocessing": (
+            "_check_missing_main_guard",
+            "_disable_module_memory_sharing",
+        ),
+        f"{_fabric}.utilities.distributed": ("_set_num_threads_if_needed",),
+    }
+    for _module, _names in _NAMES.items():
+        for _name in _names:
+            try:
+                globals()[_name.lstrip("_")] = getattr(import_module(_module), _name)
+            except (ImportError, AttributeError):
+                raise _missing(f"{_module}.{_name}") from None
 
 
 def calling_result() -> tuple[Any, bool]:
@@ -193,6 +141,6 @@ def calling_result() -> tuple[Any, bool]:
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
         frame = frame.f_back
-    is_update = frame.f_code is _ResultMetric.update.__code__
-    is_logged = is_update or frame.f_code is _ResultMetric.compute.__code__
+    is_update = frame.f_code is ResultMetric.update.__code__
+    is_logged = is_update or frame.f_code is ResultMetric.compute.__code__
     return (frame.f_locals["self"] if is_logged else None), is_update

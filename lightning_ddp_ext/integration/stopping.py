@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathLike
@@ -19,8 +21,8 @@ from lightning_ddp_ext.integration.lightning_tree import (
 )
 from lightning_ddp_ext.integration.loop_state import Stopped
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Request
-from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, deliver, has_handler, status_of
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
+from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -28,11 +30,7 @@ _ELSEWHERE = timedelta(minutes=10)
 
 
 class StoppedException(SIGTERMException):
-    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status.
-
-    Args:
-        signum: the signal that one of them got.
-    """
+    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(status_of(signum))
@@ -55,10 +53,10 @@ class Stops:
         self._file = file
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
+        self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self._replaced = ReplacedMethods()
-        self._signals = StopSignals(self._hear, self._note)
-        self._noted: int | None = None
+        self._signals = StopSignals(self._ask)
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
@@ -75,9 +73,8 @@ class Stops:
         """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
         if context is None:
             return
-        self._trainer = trainer
+        self._trainer, self._context = trainer, context
         self._is_running = self._has_trained = False
-        self._noted = None
         self._replace_lightnings(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
@@ -102,7 +99,7 @@ class Stops:
 
     def _replace_lightnings(self, trainer: Any) -> None:
         """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
-        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _ignore_signal)
+        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _nothing)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
             self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
         self._strategy.data.training.before_batch = self.before_batch  # type: ignore[attr-defined]
@@ -116,37 +113,31 @@ class Stops:
         # Lightning takes its handlers, which came after ours, away a little later; a signal until then would be lost.
         self._trainer._signal_connector.teardown()
         self._signals.restore()
-        if self._stopping.is_overruled:
+        if self._context.peers.cause is not None:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
-        is_unheard = self._noted is not None and not self._signals.has_passed_on
+        noted = self._signals.noted
+        is_unheard = noted is not None and not self._signals.has_passed_on
         if is_unheard and self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            assert self._noted is not None
-            deliver(self._noted)  # too late for any place: whoever handles it now is to know
+            assert noted is not None
+            os.kill(os.getpid(), noted)  # too late for any stop point: whoever handles it now is to know
 
-    def _hear(self, signum: int) -> None:
+    def _ask(self, signum: int) -> None:
         if self._stopping is not None:
             self._stopping.ask(signum)
 
-    def _note(self, signum: int) -> None:
-        self._noted = signum
-        if self._stopping is not None:
-            self._stopping.expect(signum)
-
-    def _acknowledge(self, request: Request) -> None:
+    def _acknowledge(self, request: StopRequest) -> None:
         """At once: what is under way may take long, and whoever pressed Ctrl-C would press it again."""
         saved = "without saving" if self._file is None else "and save"
         again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
 
-    # Places.
+    # Stop points.
 
     def before_batch(self) -> None:
         """The Trainer is about to ask for a training batch: all that belongs to the one before is done."""
-        request = None if self._stopping is None else self._stopping.at_place()
-        if request is not None:
-            self._stop(request, "batch")
+        self._stop_if_agreed(GracefulStop.at_point, "batch")
 
     def on_training_step(self) -> None:
         """There is something to save."""
@@ -155,18 +146,16 @@ class Stops:
     def at_barrier(self) -> None:
         """The ranks have met; before they train or evaluate they can stop there."""
         if not self._is_running:
-            self.at_place()
+            self._stop_if_agreed(GracefulStop.at_point)
 
     def on_start(self) -> None:
-        """The ranks begin to train or to evaluate: barriers are no places any more."""
+        """The ranks begin to train or to evaluate: barriers are no stop points any more."""
         self._is_running = True
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
     def at_step(self) -> None:
         """Before a step of an evaluation."""
-        request = None if self._stopping is None else self._stopping.at_step(self._of_steps)
-        if request is not None:
-            self._stop(request, "validation")
+        self._stop_if_agreed(partial(GracefulStop.at_step, of_steps=self._of_steps), "validation")
 
     def at_end_of_evaluation(self) -> None:
         """An evaluation is over; training stops after what it does because of it."""
@@ -175,23 +164,23 @@ class Stops:
 
     def at_end(self) -> None:
         """The ranks are done with what the Trainer was called for."""
-        if self._stopping is not None:
-            request = self._stopping.at_last_place()
-            if request is not None:
-                self._stop(request)
+        self._stop_if_agreed(GracefulStop.at_last_point)
 
-    def at_place(self) -> None:
-        """Stop, if the ranks have agreed on this place."""
-        if self._stopping is not None:
-            request = self._stopping.at_place()
-            if request is not None:
-                self._stop(request)
-
-    def _stop(self, request: Request, where: Stopped | None = None) -> None:
+    def _stop_if_agreed(
+        self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
+    ) -> None:
+        """Save and stop, if the ranks have agreed on this stop point."""
+        if self._stopping is None:
+            return
+        if self._signals.noted is not None:
+            self._ask(self._signals.noted)  # the thread that asks has not heard of it where others are woken instead
+        request = decide(self._stopping)
+        if request is None:
+            return
+        self._signals.noted = None
         self._strategy.data.training.stopped = where  # type: ignore[attr-defined]
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._noted = None
         self._trainer._signal_connector.received_sigterm = True
         raise StoppedException(request.signum)
 
@@ -200,7 +189,7 @@ class Stops:
             return f"in {self._trainer.state.fn.value}"
         return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
 
-    def _save(self, request: Request) -> str:
+    def _save(self, request: StopRequest) -> str:
         connector = self._trainer._signal_connector
         if self._slurm is not None and request.signum in self._warnings:
             connector._slurm_sigusr_handler_fn(request.signum, None)  # saves on all ranks, and requeues
@@ -230,9 +219,5 @@ def _steps_of(trainer: Any) -> int:
     return 1 if steps == math.inf else int(steps)
 
 
-def _ignore_signal(*args: object) -> None:
-    """Our own handlers hear of it, too."""
-
-
-def _nothing() -> None:
-    pass
+def _nothing(*args: object) -> None:
+    """Our own handlers hear of signals, too."""

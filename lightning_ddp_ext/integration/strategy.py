@@ -23,7 +23,7 @@ from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
 from lightning_ddp_ext.integration.comm_hooks import CommHook, HookName, find_hook, register_on_cpu
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.data_path import DataPath, Order
-from lightning_ddp_ext.integration.endpoints import endpoint_of, shown_init_method
+from lightning_ddp_ext.integration.endpoints import endpoint_of
 from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
 from lightning_ddp_ext.integration.evaluation import IdleRanks
 from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
@@ -48,9 +48,9 @@ from lightning_ddp_ext.integration.metrics import BatchedMetrics
 from lightning_ddp_ext.integration.resume import ResumeData
 from lightning_ddp_ext.integration.stopping import Stops
 from lightning_ddp_ext.integration.unused_parameters import name_unused
-from lightning_ddp_ext.rendezvous.call_counter import Call
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
-from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.init_method import Env, InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
 from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current, join
@@ -436,7 +436,7 @@ class DDPExtStrategy(DDPStrategy):
         started = started_ranks()
         return Request(
             world=self.world,
-            init_method=shown_init_method(self.chosen_init_method),
+            init_method=str(self.chosen_init_method or Env()),
             is_explicit=self.chosen_init_method is not None,
             endpoint=self._endpoint(),
             backend=self._get_process_group_backend(),
@@ -450,7 +450,9 @@ class DDPExtStrategy(DDPStrategy):
 
     def _endpoint(self) -> Endpoint:
         """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
-        if current() is not None or torch.distributed.is_initialized() or self.world.world_size == 1:
+        context = current()
+        is_connected = context is not None and len(context.table) > 1
+        if is_connected or torch.distributed.is_initialized() or self.world.world_size == 1:
             return FileEndpoint("")
         assert self.cluster_environment is not None
         started = started_ranks()

@@ -44,11 +44,7 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process; rank 0 has one to every other rank, and each of those has one to rank 0.
-
-    Args:
-        heartbeat: seconds of silence after which the kernel ends a connection.
-    """
+    """The connections of this process; rank 0 has one to every other rank, and each of those has one to rank 0."""
 
     def __init__(self, heartbeat: float) -> None:
         self._heartbeat = heartbeat
@@ -80,7 +76,7 @@ class Channel:
         keep_alive(connected, self._heartbeat)
         connection = Connection(connected)
         self.adopt(rank, connection)
-        self._run(lambda: self._register(connection))
+        self._run(partial(self._watch, connection))
 
     def adopt(self, rank: int, connection: Connection) -> None:
         """From now on a connection is that of a rank."""
@@ -94,23 +90,7 @@ class Channel:
         """Serve whoever connects to ``listener``; ``admit`` gets what a connection says until it is adopted."""
         listener.setblocking(False)
         self._listener, self._admit = listener, admit
-        self._run(lambda: self._watch_listener(listener))
-
-    def stop_accepting(self) -> None:
-        """Close the listening socket; its port is free when this returns."""
-        if self._listener is None or self._is_closing:
-            return
-        listener, is_closed = self._listener, threading.Event()
-
-        def close() -> None:
-            with suppress(KeyError, ValueError):
-                self._selector.unregister(listener)
-            listener.close()
-            self._listener = None
-            is_closed.set()
-
-        self._run(close)
-        is_closed.wait(_FLUSH_WITHIN)
+        self._run(partial(self._watch_listener, listener))
 
     def send(self, topic: str, body: Message) -> None:
         """Send a message to rank 0, or from rank 0 to all others. Never waits, never raises."""
@@ -118,12 +98,12 @@ class Channel:
         with self._lock:  # all ranks get messages in one order
             unfinished = [connection for connection in self._peers.values() if connection.send(line)]
         for connection in unfinished:
-            self._run(partial(self._await_writable, connection))
+            self._run(partial(self._watch, connection, writable=True))
 
     def reply(self, connection: Connection, topic: str, body: Message) -> None:
         """Send a message to one connection."""
         if connection.send(_line(topic, body)):
-            self._run(lambda: self._await_writable(connection))
+            self._run(partial(self._watch, connection, writable=True))
 
     def listen(self, topic: str, listener: Listener) -> None:
         """Pass messages of a topic to ``listener`` on the channel's thread; those that came before come now."""
@@ -209,32 +189,25 @@ class Channel:
         with suppress(OSError):
             self._wake_reader.recv(1 << 12)
         while self._actions:
+            self._actions.popleft()()
+
+    def _watch(self, connection: Connection, *, writable: bool = False) -> None:
+        """Serve a connection whenever something has come, or also once it takes more."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
+        serve = partial(self._serve_connection, connection)
+        with suppress(OSError, ValueError):  # it has ended
             try:
-                self._actions.popleft()()
-            except Exception:
-                _logger.exception("the control channel goes on after an error")
-
-    def _register(self, connection: Connection) -> None:
-        with suppress(OSError, ValueError):
-            self._selector.register(
-                connection.socket, selectors.EVENT_READ, lambda events: self._serve_connection(connection, events)
-            )
-
-    def _await_writable(self, connection: Connection) -> None:
-        self._watch_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _watch_for(self, connection: Connection, events: int) -> None:
-        with suppress(KeyError, ValueError, OSError):
-            key = self._selector.get_key(connection.socket)
-            self._selector.modify(connection.socket, events, key.data)
+                self._selector.modify(connection.socket, events, serve)
+            except KeyError:
+                self._selector.register(connection.socket, events, serve)
 
     def _serve_connection(self, connection: Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE and not connection.flush():
-            self._watch_for(connection, selectors.EVENT_READ)
+            self._watch(connection)
         if events & selectors.EVENT_READ:
             for message in connection.receive():
                 self._take(connection, message)
-            if not connection.is_open:
+            if connection.close_reason:
                 self._end(connection)
 
     def _take(self, connection: Connection, message: Message) -> None:
@@ -280,7 +253,7 @@ class Channel:
     # New connections, on rank 0.
 
     def _watch_listener(self, listener: socket.socket) -> None:
-        if not self._is_closing and listener.fileno() >= 0:
+        if not self._is_closing:
             self._selector.register(listener, selectors.EVENT_READ, lambda _events: self._accept(listener))
 
     def _accept(self, listener: socket.socket) -> None:
@@ -293,7 +266,7 @@ class Channel:
         keep_alive(connected, self._heartbeat)
         connection = Connection(connected, longest=MAX_HELLO)
         self._pending[connection] = None
-        self._register(connection)
+        self._watch(connection)
         if len(self._pending) > _MAX_PENDING:
             self._end(next(iter(self._pending)))
 
@@ -305,7 +278,7 @@ class Channel:
         if self._pending:
             self._end(next(iter(self._pending)))
         self._selector.unregister(listener)
-        again = threading.Timer(_PAUSE_WITHOUT_DESCRIPTORS, self._run, [lambda: self._watch_listener(listener)])
+        again = threading.Timer(_PAUSE_WITHOUT_DESCRIPTORS, self._run, [partial(self._watch_listener, listener)])
         again.daemon = True
         again.start()
 

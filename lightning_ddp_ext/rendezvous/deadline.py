@@ -17,11 +17,7 @@ _LONGEST_PAUSE = 0.02
 
 
 class Deadline:
-    """A moment in the future, counted on the monotonic clock.
-
-    Args:
-        seconds: how far away it is.
-    """
+    """A moment in the future, counted on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

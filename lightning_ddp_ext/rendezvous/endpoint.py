@@ -18,7 +18,7 @@ import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -51,23 +51,26 @@ class Address:
         return f"{', '.join(self.hosts)} port {self.port}"
 
 
-class Endpoint(Protocol):
+class Endpoint:
     """How ranks find rank 0."""
 
     def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
         """On rank 0: a listening socket and its address. Raises ``StoreError`` or, for a taken port, ``PortInUse``."""
-
-    def publish(self, address: Address) -> None:
-        """On rank 0: let the others find the address."""
+        raise NotImplementedError
 
     def look_up(self, deadline: Deadline) -> Address | None:
         """Where rank 0 listens, as far as is known now."""
+        raise NotImplementedError
+
+    def publish(self, address: Address) -> None:
+        """On rank 0: let the others find the address."""
 
     def withdraw(self, address: Address) -> None:
         """On rank 0: remove what was published, unless it is another process's."""
 
     def not_found(self) -> str:
         """What is there instead of an address, in words."""
+        return "no rank 0 has published its address there"
 
 
 class PortInUse(Exception):
@@ -83,7 +86,7 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
         try:
-            return listen(self.where.host, self.where.port), self._address
+            return listen(self.where.host, self.where.port), Address((self.where.host,), self.where.port)
         except socket.gaierror as error:
             raise unresolvable(self.where, error) from None
         except OSError as error:
@@ -93,25 +96,9 @@ class TcpEndpoint(Endpoint):
             )
             raise (PortInUse(refusal) if error.errno == errno.EADDRINUSE else refusal) from None
 
-    @property
-    def _address(self) -> Address:
+    @override
+    def look_up(self, deadline: Deadline) -> Address:
         return Address((self.where.host,), self.where.port)
-
-    @override
-    def publish(self, address: Address) -> None:
-        """Nothing: the address is known."""
-
-    @override
-    def look_up(self, deadline: Deadline) -> Address | None:
-        return self._address
-
-    @override
-    def withdraw(self, address: Address) -> None:
-        """Nothing."""
-
-    @override
-    def not_found(self) -> str:
-        return ""
 
 
 class _Published(Endpoint):
@@ -137,7 +124,7 @@ class _Published(Endpoint):
     @override
     def look_up(self, deadline: Deadline) -> Address | None:
         content = self._read(deadline)
-        return None if content is None else address_in(content)
+        return address_in(content) if content else None
 
     def _write(self, content: bytes) -> None:
         raise NotImplementedError
@@ -151,7 +138,7 @@ class FileEndpoint(_Published):
 
     Args:
         path: absolute.
-        is_local: whether all ranks are on this host, so that rank 0 listens on loopback only.
+        is_local: whether all ranks are on this host.
     """
 
     def __init__(self, path: str, *, is_local: bool = False) -> None:
@@ -179,7 +166,7 @@ class FileEndpoint(_Published):
     def not_found(self) -> str:
         found = self.look_up(Deadline(0.0))
         if found is None or found.info is None:
-            return "no rank 0 has published its address there"
+            return super().not_found()
         return f"the address there is of {found.info}, which does not answer at {found}"
 
     def _write(self, content: bytes) -> None:
@@ -217,14 +204,6 @@ class StoreEndpoint(_Published):
         self.where = where
         self.key = f"lightning_ddp_ext/{key}"
         self._store: TCPStore | None = None
-
-    @override
-    def withdraw(self, address: Address) -> None:
-        """Nothing: the store ends with its launcher."""
-
-    @override
-    def not_found(self) -> str:
-        return "no rank 0 has published its address in the launcher's store"
 
     def _write(self, content: bytes) -> None:
         self._open(Deadline(10.0)).set(self.key, content.decode())

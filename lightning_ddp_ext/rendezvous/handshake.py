@@ -6,19 +6,23 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
-from lightning_ddp_ext.errors import RendezvousError, StoreError
+from lightning_ddp_ext.errors import (
+    DisagreementError,
+    DuplicateRankError,
+    MissingRanksError,
+    RendezvousError,
+    StoreError,
+)
 from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up, table_in
-from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, TcpEndpoint, unresolvable
+from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, unresolvable
 from lightning_ddp_ext.rendezvous.peer_event import event_of, reason_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankTable
-from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo, RankTable
+from lightning_ddp_ext.rendezvous.request import StartUp
 from lightning_ddp_ext.rendezvous.sockets import Sockets, sockets_opened
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
@@ -26,44 +30,47 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 _logger = own_logger(__name__)
 
 _RETRY = 0.25
+_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, MissingRanksError, StoreError)}
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What the handshake brings, open as long as the process is a rank.
+
+    Attributes:
+        table: all ranks.
+        store: rank 0's.
+        channel: to rank 0; ``None`` in a world of one rank.
+        store_sockets: those of the store.
+        route: the address of this host that ranks of other hosts can reach, if there are any.
+        withdraw: on rank 0, removes what was published.
+    """
+
+    table: RankTable
+    store: Store
+    channel: Channel | None = None
+    store_sockets: Sockets | None = None
+    route: str = ""
+    withdraw: Callable[[], None] = lambda: None
 
 
 class Handshake:
-    """Connects this rank to rank 0.
+    """Connects this rank to rank 0."""
 
-    Args:
-        hello: what this rank says of itself.
-        endpoint: where rank 0 listens.
-        channel: carries the handshake, and everything afterwards.
-        deadline: of the start.
-        timeouts: of the control channel.
-    """
-
-    def __init__(
-        self, hello: Hello, endpoint: Endpoint, channel: Channel, deadline: Deadline, timeouts: Timeouts
-    ) -> None:
-        self._hello = hello
-        self._endpoint = endpoint
-        self._channel = channel
-        self._deadline = deadline
-        self._timeouts = timeouts
+    def __init__(self, start_up: StartUp) -> None:
+        self._hello, self._endpoint, self._channel = start_up.hello, start_up.endpoint, start_up.channel
+        self._deadline, self._timeouts, self._absence = start_up.deadline, start_up.timeouts, start_up.absence
         self._answers: Message = {}
         self._closed: str | None = None
         self._changed = threading.Condition()
         self._obstacle: OSError | str = "not tried"
         self._rank_zero = ("", 0)
-        self._has_warned = False
+        self._route = ""
         self._store: Future[TCPStore] = Future()
-        self.store_sockets: Sockets | None = None
-        """Those of the store's client."""
-        self.route = ""
-        """The address of this host on the way to rank 0."""
+        self._store_sockets: Sockets | None = None
 
-    def run(self, absence: Callable[[], str | None] = lambda: None) -> tuple[RankTable, TCPStore]:
-        """Wait until all ranks have connected; returns them, and a client of rank 0's store.
-
-        Args:
-            absence: asked now and then; a sentence if it is known that rank 0 cannot come.
+    def run(self) -> Connections:
+        """Wait until all ranks have connected.
 
         Raises:
             StoreError: there is no rank 0.
@@ -72,23 +79,25 @@ class Handshake:
         self._channel.listen("handshake", self._hear)
         self._channel.on_closed(self._on_closed)
         try:
-            self._find_rank_zero(absence)
+            self._find_rank_zero()
             threading.Thread(target=self._open_store, name="ddpx-store", daemon=True).start()
-            self._await_welcome()
-            table = self._table_in(self._answers["welcome"])
-            return table, self._await_store(table)
+            table = self._await_welcome()
+            if self._hello.info.network == table[0].network:
+                self._route = self._answers["route"]
+            store = self._await_store(table)
         except BaseException as error:
             if "welcome" in self._answers:
                 self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
             elif "refused" not in self._answers:
                 self._channel.send("handshake", {"gave_up": str(gave_up(self._hello.info, error))})
             raise
+        return Connections(table, store, self._channel, self._store_sockets, self._route)
 
     # Finding rank 0.
 
-    def _find_rank_zero(self, absence: Callable[[], str | None]) -> None:
+    def _find_rank_zero(self) -> None:
         for _ in self._deadline.ticks(longest=_RETRY):
-            sentence = absence()
+            sentence = self._absence()
             if sentence is not None:
                 raise RendezvousError(sentence)
             address = self._endpoint.look_up(self._deadline)
@@ -103,19 +112,21 @@ class Handshake:
             seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
             connected = socket.create_connection((host, address.port), timeout=seconds)
         except OSError as error:
-            self._note(error)
+            if isinstance(error, socket.gaierror) and not isinstance(self._obstacle, socket.gaierror):
+                # A cluster's name service may learn the name of rank 0's host only when that host is up.
+                _logger.warning("%s: the host does not resolve yet; trying again", self._hello.init_method)
+            self._obstacle = error
             return False
         self._rank_zero = (host, address.port)
-        self.route = str(connected.getsockname()[0]).removeprefix("::ffff:")
+        self._route = str(connected.getsockname()[0]).removeprefix("::ffff:")
         with self._changed:
             self._answers, self._closed = {}, None
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only the end of the connection or of the start, or another address, ends this wait.
-        is_published = True
-        while is_published and not self._is_answered("heard") and not self._deadline.expired:
-            is_published = self._endpoint_says(address)
-            self._wait_for("heard", self._deadline if not address.nonce else Deadline(_RETRY))
+        while not self._wait_for("heard", min(self._timeouts.connect, self._deadline.remaining)):
+            if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
+                break
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if "heard" in self._answers:
@@ -123,9 +134,6 @@ class Handshake:
         self._channel.disconnect(0)
         self._obstacle = self._no_answer()
         return False
-
-    def _endpoint_says(self, address: Address) -> bool:
-        return not address.nonce or self._endpoint.look_up(self._deadline) == address
 
     def _no_answer(self) -> str:
         if self._closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
@@ -145,13 +153,6 @@ class Handshake:
     def _where(self) -> str:
         return f"{self._rank_zero[0]}:{self._rank_zero[1]}"
 
-    def _note(self, error: OSError) -> None:
-        self._obstacle = error
-        if isinstance(error, socket.gaierror) and not self._has_warned:
-            # A cluster's name service may learn the name of rank 0's host only when that host is up.
-            _logger.warning("%s: the host does not resolve yet; trying again", self._hello.init_method)
-            self._has_warned = True
-
     def _not_found(self) -> StoreError:
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
@@ -161,9 +162,12 @@ class Handshake:
         else:
             where = self._hello.init_method
             remedy = "that it sees the same file, and that no firewall is between"
+        found = self._obstacle
+        if isinstance(found, OSError):
+            found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         return StoreError(
-            f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s "
-            f"({_in_words(self._obstacle)}); check that rank 0 is started, {remedy}"
+            f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
+            f"check that rank 0 is started, {remedy}"
         )
 
     # Waiting for the others.
@@ -171,7 +175,7 @@ class Handshake:
     def _open_store(self) -> None:
         """Open the store while other ranks still connect; in a thread, as a refusal need not wait for it."""
         try:
-            with sockets_opened() as self.store_sockets:
+            with sockets_opened() as self._store_sockets:
                 store = connect_store(self._rank_zero[0], self._answers["heard"], self._deadline)
             self._store.set_result(store)
         except Exception as error:
@@ -186,17 +190,10 @@ class Handshake:
             raise event_of("died", table[0], self._closed).to_error()
         return self._store.result()
 
-    def _table_in(self, welcome: Message) -> RankTable:
-        table = table_in(welcome)
-        if self._hello.info.network == table[0].network:
-            self.route = welcome["route"]
-        return table
-
-    def _await_welcome(self) -> None:
-        self._wait_for("welcome", self._deadline)
-        if not self._is_answered("welcome"):
+    def _await_welcome(self) -> RankTable:
+        if not self._wait_for("welcome", self._deadline.remaining):
             self._channel.send("handshake", {"overdue": True})
-            self._wait_for("welcome", Deadline(self._timeouts.answer))
+            self._wait_for("welcome", self._timeouts.answer)
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if "welcome" not in self._answers:
@@ -204,14 +201,15 @@ class Handshake:
             raise StoreError(
                 f"rank 0 at {self._where} {what} after it had accepted {self._hello.info}; look at its output"
             )
+        return RankTable.of(self._answers["welcome"])
 
-    def _wait_for(self, answer: str, deadline: Deadline) -> None:
-        """Wait for this answer, a refusal, or the end of the connection."""
+    def _wait_for(self, answer: str, seconds: float) -> bool:
+        """Whether this answer, a refusal, or the end of the connection has come within so many seconds."""
+        ends = {answer, "refused", "stranger"}
         with self._changed:
-            self._changed.wait_for(lambda: self._is_answered(answer), deadline.remaining)
-
-    def _is_answered(self, answer: str) -> bool:
-        return self._closed is not None or not {answer, "refused", "stranger"}.isdisjoint(self._answers)
+            return self._changed.wait_for(
+                lambda: self._closed is not None or not ends.isdisjoint(self._answers), seconds
+            )
 
     # On the channel's thread.
 
@@ -226,7 +224,25 @@ class Handshake:
             self._changed.notify_all()
 
 
-def _in_words(obstacle: OSError | str) -> str:
-    if isinstance(obstacle, str):
-        return obstacle
-    return "timed out" if isinstance(obstacle, TimeoutError) else str(obstacle.strerror or obstacle)
+# What rank 0 and the others tell each other of an error.
+
+
+def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
+    """What the others are told of a rank that raises ``error`` while they wait for it."""
+    if isinstance(error, RendezvousError):
+        return error
+    return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")
+
+
+def refusal_of(error: RendezvousError) -> Message:
+    """The message that ends the start for a rank."""
+    missing = list(getattr(error, "missing", ()))
+    return {"refused": {"kind": type(error).__name__, "sentence": str(error), "missing": missing}}
+
+
+def error_in(refused: Message) -> RendezvousError:
+    """The error in such a message."""
+    error = _KINDS.get(refused["kind"], RendezvousError)(refused["sentence"])
+    if isinstance(error, MissingRanksError):
+        error.missing = tuple(refused["missing"])
+    return error

@@ -78,8 +78,6 @@ class File:
     Raises:
         InitMethodError: a path that is empty, relative, or carries a query; an empty run id.
 
-    >>> File("/shared/runs/").file_for("slurm-77-0-0")
-    '/shared/runs/ddpx-slurm-77-0-0.store'
     """
 
     path: str
@@ -98,13 +96,13 @@ class File:
         return self.run_id is not None or self.path.endswith("/") or os.path.isdir(self.path)
 
     def file_for(self, run_id: str | None) -> str:
-        """The path of the file itself.
-
-        Args:
-            run_id: names the file in a directory, where this value brings no ``run_id`` of its own.
+        """The path of the file itself, which ``run_id`` names where this is a directory without a run id of its own.
 
         Raises:
             InitMethodError: this is a directory, and there is no run id.
+
+        >>> File("/shared/runs/").file_for("slurm-77-0-0")
+        '/shared/runs/ddpx-slurm-77-0-0.store'
         """
         if not self.is_directory:
             return self.path
@@ -141,12 +139,8 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
 def parse(value: str | InitMethod | None, *, field: str = "init_method") -> InitMethod | None:
     """The init method that a URL stands for; ``None`` and init methods are returned as they are.
 
-    Args:
-        value: a URL, an init method, or ``None``.
-        field: the argument's or variable's name, as the message shall show it.
-
     Raises:
-        InitMethodError: ``value`` is none of these.
+        InitMethodError: ``value`` is none of these; the message calls it ``field``.
 
     >>> parse("file:///shared/run42")
     File(path='/shared/run42', run_id=None)
@@ -183,11 +177,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
 
 
 def check_run_id(run_id: object) -> None:
-    """Refuse what cannot name a file.
-
-    Raises:
-        InitMethodError: it is neither ``None`` nor text.
-    """
+    """Raise ``InitMethodError`` unless this is ``None`` or a text that can name a file."""
     if run_id is not None and (not isinstance(run_id, str) or not run_id):
         raise InitMethodError(f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'")
 

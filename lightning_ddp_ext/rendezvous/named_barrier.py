@@ -2,16 +2,18 @@
 
 No collective is involved: each rank tells rank 0 over the channel which call it begins, and rank 0 tells all when the
 last one has come. So a rank that is elsewhere, even in a collective of its own, is named, and no data are mixed up.
+
+Each call has an ordinal, and carries the number of steps that its rank has begun before. In a correct program all ranks
+make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name
+will never make this one, and neither will a rank that has begun more steps and has made fewer calls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from lightning_ddp_ext.rendezvous.call_counter import Call, CallCounter
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.wire import Message
 
@@ -27,20 +29,42 @@ _BE_THERE = "see what it does meanwhile (HangWatchdog prints that), or give the 
 _SAME_ORDER = "let every rank make the same calls in the same order"
 
 
-class NamedBarriers:
-    """This rank's side of all barriers; on rank 0 also the record of who has come.
+@dataclass(frozen=True)
+class Call:
+    """The beginning of a call on one rank.
 
-    Args:
-        context: this process among the ranks.
+    Attributes:
+        rank: that makes it.
+        number: its ordinal on that rank, from 1 on.
+        steps: that the rank has begun before.
+        name: what must be the same on all ranks.
+        what: the call as a message shows it.
+        where: file and line in the user's code, if known.
     """
+
+    rank: int
+    number: int
+    steps: int
+    name: str
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+class NamedBarriers:
+    """This rank's side of all barriers; on rank 0 also the record of who has come. O(1) for each message."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
         self._peers = context.peers
         self._rank = context.world.rank
-        self._world_size = len(context.table)
-        self._counter = CallCounter(self._rank)
+        self._steps = 0
+        self._made = 0
         self._open = 0
+        self._last: dict[int, int] = {}
+        self._waiting: dict[int, list[Call]] = {}
         context.listen(_TOPIC, self._hear)
 
     def advance(self) -> None:
@@ -51,10 +75,15 @@ class NamedBarriers:
         Raises:
             RankAbsentError: another rank waits in a call that this one should have made before.
         """
-        self._counter.steps += 1
-        call = self._counter.missed()
+        self._steps += 1
+        call = self._missed()
         if call is not None:
             raise self._report_absence(call, [self._rank]).to_error()
+
+    def _missed(self) -> Call | None:
+        """A call that another rank waits in, and that this rank has gone past."""
+        waiting = self._waiting.get(self._made + 1)
+        return waiting[0] if waiting and self._steps > waiting[0].steps else None
 
     def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
         """Say that this rank begins a call that every rank must make. It need not wait, if the call makes ranks wait.
@@ -64,9 +93,10 @@ class NamedBarriers:
             where: file and line in the user's code, if known.
             name: what must be the same on every rank; ``what``, if left out.
         """
-        what = what[:_LONGEST_TEXT]
+        what, where, name = what[:_LONGEST_TEXT], where[:_LONGEST_TEXT], (name or what)[:_LONGEST_TEXT]
         with self._peers.arrived:
-            call = self._counter.begin((name or what)[:_LONGEST_TEXT], what, where[:_LONGEST_TEXT])
+            self._made += 1
+            call = Call(self._rank, self._made, self._steps, name, what, where)
         self._send({"call": asdict(call)})
         if self._rank == 0:
             self._note(call)
@@ -78,22 +108,19 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
-        patience: Callable[[], None] | None = None,
         check: Callable[[], None] | None = None,
+        is_patient: bool = False,
     ) -> None:
         """:meth:`begin` a call and :meth:`wait`. Collective."""
-        self.wait(self.begin(what, where, name=name), patience=patience, check=check)
+        self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
 
-    def wait(
-        self, call: Call, *, patience: Callable[[], None] | None = None, check: Callable[[], None] | None = None
-    ) -> None:
+    def wait(self, call: Call, *, check: Callable[[], None] | None = None, is_patient: bool = False) -> None:
         """Wait until every rank has begun this call. Collective.
 
         Args:
             call: what :meth:`begin` returned.
-            patience: called whenever the timeout of a collective has passed, and raises if waiting is in vain;
-                ``None``: a rank that has not come by then is absent.
-            check: called before a rank is said to be absent; it may raise what is known better.
+            check: called whenever the timeout of a collective has passed; it may raise what is known better.
+            is_patient: whether to wait on after that; if not, a rank that has not come by then is absent.
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
@@ -101,11 +128,12 @@ class NamedBarriers:
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._context.collective_timeout.total_seconds()):
-            (patience or partial(self._give_up, call, check))()
+            if check is not None:
+                check()
+            if not is_patient:
+                self._give_up(call)
 
-    def _give_up(self, call: Call, check: Callable[[], None] | None) -> None:
-        if check is not None:
-            check()
+    def _give_up(self, call: Call) -> None:
         if self._rank == 0:
             self._answer_overdue(call)
         else:
@@ -141,12 +169,14 @@ class NamedBarriers:
     def _note(self, call: Call) -> None:
         """Note a call; on rank 0 let all in when the last rank has come, or say which one is in the wrong place."""
         with self._peers.arrived:
-            self._counter.hear(call)
-            missed = self._counter.missed()
-            is_odd = self._rank == 0 and self._counter.contradicts(call)
-            is_complete = self._rank == 0 and not is_odd and self._counter.is_complete(call, self._world_size)
+            self._last[call.rank] = call.number
+            calls = self._waiting.setdefault(call.number, [])
+            calls.append(call)
+            is_odd = self._rank == 0 and call.name != calls[0].name
+            is_complete = len(calls) == len(self._context.table)
+            missed = self._missed()
         if is_odd:
-            self._report_mismatch(self._counter.contradiction(call))
+            self._report_mismatch(calls)
         elif is_complete:
             self._send({"open": call.number})
             self._let_in(call.number)
@@ -156,13 +186,13 @@ class NamedBarriers:
     def _let_in(self, number: int) -> None:
         with self._peers.arrived:
             self._open = max(self._open, number)
-            self._counter.forget(number)
+            self._waiting.pop(number, None)
             self._peers.arrived.notify_all()
 
     def _answer_overdue(self, call: Call) -> None:
         """On rank 0: name the ranks that have not come to a call."""
         with self._peers.arrived:
-            absent = self._counter.absent(self._world_size, call.number) if self._open < call.number else []
+            absent = [info.rank for info in self._context.table.ranks if self._last.get(info.rank, 0) < call.number]
         if absent:  # else the last one has come this moment, and all are about to be let in
             self._report_absence(call, absent, "has not come in time", _BE_THERE)
 
@@ -175,7 +205,10 @@ class NamedBarriers:
         return self._peers.report(event_of("absent", table[absent[0]], sentence))
 
     def _report_mismatch(self, calls: list[Call]) -> None:
+        """The rarest call is the odd one."""
+        names = [call.name for call in calls]
+        ordered = sorted(calls, key=lambda call: (names.count(call.name), call.name, call.rank))
         table = self._context.table
-        places = "; ".join(f"{table[call.rank]} began {call}" for call in calls)
+        places = "; ".join(f"{table[call.rank]} began {call}" for call in ordered)
         sentence = f"ranks wait for each other in different places: {places}; {_SAME_ORDER}"
-        self._peers.report(event_of("mismatched", table[calls[0].rank], sentence))
+        self._peers.report(event_of("mismatched", table[ordered[0].rank], sentence))

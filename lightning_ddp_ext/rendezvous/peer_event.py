@@ -19,14 +19,6 @@ Kind = Literal["died", "failed", "left", "absent", "mismatched", "hung"]
 
 _LONGEST_REASON = 2000
 _LONGEST_TEXT = 1 << 15
-_ERRORS = {
-    "died": RankDiedError,
-    "failed": RankFailedError,
-    "left": RankLeftError,
-    "absent": RankAbsentError,
-    "hung": RankHungError,
-    "mismatched": RankMismatchError,
-}
 
 
 class RemoteTraceback(Exception):
@@ -50,17 +42,22 @@ class PeerEvent:
     def to_error(self) -> RankFailedError:
         """The exception that other ranks raise because of it; its cause is the traceback, if there is one."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
-        sentence = {
-            "died": f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
-            "or in its host's log (out of memory?)",
-            "failed": f"{who} failed, so this rank stops: {self.reason}",
-            "left": f"{who} has finished and gone, but this rank still needs it for a collective; "
-            "let every rank make the same calls in the same order",
-            "absent": self.reason,
-            "mismatched": self.reason,
-            "hung": f"{self.reason}; every rank stops",
+        died = (
+            f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
+            "or in its host's log (out of memory?)"
+        )
+        left = (
+            f"{who} has finished and gone, but this rank still needs it for a collective; "
+            "let every rank make the same calls in the same order"
+        )
+        kind, sentence = {
+            "died": (RankDiedError, died),
+            "failed": (RankFailedError, f"{who} failed, so this rank stops: {self.reason}"),
+            "left": (RankLeftError, left),
+            "absent": (RankAbsentError, self.reason),
+            "mismatched": (RankMismatchError, self.reason),
+            "hung": (RankHungError, f"{self.reason}; every rank stops"),
         }[self.kind]
-        kind = _ERRORS[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
         error.__cause__ = RemoteTraceback(self.traceback_text) if self.traceback_text else None
         return error
@@ -89,6 +86,4 @@ def reason_of(exception: BaseException) -> str:
         text = str(exception)
     except Exception:
         text = "<its __str__ fails>"
-    reason = f"{name}: {text}" if text else name
-    left_out = len(reason) - _LONGEST_REASON
-    return reason if left_out <= 0 else f"{reason[:_LONGEST_REASON]}... ({left_out} more characters)"
+    return shortened(f"{name}: {text}" if text else name, _LONGEST_REASON)

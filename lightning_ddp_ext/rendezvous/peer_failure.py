@@ -15,7 +15,7 @@ from dataclasses import asdict
 from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, wait_for_delays
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo, RankTable
+from lightning_ddp_ext.rendezvous.rank_table import RankTable
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import Message
 
@@ -49,6 +49,8 @@ class PeerFailure:
     Attributes:
         arrived: notified at each event; components wait on it for their own changes, too.
         cause: the first death or failure, or call that ranks did not make together.
+        ended: ranks whose processes are known to have ended.
+        has_raised: whether the main thread knows of the cause, and raises because of it.
         is_forming: whether the main thread forms a group.
     """
 
@@ -62,6 +64,8 @@ class PeerFailure:
     ) -> None:
         self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
+        self.ended: set[int] = set()
+        self.has_raised = False
         self.is_forming = False
         self._rank = rank
         self._table = table
@@ -69,8 +73,6 @@ class PeerFailure:
         self._timeouts = timeouts
         self._release = release
         self._departed: PeerEvent | None = None
-        self._ended: set[int] = set()
-        self._has_raised = False
         self._exit_timer: threading.Timer | None = None
 
     def start(self) -> None:
@@ -83,20 +85,6 @@ class PeerFailure:
     def cause_or_departure(self) -> PeerEvent | None:
         """The cause, or else the first rank that has left in good order."""
         return self.cause or self._departed
-
-    @property
-    def unheard_cause(self) -> PeerEvent | None:
-        """The cause, if the main thread has not raised because of it."""
-        return None if self._has_raised else self.cause
-
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended."""
-        return rank in self._ended
-
-    @property
-    def ended(self) -> list[RankInfo]:
-        """The ranks whose processes are known to have ended."""
-        return [self._table[rank] for rank in sorted(self._ended)]
 
     def wait(self, seconds: float) -> PeerEvent | None:
         """The cause, or else a departure, waiting up to ``seconds`` for it."""
@@ -114,15 +102,10 @@ class PeerFailure:
                 self.arrived.wait_for(lambda: self.cause, timeout=self._timeouts.first_cause)
         return self._take(event)
 
-    def report_own_failure(self, event: PeerEvent) -> PeerEvent:
-        """The same for this rank's own failure: its main thread raises already."""
-        self.note_raised()
-        return self.report(event)
-
     def note_raised(self) -> None:
         """The main thread knows of the event and raises; the process need not be ended."""
         with self.arrived:
-            self._has_raised = True
+            self.has_raised = True
             self.arrived.notify_all()
             if self._exit_timer is not None:
                 self._exit_timer.cancel()
@@ -130,57 +113,41 @@ class PeerFailure:
     def close(self) -> None:
         """Forget the others."""
         self.note_raised()
-        self._release = _nothing
+        self._release = lambda event: None
 
-    # On the channel's thread.
+    # On the channel's thread, or on the one that reports.
 
     def _hear(self, body: Message) -> None:
         sender = body.pop("from")
         event = PeerEvent(**body)
-        if event.kind == "left":
-            self._note_departure(event)
-        else:
-            if event.kind == "died" and sender == 0:
-                self._ended.add(event.rank)
-            self._take(event)
+        if event.kind == "died" and sender == 0:
+            self.ended.add(event.rank)
+        self._take(event)
 
     def _on_closed(self, rank: int, reason: str) -> None:
-        self._ended.add(rank)
-        event = event_of("died" if reason else "left", self._table[rank], reason)
-        if reason:
-            self._take(event)
-        else:
-            self._note_departure(event)
-
-    def _note_departure(self, event: PeerEvent) -> None:
-        with self.arrived:
-            is_first = self._departed is None
-            self._departed = self._departed or event
-            self.arrived.notify_all()
-        if is_first and self._rank == 0:
-            self._tell(event)
-
-    # On any thread.
+        self.ended.add(rank)
+        self._take(event_of("died" if reason else "left", self._table[rank], reason))
 
     def _take(self, event: PeerEvent) -> PeerEvent:
+        """Note an event; the first failure and the first departure are what all ranks are told."""
+        is_departure = event.kind == "left"
         with self.arrived:
-            is_first = self.cause is None
-            self.cause = self.cause or event
+            is_first = (self._departed if is_departure else self.cause) is None
+            if is_first and is_departure:
+                self._departed = event
+            elif is_first:
+                self.cause = event
             self.arrived.notify_all()
-        if is_first:
-            if self._rank == 0:
-                self._tell(event)
+        if is_first and self._rank == 0 and self._channel is not None:
+            self._channel.send("event", asdict(event))
+        if is_first and not is_departure:
             self._end_later(event)
             self._release(event)
-        return self.cause
-
-    def _tell(self, event: PeerEvent) -> None:
-        if self._channel is not None:
-            self._channel.send("event", asdict(event))
+        return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
         with self.arrived:
-            if self._has_raised:
+            if self.has_raised:
                 return
             self._exit_timer = threading.Timer(self._timeouts.grace[event.kind], self._end_process, [event])
             self._exit_timer.name = "ddpx-exit"
@@ -195,7 +162,7 @@ class PeerFailure:
             self._say(f"{event.to_error()}; this rank finishes the checkpoint that it is writing")
             wait_for_delays()
             with self.arrived:
-                if self.arrived.wait_for(lambda: self._has_raised, self._timeouts.grace[event.kind]):
+                if self.arrived.wait_for(lambda: self.has_raised, self._timeouts.grace[event.kind]):
                     return
         self._say(f"{type(event.to_error()).__name__}: {event.to_error()}")
         end_at_once(1)
@@ -203,12 +170,3 @@ class PeerFailure:
     def _say(self, sentence: str) -> None:
         sys.stderr.write(f"[rank {self._rank}] {sentence}\n")
         sys.stderr.flush()
-
-
-def _nothing(_event: PeerEvent) -> None:
-    """There is nobody left to wake."""
-
-
-def alone(info: RankInfo) -> RankTable:
-    """The table of a world of one rank."""
-    return RankTable("alone", (info,))

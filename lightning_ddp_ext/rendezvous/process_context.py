@@ -1,6 +1,6 @@
 """This process among the ranks: formed once by :func:`join`, used by every Trainer, closed once at the end.
 
-The way from a request to a process group: :func:`join`, then on rank 0 ``Coordinator.wait`` and on every other rank
+The way from a request to a process group: :func:`join`, then on rank 0 ``Coordinator.run`` and on every other rank
 ``Handshake.run``, which bring the table of all ranks, then ``ProcessGroups.form_default``.
 """
 
@@ -17,19 +17,18 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from lightning_ddp_ext.at_exit import at_exit
-from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
+from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel, Listener
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.handshake import Handshake
+from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of, reason_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, alone
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, abort_group
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.rendezvous.sockets import Sockets
+from lightning_ddp_ext.rendezvous.request import Request, StartUp
 from lightning_ddp_ext.rendezvous.wire import Message
 
 T = TypeVar("T")
@@ -44,20 +43,21 @@ class ProcessContext:
 
     Args:
         request: of the first Trainer.
-        start: what the handshake has brought.
+        connections: what the handshake has brought.
     """
 
-    def __init__(self, request: Request, start: Start) -> None:
+    def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
-        self.table = start.table
-        self.store: Store = PrefixStore(start.table.start_id, start.store)
+        self.table = connections.table
+        self.store: Store = PrefixStore(connections.table.start_id, connections.store)
+        self.timeouts = request.timeouts
         self.failure: BaseException | None = None
         """What this rank has raised while others may have waited for it."""
         self._request = request
-        self._start = start
-        self._groups = ProcessGroups(request, self.store, "" if start.table.on_one_host else start.route)
+        self._connections = connections
+        self._groups = ProcessGroups(self.store, "" if connections.table.on_one_host else connections.route)
         self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, start.table, start.channel, request.timeouts, self._release)
+        self.peers = PeerFailure(request.world.rank, self.table, connections.channel, request.timeouts, self._release)
 
     # Groups.
 
@@ -78,90 +78,55 @@ class ProcessContext:
             backend: as in ``torch.distributed.new_group``.
             purpose: the same ranks and purpose get the same group.
         """
-        ranks = list(ranks)
-        group = self._groups.known(ranks, backend, purpose)
-        if group is None:
+        key = (*ranks, backend, purpose)
+        if key not in self._groups.others:
             # In a store a rank would wait for one that has failed or is elsewhere.
-            self.barriers.wait(self.barriers.begin(f"forming a group{' for ' if purpose else ''}{purpose}"))
+            self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
-                group = self._groups.form(ranks, backend, purpose)
-        return group
+                self._groups.form(key, list(ranks), backend)
+        return self._groups.others[key]
 
-    def reuse(self, request: Request) -> None:
-        """Serve another Trainer with the same ranks.
+    # Further Trainers.
+
+    def accept(self, request: Request) -> Request:
+        """The request of another Trainer, with what the ranks have connected by.
 
         Raises:
             GroupInUseError: it wants other ranks, or another init method.
+            RankFailedError: a rank has died, or has failed and this rank has not been told so far.
         """
-        self.check(request)
-        request = replace(request, init_method=self._request.init_method, endpoint=self._request.endpoint)
-        if request.backend != self._request.backend:
-            self._groups.close(is_broken=False)
-            self._request = request
-            self.form_group(Deadline(request.init_timeout.total_seconds()))
-        elif request.timeout != self._request.timeout:
-            self._groups.set_timeout(request.timeout)
-        self._request = request
-
-    def check(self, request: Request) -> None:
-        """Refuse a Trainer that wants other ranks than these.
-
-        Raises:
-            GroupInUseError: world size, rank or init method differ.
-        """
-        if (request.world.rank, request.world.world_size) != (self.world.rank, self.world.world_size):
+        if len(self.table) == 1:
+            return request
+        world = request.world
+        if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
                 f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
-                f"to be rank {request.world.rank} of {request.world.world_size}; give every Trainer of a script the "
+                f"to be rank {world.rank} of {world.world_size}; give every Trainer of a script the "
                 "same devices and num_nodes, or run the other one in a script of its own"
             )
-        if len(self.table) > 1 and request.is_explicit and request.init_method != self._request.init_method:
+        if request.is_explicit and request.init_method != self._request.init_method:
             raise GroupInUseError(
                 f"this process's group was formed with init_method {self._request.init_method!r}, and this Trainer "
                 f"asks for {request.init_method!r}; use one init method in a script"
             )
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the group stands and every rank is still in it, as far as this rank knows."""
-        return self.peers.cause is None and self.failure is None and dist.is_initialized()
-
-    def prepare_restart(self, request: Request) -> Request:
-        """Let go of what a new start of the same ranks needs, after a failure that this process has lived through.
-
-        Returns:
-            The request of the new start, which knows from this context's channel which ranks have ended.
-
-        Raises:
-            RankDiedError: a rank has died.
-            GroupInUseError: the request wants other ranks.
-        """
-        self.check(request)
         cause = self.peers.cause
-        if cause is not None and cause.kind == "died":
+        if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
             raise cause.to_error()
-        self.close_group()
-        self._start.stop_accepting()
-        return replace(
-            request,
-            init_method=self._request.init_method,
-            endpoint=self._request.endpoint,
-            absence=lambda: request.absence() or self._absence(),
-        )
+        return replace(request, init_method=self._request.init_method, endpoint=self._request.endpoint)
 
-    def _absence(self) -> str | None:
-        ended = ", ".join(map(str, self.peers.ended))
-        if not ended:
-            return None
-        return (
-            f"{ended} ended after the ranks had worked together, and cannot come again; look at its output, or catch "
-            "the failure on every rank if all are to go on"
-        )
+    def can_serve(self, request: Request) -> bool:
+        """Whether these are the ranks that a Trainer wants, and no failure has parted them."""
+        is_same_size = len(self.table) == request.world.world_size
+        return is_same_size and self.peers.cause is None and self.failure is None
 
-    @property
-    def timeouts(self) -> Timeouts:
-        """Those of the control channel."""
-        return self._request.timeouts
+    def serve(self, request: Request) -> None:
+        """Work for another Trainer, with its backend and its timeout."""
+        before, self._request = self._request, request
+        if request.backend != before.backend or not dist.is_initialized():
+            self._groups.close(is_broken=False)
+            self.form_group(Deadline(request.init_timeout.total_seconds()))
+        elif request.timeout != before.timeout:
+            self._groups.set_timeout(request.timeout)
 
     @property
     def collective_timeout(self) -> timedelta:
@@ -172,13 +137,13 @@ class ProcessContext:
 
     def send(self, topic: str, body: Message) -> None:
         """Send a message to rank 0, or from rank 0 to all others; never waits, never raises."""
-        if self._start.channel is not None:
-            self._start.channel.send(topic, body)
+        if self._connections.channel is not None:
+            self._connections.channel.send(topic, body)
 
     def listen(self, topic: str, listener: Listener) -> None:
         """Have messages of a topic passed to ``listener`` on the channel's thread."""
-        if self._start.channel is not None:
-            self._start.channel.listen(topic, listener)
+        if self._connections.channel is not None:
+            self._connections.channel.listen(topic, listener)
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
         """The one object that ``kind`` makes for this context."""
@@ -197,8 +162,9 @@ class ProcessContext:
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long."""
         self.failure = exception
+        self.peers.note_raised()
         mine = self.table[self.world.rank]
-        self.peers.report_own_failure(event_of("failed", mine, reason_of(exception), traceback_text))
+        self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))
         self.close_group()
 
     def close_group(self) -> None:
@@ -222,8 +188,8 @@ class ProcessContext:
     def _release(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
         self._groups.cut()
-        if self.peers.is_forming and self._start.store_sockets is not None:
-            self._start.store_sockets.sever()
+        if self.peers.is_forming and self._connections.store_sockets is not None:
+            self._connections.store_sockets.sever()
         if "nccl" in self._request.backend and dist.is_initialized():
             abort_group()
 
@@ -236,49 +202,10 @@ class ProcessContext:
         finally:
             self._groups.release()
             self._components.clear()
-            self._start.close(in_order=True)
+            self._connections.withdraw()
+            if self._connections.channel is not None:
+                self._connections.channel.close()
             self.peers.close()
-
-
-class Start:
-    """What the handshake has brought, open as long as the process is a rank."""
-
-    def __init__(self) -> None:
-        self.channel: Channel | None = None
-        self.coordinator: Coordinator | None = None
-        self.store_sockets: Sockets | None = None
-        self.table: RankTable
-        self.store: Store
-        self.route = ""
-
-    def run(self, request: Request, deadline: Deadline) -> None:
-        """Find the other ranks. Collective."""
-        rank, world_size = request.world.rank, request.world.world_size
-        hello = Hello(RankInfo(rank), world_size, request.init_method, request.versions)
-        if world_size == 1:
-            self.table, self.store = alone(hello.info), HashStore()
-            return
-        self.channel = Channel(request.timeouts.heartbeat)
-        if rank == 0:
-            self.coordinator = Coordinator(hello, request.endpoint, self.channel, deadline, request.timeouts)
-            self.table = self.coordinator.wait(request.absence)
-            found: Coordinator | Handshake = self.coordinator
-            self.store = self.coordinator.store
-        else:
-            found = handshake = Handshake(hello, request.endpoint, self.channel, deadline, request.timeouts)
-            self.table, self.store = handshake.run(request.absence)
-        self.route, self.store_sockets = found.route, found.store_sockets
-
-    def stop_accepting(self) -> None:
-        """On rank 0, take no more connections, and remove what was published."""
-        if self.coordinator is not None:
-            self.coordinator.close()
-
-    def close(self, *, in_order: bool) -> None:
-        """End the channel."""
-        self.stop_accepting()
-        if self.channel is not None:
-            self.channel.close(in_order=in_order)
 
 
 _context: ProcessContext | None = None
@@ -295,7 +222,7 @@ def join(request: Request) -> ProcessContext | None:
 
     A process joins once. Later calls use the same ranks again: with another backend a new group is formed, another
     timeout is set, and everything else that differs is refused. A world of one rank is left for another one. After a
-    failure that all ranks have lived through they start anew.
+    failure that all ranks have lived through they leave, and start anew.
 
     Returns:
         The context; ``None`` where somebody else has opened the default process group already, which is then used.
@@ -303,46 +230,41 @@ def join(request: Request) -> ProcessContext | None:
     Raises:
         RendezvousError: the ranks could not find each other within ``init_timeout``.
         GroupInUseError: this process has a group already that does not fit.
+        RankFailedError: a rank has died or failed before.
     """
     global _context
-    if _context is not None and len(_context.table) == 1 and request.world.world_size != 1:
+    if _context is not None:
+        request = _context.accept(request)
+        if _context.can_serve(request):
+            _context.serve(request)
+            return _context
         leave()
-    if _context is None and dist.is_initialized():
+    if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
-    if _context is None:
-        _context = _joined(request)
-        at_exit(leave)
-    elif _context.is_usable:
-        _context.reuse(request)
-    else:
-        _context = _joined_again(_context, request)
+    _context = _joined(request)
+    at_exit(leave)
     return _context
 
 
-def _joined_again(before: ProcessContext, request: Request) -> ProcessContext:
-    """Start anew among processes that have lived through a failure."""
-    unheard = before.peers.unheard_cause
+def connect(request: Request, deadline: Deadline) -> Connections:
+    """Find the other ranks. Collective."""
+    rank, world_size = request.world.rank, request.world.world_size
+    hello = Hello(RankInfo(rank), world_size, request.init_method, request.versions)
+    if world_size == 1:
+        return Connections(RankTable("alone", (hello.info,)), HashStore())
+    channel = Channel(request.timeouts.heartbeat)
+    start_up = StartUp(hello, request.endpoint, channel, deadline, request.timeouts, request.absence)
     try:
-        context = _joined(before.prepare_restart(request))
-    except RendezvousError:
-        if unheard is None or not before.peers.has_ended(unheard.rank):
-            raise
-        error = unheard.to_error()  # it is why that rank does not come, and this process has not been told so far
-        raise error from error.__cause__
-    before.close()
-    return context
+        return Coordinator(start_up).run() if rank == 0 else Handshake(start_up).run()
+    except BaseException:
+        channel.close(in_order=False)
+        raise
 
 
 def _joined(request: Request) -> ProcessContext:
     deadline = Deadline(request.init_timeout.total_seconds())
-    start = Start()
-    try:
-        start.run(request, deadline)
-    except BaseException:
-        start.close(in_order=False)
-        raise
-    context = ProcessContext(request, start)
+    context = ProcessContext(request, connect(request, deadline))
     try:
         context.peers.start()
         context.form_group(deadline)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
+
+_LONGEST_LIST = 16
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,20 @@ class RankTable:
     def on_one_host(self) -> bool:
         """Whether a loopback connection joins all ranks."""
         return len({info.network for info in self.ranks}) == 1
+
+    def to_message(self) -> dict[str, Any]:
+        """The table as JSON; each host is written once, as there may be thousands of ranks."""
+        hosts = list(dict.fromkeys((info.host, info.network) for info in self.ranks))
+        numbers = {host: number for number, host in enumerate(hosts)}
+        ranks = [[numbers[info.host, info.network], info.pid] for info in self.ranks]
+        return {"start_id": self.start_id, "hosts": hosts, "ranks": ranks}
+
+    @staticmethod
+    def of(message: dict[str, Any]) -> RankTable:
+        """The table that :meth:`to_message` has described."""
+        hosts = message["hosts"]
+        infos = [RankInfo(rank, hosts[at][0], pid, hosts[at][1]) for rank, (at, pid) in enumerate(message["ranks"])]
+        return RankTable(message["start_id"], tuple(infos))
 
 
 @dataclass(frozen=True)
@@ -88,10 +105,12 @@ def _port_of(init_method: str) -> str:
     return re.sub(r"^tcp://.*:", "tcp://", init_method)
 
 
-def ranks_in_words(ranks: list[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
     """A few ranks at the beginning of a sentence.
 
-    >>> ranks_in_words([2]), ranks_in_words([1, 2])
+    >>> ranks_in_words([2]), ranks_in_words([2, 1])
     ('rank 2', 'ranks 1, 2')
     """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    known = sorted(ranks)
+    more = f" and {len(known) - _LONGEST_LIST} more" if len(known) > _LONGEST_LIST else ""
+    return f"rank{'s' if len(known) != 1 else ''} {', '.join(map(str, known[:_LONGEST_LIST]))}{more}"

@@ -42,11 +42,6 @@ class Connection:
         self._unsent = b""
         self._lock = threading.Lock()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether more can be sent and received."""
-        return not self.close_reason
-
     def send(self, line: bytes) -> bool:
         """Send an encoded message, or keep what the kernel does not take at once. Never blocks, never raises.
 
@@ -62,7 +57,7 @@ class Connection:
     def flush(self) -> bool:
         """Send what is left; returns whether something still is."""
         with self._lock:
-            while self._unsent and self.is_open:
+            while self._unsent and not self.close_reason:
                 try:
                     sent = self.socket.send(self._unsent)
                 except BlockingIOError:
@@ -102,7 +97,7 @@ class Connection:
             self.socket.close()
 
     def _end(self, reason: str) -> None:
-        if self.is_open:
+        if not self.close_reason:
             self.close_reason = reason
             with suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)

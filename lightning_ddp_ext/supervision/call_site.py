@@ -37,6 +37,6 @@ def call_site_of(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def call_site_of_main_thread() -> str:
-    """Where the main thread is right now; called by another one."""
-    return call_site_of(sys._current_frames().get(threading.main_thread().ident or 0))
+def main_frame() -> FrameType | None:
+    """The innermost frame of the main thread; called by another one."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -40,9 +40,6 @@ class CheckedCollectives:
     """Has the functions of ``torch.distributed`` meet first, where they are for all ranks and in the main thread.
 
     What was imported by name before, and what torch calls in C++, as DDP does for gradients, is not seen.
-
-    Args:
-        context: this process among the ranks.
     """
 
     def __init__(self, context: ProcessContext) -> None:

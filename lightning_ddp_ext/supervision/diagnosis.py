@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo, ranks_in_words
 from lightning_ddp_ext.supervision.flight import Flight
 
 _LONGEST_LIST = 8
@@ -72,14 +73,6 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Which rank is stuck, and why that is thought."""
-
-    who: RankInfo
-    sentence: str
-
-
-@dataclass(frozen=True)
 class Findings:
     """What is known of all ranks."""
 
@@ -87,7 +80,7 @@ class Findings:
     silences: list[Silence] = field(default_factory=list)
 
     @property
-    def diagnosis(self) -> Diagnosis | None:
+    def diagnosis(self) -> PeerEvent | None:
         """The rank that the others wait for; ``None`` if it moves, or nobody waits."""
         still = [report for report in self.reports if report.is_still]
         if self.silences:
@@ -103,28 +96,24 @@ class Findings:
         return "\n\n".join([*map(str, self.silences), *parts])
 
 
-def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> Diagnosis:
+def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> PeerEvent:
     others = "".join(f"; {silence}" for silence in silences[1:_LONGEST_LIST])
-    return Diagnosis(silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
+    return event_of("hung", silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
 
 
-def _in_collectives(reports: Sequence[Report]) -> Diagnosis | None:
-    """What the first collectives that do not end tell, those of the default group first."""
-    pending = {
-        (not flight.is_default, flight.group, flight.pending)
-        for report in reports
-        for flight in report.flights or ()
-        if flight.pending is not None
-    }
-    first: dict[str, int] = {}
-    for _, group, number in sorted(pending, reverse=True):
-        first[group] = number
-    found = [_in_collective(group, number, reports) for group, number in sorted(first.items())]
-    found = [diagnosis for diagnosis in found if diagnosis is not None]
-    return found[0] if found else _in_one_collective(first, reports)
+def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
+    """What the first collective of each group tells that does not end; that of the default group first."""
+    first: dict[tuple[bool, str], int] = {}
+    for report in reports:
+        for flight in report.flights or ():
+            if flight.pending is not None:
+                group = (not flight.is_default, flight.group)
+                first[group] = min(flight.pending, first.get(group, flight.pending))
+    found = (_in_collective(group, number, reports) for (_, group), number in sorted(first.items()))
+    return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
-def _in_collective(group: str, number: int, reports: Sequence[Report]) -> Diagnosis | None:
+def _in_collective(group: str, number: int, reports: Sequence[Report]) -> PeerEvent | None:
     """The rank that is not in a collective that others wait in, or is in another one of the same number."""
     inside, absent = [], []
     for report in reports:
@@ -144,50 +133,37 @@ def _is_default(group: str, reports: Sequence[Report]) -> bool:
     return any(flight.is_default for report in reports if (flight := report.flight(group)) is not None)
 
 
-def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> Diagnosis:
+def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
     # One that does not wait for others itself is nearer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
-    also = f" ({_ranks(others)} did not, either)" if others else ""
+    also = f" ({ranks_in_words(others)} did not, either)" if others else ""
     seconds = max(report.idle for report in waiting)
-    wait = f"{_ranks(report.who.rank for report in waiting)} {'has' if len(waiting) == 1 else 'have'} waited for it"
-    return Diagnosis(
+    who = ranks_in_words(report.who.rank for report in waiting)
+    wait = f"{who} {'has' if len(waiting) == 1 else 'have'} waited for it"
+    return event_of(
+        "hung",
         first.who,
         f"{first.who} never entered {collective}{also}; it is in {_activity(first)}; {wait} for {seconds:.0f} s",
     )
 
 
-def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> Diagnosis:
+def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEvent:
     calls = [(flight.describe(number), report) for report, flight in inside]
     frequency = Counter(call for call, _ in calls)
     odd = min(calls, key=lambda call: (frequency[call[0]], -call[1].who.rank))[1]
     places = "; ".join(f"{report.who} in {call}, {report.where}" for call, report in calls[:_LONGEST_LIST])
-    return Diagnosis(odd.who, f"ranks are in different collectives: {places}; let every rank make the same calls")
+    sentence = f"ranks are in different collectives: {places}; let every rank make the same calls"
+    return event_of("hung", odd.who, sentence)
 
 
-def _in_one_collective(first: dict[str, int], reports: Sequence[Report]) -> Diagnosis | None:
-    """All are where they should be, and yet nothing comes of it."""
-    for group, number in sorted(first.items()):
-        inside = [report for report in reports if (flight := report.flight(group)) and flight.pending == number]
-        stuck_elsewhere = [report for report in reports if report.is_still and not report.waits]
-        if inside and not stuck_elsewhere:
-            flight = inside[0].flight(group)
-            assert flight is not None
-            slowest = max(inside, key=lambda report: report.idle)
-            return Diagnosis(
-                slowest.who,
-                f"{_ranks(report.who.rank for report in inside)} have all been in {flight.describe(number)} for "
-                f"{slowest.idle:.0f} s, and it does not end; look at the network between the hosts",
-            )
-    return None
-
-
-def _stuck(still: Sequence[Report]) -> Diagnosis:
+def _stuck(still: Sequence[Report]) -> PeerEvent:
     """Without a collective to go by: who does not wait for others is the one they wait for."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    return Diagnosis(
+    return event_of(
+        "hung",
         first.who,
         f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
         f"{_waiting([report for report in still if report is not first])}",
@@ -213,14 +189,3 @@ def _section(report: Report) -> str:
         pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")
     return "\n".join(line for line in [*lines, report.stacks.rstrip()] if line)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """A few ranks as a sentence begins with them.
-
-    >>> _ranks([1]), _ranks([2, 0, 1])
-    ('rank 1', 'ranks 0, 1, 2')
-    """
-    known = sorted(ranks)
-    more = f" and {len(known) - _LONGEST_LIST} more" if len(known) > _LONGEST_LIST else ""
-    return f"rank{'s' if len(known) != 1 else ''} {', '.join(map(str, known[:_LONGEST_LIST]))}{more}"

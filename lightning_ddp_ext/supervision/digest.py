@@ -32,13 +32,8 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
     >>> one == other, empty
     (False, 0)
     """
-    found = [0] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        row_sums = [_row_sums(_words(tensors[index])) for index in indices]
-        for index, digest in zip(indices, _combine(row_sums), strict=True):
-            found[index] = digest
-    return found
+    found = [_digest(_words(tensor)) for tensor in tensors]
+    return [int(digest) for digest in found]  # a device has computed all by then
 
 
 def _words(tensor: Tensor) -> Tensor:
@@ -48,19 +43,11 @@ def _words(tensor: Tensor) -> Tensor:
     return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
-def _row_sums(words: Tensor) -> Tensor:
+def _digest(words: Tensor) -> Tensor:
     page_size = _PAGE_ON_CPU if words.device.type == "cpu" else _PAGE_ELSEWHERE
-    rows = [_padded(page, _COLUMNS).view(-1, _COLUMNS) for page in words.split(page_size)]
-    return torch.cat([each.to(torch.int64).mul_(_constants(words.device)).sum(1) for each in rows])
-
-
-def _combine(row_sums: Sequence[Tensor]) -> list[int]:
-    counts = [len(sums) for sums in row_sums]
-    sums = torch.cat(list(row_sums))
-    numbers = torch.cat([torch.arange(1, count + 1) for count in counts])
-    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    mixed = _mix(sums + numbers.to(sums.device) * _GOLDEN)
-    return sums.new_zeros(len(counts)).index_add_(0, owners.to(sums.device), mixed).tolist()
+    pages = [_padded(page, _COLUMNS).view(-1, _COLUMNS) for page in words.split(page_size)]
+    row_sums = torch.cat([page.to(torch.int64).mul_(_constants(words.device)).sum(1) for page in pages])
+    return _mix(row_sums + torch.arange(1, len(row_sums) + 1, device=words.device) * _GOLDEN).sum()
 
 
 @cache

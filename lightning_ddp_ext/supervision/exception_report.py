@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.rendezvous.peer_event import reason_of
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import chain_of, explain
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -27,13 +27,10 @@ def install_excepthook() -> None:
     hook = sys.excepthook
     if hook is _excepthook:
         return
-    if not (hook.__module__ == dist.distributed_c10d.__name__ and _calls_ours(hook)):
+    calls_ours = any(cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ())
+    if not (hook.__module__ == dist.distributed_c10d.__name__ and calls_ours):
         _behind.append(hook)
     sys.excepthook = _excepthook
-
-
-def _calls_ours(hook: Hook) -> bool:
-    return any(cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ())
 
 
 def _excepthook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
@@ -41,29 +38,20 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     if context is None or _depth > 0 or isinstance(exception, RendezvousError):
         _print_as_before(kind, exception, trace)
         return
-    if not _is_known_to_others(context, exception):
+    # What a callback raises because of a failure that has been announced is known to others, too.
+    if not any(link is context.failure or isinstance(link, RankFailedError) for link in chain_of(exception)):
         # Raised outside of any Trainer call; it ends this rank all the same, and others may be waiting for it.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
             exception = explanation
+    cause = context.peers.cause
     if isinstance(exception, RankFailedError):
         print_line(exception)
-    elif _has_been_printed_elsewhere(context, exception):
+    elif cause is not None and cause.rank != context.world.rank and cause.reason == reason_of(exception):
         print_line(exception, " (another rank prints the traceback)")
     else:
         _print_as_before(kind, exception, trace)
-
-
-def _is_known_to_others(context: ProcessContext, exception: BaseException) -> bool:
-    """Whether it comes from a failure that has been announced, as what a callback raises because of one does."""
-    return any(link is context.failure or isinstance(link, RankFailedError) for link in chain_of(exception))
-
-
-def _has_been_printed_elsewhere(context: ProcessContext, exception: BaseException) -> bool:
-    """Whether all ranks have failed alike, and another one was first."""
-    cause = context.peers.cause
-    return cause is not None and cause.rank != context.world.rank and cause.reason == reason_of(exception)
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:

@@ -10,23 +10,18 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, reason_of
+from lightning_ddp_ext.rendezvous.peer_event import reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.survey import Survey
 
 T = TypeVar("T")
 
-# Seconds to wait for the news that explains a broken connection: it comes by another way than the break itself.
-_NEWS_WITHIN = 2.0
 # gloo and NCCL raise plain RuntimeErrors; "process group": a collective called after the group was closed.
 _BROKEN_CONNECTION = re.compile(
     r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b|\b(tcp|file|prefix)?store\b",
     re.IGNORECASE,
 )
-# What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
-_TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
-_CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 
 
 def supervised(
@@ -36,10 +31,7 @@ def supervised(
 
     Every rank runs its part of a job through this. An exception of this rank's own is announced and raised as it is,
     at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
-
-    Args:
-        function: this rank's part of the job, called with the remaining arguments.
-        harmless: exceptions that all ranks raise alike, as a signal to their caller; they pass untouched.
+    ``harmless`` ones, which all ranks raise alike as a signal to their caller, pass untouched.
 
     Raises:
         RankFailedError: another rank failed, died or left.
@@ -59,10 +51,13 @@ def supervised(
 def explain(exception: BaseException) -> Any:
     """The exception itself, then announced to the other ranks; or the error of the rank that caused it."""
     context = current()
-    if context is None or isinstance(exception, (RankFailedError, RendezvousError)):
+    if context is None or isinstance(exception, RendezvousError):
+        return exception
+    if isinstance(exception, RankFailedError):
+        context.peers.note_raised()
         return exception
     if echoes_another_rank(exception):
-        event = _cause(context, " ".join(map(reason_of, chain_of(exception))))
+        event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
         if event is not None:
             context.close_group()
             error = event.to_error()
@@ -71,15 +66,6 @@ def explain(exception: BaseException) -> Any:
             return error
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
-
-
-def _cause(context: ProcessContext, what_is_said: str) -> PeerEvent | None:
-    """What has broken a collective or a store off, waiting for the news of that."""
-    if _TIMED_OUT.search(what_is_said):
-        return context.component(Survey).after_timeout()
-    if _CLOSED.search(what_is_said):
-        return context.component(Survey).after_closed_connection(_NEWS_WITHIN)
-    return context.peers.wait(_NEWS_WITHIN)
 
 
 def echoes_another_rank(exception: BaseException) -> bool:

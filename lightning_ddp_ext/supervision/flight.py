@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,10 +44,6 @@ class Flight:
         """Whether every rank is in the group."""
         return not self.label
 
-    def name_of(self, number: int) -> str:
-        """The collective's name, or what can be said without it."""
-        return self.recent.get(str(number), "a collective").partition(" ")[0]
-
     def describe(self, number: int) -> str:
         """The collective as a message shows it."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
@@ -63,18 +59,12 @@ def enable() -> None:
 
 def flights() -> list[Flight] | None:
     """How far this rank is in each process group; ``None`` where torch does not record that."""
-    dump = _dump()
-    if dump is None:
-        return None
+    module: Any = torch._C._distributed_c10d
     try:
+        dump = getattr(module, "_dump_fr_trace_json", None) or module._dump_nccl_trace_json
         return flights_in(json.loads(dump()))
-    except Exception:  # another format than the one that we know; what is reported will do without
+    except Exception:  # none, or in another format than the one that we know; what is reported will do without
         return None
-
-
-def why_unknown() -> str:
-    """Why :func:`flights` is ``None``."""
-    return f"torch {torch.__version__} does not tell the collectives of this process (_dump_fr_trace_json)"
 
 
 def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
@@ -91,15 +81,12 @@ def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
         if not entry.get("is_p2p"):
             known = by_group.setdefault(str(entry["process_group"][0]), {})
             number = int(entry["collective_seq_id"])
-            if number <= max(known, default=0) and not _is_same(known.get(number), entry):
+            same = known.get(number)
+            is_coalesced = same is not None and same.get("op_id") == entry.get("op_id")
+            if number <= max(known, default=0) and not is_coalesced:
                 known.clear()  # a new group that has the name of one that is gone
             known[number] = entry
     return [_flight(group, entries) for group, entries in by_group.items()]
-
-
-def _is_same(known: Mapping[str, Any] | None, entry: Mapping[str, Any]) -> bool:
-    """Whether both are parts of one operation, as collectives that were coalesced have one number."""
-    return known is not None and known.get("op_id") == entry.get("op_id")
 
 
 def _flight(group: str, entries: Mapping[int, Mapping[str, Any]]) -> Flight:
@@ -121,11 +108,4 @@ def _has_ended(entry: Mapping[str, Any]) -> bool:
 
 def _described(entry: Mapping[str, Any]) -> str:
     name = str(entry.get("profiling_name", "")).rpartition(":")[2]
-    sizes = entry.get("input_sizes") or ""
-    return f"{name} {sizes}".strip()
-
-
-def _dump() -> Callable[[], Any] | None:
-    module = getattr(torch._C, "_distributed_c10d", None)
-    found: Callable[[], Any] | None = getattr(module, "_dump_fr_trace_json", None)
-    return found or getattr(module, "_dump_nccl_trace_json", None)
+    return f"{name} {entry.get('input_sizes') or ''}".strip()

@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 
 from lightning_ddp_ext.at_exit import end_at_once
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import current
 
 # In the environment of a rank that a process of this package has started: that process.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
@@ -26,13 +26,15 @@ _parent = os.getppid()
 _watched: set[int] = set()
 
 
-def watch_launcher(pid: int) -> None:
+def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
     """End this process soon after process ``pid`` has ended, at once if it has ended already.
 
     A thread waits for it on a pidfd, which is not fooled by a process id that is given out again; on systems without
     one it looks now and then. A second call for the same process does nothing.
     """
-    _watch(pid, has_ended=False)
+    if pid not in _watched:
+        _watched.add(pid)
+        threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
 
 
 def watch_own_launcher() -> None:
@@ -44,13 +46,7 @@ def watch_own_launcher() -> None:
 
 def watch_parent() -> None:
     """End this process soon after the one that started it, for launchers that leave no word of who they are."""
-    _watch(_parent, has_ended=_parent == 1 and not _is_python(1))
-
-
-def _watch(pid: int, *, has_ended: bool) -> None:
-    if pid not in _watched:
-        _watched.add(pid)
-        threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
+    watch_launcher(_parent, has_ended=_parent == 1 and not _is_python(1))
 
 
 def _is_python(pid: int) -> bool:
@@ -65,7 +61,9 @@ def _end_after(pid: int, has_ended: bool) -> None:
     if not has_ended:
         _wait_for_the_end_of(pid)
     context = current()
-    if context is not None and _is_rank(pid, context) and context.peers.wait(_NEWS_WITHIN) is not None:
+    here = os.uname().nodename
+    is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table.ranks)
+    if context is not None and is_rank and context.peers.wait(_NEWS_WITHIN) is not None:
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
         end_at_once(1)
     who = "" if context is None else f"[rank {context.world.rank}] "
@@ -73,11 +71,6 @@ def _end_after(pid: int, has_ended: bool) -> None:
     sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
     sys.stderr.flush()
     end_at_once(1)
-
-
-def _is_rank(pid: int, context: ProcessContext) -> bool:
-    here = context.table[context.world.rank].host
-    return any((info.host, info.pid) == (here, pid) for info in context.table.ranks)
 
 
 def _wait_for_the_end_of(pid: int) -> None:

@@ -23,8 +23,6 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-_EARLY_AT_THE_END = 100  # of a process
-
 
 @contextmanager
 def prefixed_console(prefix: str, *, level: int = logging.NOTSET) -> Iterator[None]:
@@ -75,7 +73,7 @@ class RankFile(logging.FileHandler):
         if level <= logging.INFO:
             self._write(logging.INFO, f"rank {rank} of {world_size} on {host}, process {os.getpid()}")
         self._at_close = ExitStack()
-        self._at_close.callback(Finalize(None, self._end_process, exitpriority=_EARLY_AT_THE_END).cancel)
+        self._at_close.callback(Finalize(None, self._end_process, exitpriority=100).cancel)  # early in the end
         for logger in _loggers():
             if logger.parent is None or not logger.propagate:  # each record gets to exactly one of these
                 self._add_to(logger)

@@ -97,7 +97,7 @@ class RankProcesses:
             SystemExit: a signal has stopped all of them.
             Exception: what the first one that failed raised.
         """
-        signals = StopSignals(hear=self._pass_on, note=lambda signum: None)
+        signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, signal.SIGUSR1)
         try:
             self._wait_for_an_end()
@@ -106,13 +106,15 @@ class RankProcesses:
             raise
         finally:
             signals.restore()
-        self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
+        if self._failed():
+            self._join_within(self._stop_within if self._stopped_by() else _END_WITHIN)
+        killed = self._kill_the_rest()
         status = self._stopped_by()
         if status is not None and {process.exitcode for process in self.processes} == {status}:
             raise SystemExit(status)
-        culprit = self._culprit()
-        if culprit is not None:
-            self._raise(culprit)
+        failed = [index for index in self._failed() if index not in killed]
+        if failed:
+            self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
             what = "ended with status 0 in the middle of its work; look for what ends it (sys.exit, an interrupt)"
             raise self._error(RankFailedError, 0, what)  # Lightning would wait for its results for ever
@@ -128,20 +130,26 @@ class RankProcesses:
     def _interrupt(self) -> None:
         """Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone, which then ends them."""
         try:
-            self._end_within(_END_WITHIN / 2, None)
-            self._end_within(self._stop_within, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
-        finally:
+            self._join_within(_END_WITHIN / 2)
             for process in self.processes:
                 if process.exitcode is None:
-                    process.kill()
+                    os.kill(process.pid, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
+            self._join_within(self._stop_within)
+        finally:
+            self._kill_the_rest()
 
-    def _end_within(self, seconds: float, request: signal.Signals | None) -> None:
+    def _join_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
         for process in self.processes:
-            if request is not None and process.exitcode is None:
-                os.kill(process.pid, request)
-        for process in self.processes:
             process.join(max(0.0, moment - time.monotonic()))
+
+    def _kill_the_rest(self) -> list[int]:
+        """Kill the processes that still run; returns which they are."""
+        killed = [index for index, process in enumerate(self.processes) if process.exitcode is None]
+        for index in killed:
+            self.processes[index].kill()
+            self.processes[index].join()
+        return killed
 
     def _pass_on(self, signum: int) -> None:
         """One rank is enough: it has all of them stop."""
@@ -159,21 +167,6 @@ class RankProcesses:
 
     def _failed(self) -> list[int]:
         return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
-
-    def _end_the_rest(self, seconds: float) -> None:
-        moment = time.monotonic() + seconds
-        self._killed = []
-        for index, process in enumerate(self.processes):
-            process.join(max(0.0, moment - time.monotonic()) if self._failed() else None)
-            if process.exitcode is None:
-                self._killed.append(index)
-                process.kill()
-                process.join()
-
-    def _culprit(self) -> int | None:
-        """The process whose end explains that of the others."""
-        failed = [index for index in self._failed() if index not in self._killed]
-        return min(failed, key=self._order_of_blame, default=None)
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
         """Sorts a kill first, then own exceptions as they came, then ends without a word, then those of bystanders."""

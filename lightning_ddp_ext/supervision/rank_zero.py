@@ -26,9 +26,6 @@ def rank_zero_for_all(
         broadcast: sends rank 0's object to every rank and returns it there, such as ``strategy.broadcast``.
         what: names the work in the note that other ranks add to the error.
 
-    Returns:
-        What ``work`` returned on rank 0.
-
     Raises:
         Exception: whatever ``work`` raised; on other ranks of the same type and with the same text where pickle keeps
             both, else a ``RuntimeError`` that says them, and rank 0's traceback as its cause.
@@ -37,12 +34,15 @@ def rank_zero_for_all(
     42
     """
     if not is_rank_zero:
-        return _outcome_of(broadcast(None), what)  # type: ignore[no-any-return]
+        message = broadcast(None)
+        if isinstance(message, _Failure):
+            raise message.to_error(what, rank=0)
+        return pickle.loads(message)  # type: ignore[no-any-return]
     try:
         result = work()
         pickled = pickle.dumps(result)
     except Exception as error:
-        broadcast(_Failure(_portable(error), "".join(traceback.format_exception(error))))
+        broadcast(_Failure.of(error))
         raise
     broadcast(pickled)
     return result
@@ -59,9 +59,6 @@ def on_every_rank(work: Callable[[], T], *, rank: int, gather: Callable[[Any], l
         gather: gives every rank the objects of all, by rank, such as ``all_gather_object``.
         what: names the work in the note that other ranks add to the error.
 
-    Returns:
-        What ``work`` returned on this rank.
-
     Raises:
         Exception: as for :func:`rank_zero_for_all`.
 
@@ -73,13 +70,13 @@ def on_every_rank(work: Callable[[], T], *, rank: int, gather: Callable[[Any], l
         result = work()
     except Exception as error:
         own = error
-    failures = gather(None if own is None else _Failure(_portable(own), "".join(traceback.format_exception(own))))
+    failures = gather(None if own is None else _Failure.of(own))
     first = next((index for index, failure in enumerate(failures) if failure is not None), None)
     if first is None:
         return result
     if own is not None and first == rank:
         raise own
-    raise _noted(failures[first], what, first)
+    raise failures[first].to_error(what, rank=first)
 
 
 @dataclass(frozen=True)
@@ -89,25 +86,20 @@ class _Failure:
     error: Exception
     traceback_text: str
 
+    @staticmethod
+    def of(error: Exception) -> _Failure:
+        """With the error, or where pickle does not keep its type and text, a plain one that says both."""
+        try:
+            rebuilt = pickle.loads(pickle.dumps(error))
+            survives = (type(rebuilt), str(rebuilt)) == (type(error), str(error))
+        except Exception:
+            survives = False
+        portable = error if survives else RuntimeError(reason_of(error))
+        return _Failure(portable, "".join(traceback.format_exception(error)))
 
-def _outcome_of(message: Any, what: str) -> Any:
-    if not isinstance(message, _Failure):
-        return pickle.loads(message)
-    raise _noted(message, what, 0)
-
-
-def _noted(failure: _Failure, what: str, rank: int) -> Exception:
-    if hasattr(failure.error, "add_note"):  # Python 3.11
-        failure.error.add_note(f"raised on rank {rank} during {what}")
-    failure.error.__cause__ = RemoteTraceback(failure.traceback_text)
-    return failure.error
-
-
-def _portable(error: Exception) -> Exception:
-    """The error, or where pickle does not keep its type and text, a plain one that says both."""
-    try:
-        rebuilt = pickle.loads(pickle.dumps(error))
-        survives = (type(rebuilt), str(rebuilt)) == (type(error), str(error))
-    except Exception:
-        survives = False
-    return error if survives else RuntimeError(reason_of(error))
+    def to_error(self, what: str, *, rank: int) -> Exception:
+        """The error for other ranks."""
+        if hasattr(self.error, "add_note"):  # Python 3.11
+            self.error.add_note(f"raised on rank {rank} during {what}")
+        self.error.__cause__ = RemoteTraceback(self.traceback_text)
+        return self.error

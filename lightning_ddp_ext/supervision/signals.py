@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: noted, passed on to the handlers that were there, and given back to them."""
+"""Take over signals that ask a process to stop, call the handlers that were there, and give the signals back."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ class StopSignals:
 
     Args:
         hear: called with the signal's number in the thread.
-        note: called with it in the main thread, between any two instructions of its own: it must take no lock that
-            the main thread may hold.
+
+    Attributes:
+        noted: the last signal that has come to the main thread.
+        has_passed_on: whether a handler that was there before has been called.
     """
 
-    def __init__(self, hear: Callable[[int], None], note: Callable[[int], None]) -> None:
-        self._hear = hear
-        self._note = note
-        self._before: dict[int, Any] = {}
-        self._noted: set[int] = set()
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        self.noted: int | None = None
         self.has_passed_on = False
-        """Whether a handler that was there before has been called."""
+        self._hear = hear
+        self._before: dict[int, Any] = {}
+        self._is_interrupted = False
         self._writer: socket.socket | None = None
         self._listener: threading.Thread | None = None
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
         """Take these signals over, but for those that are ignored. Outside of the main thread this does nothing."""
+        self.noted, self.has_passed_on, self._is_interrupted = None, False, False
         if threading.current_thread() is not threading.main_thread():
             return
-        self.has_passed_on = False
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -67,24 +68,22 @@ class StopSignals:
 
     def restore(self) -> None:
         """Put back what was there, but for handlers that somebody has replaced since."""
-        if self._writer is None or self._listener is None:
-            return
         writer, listener = self._writer, self._listener
-        self._put_back()
+        if writer is None or listener is None:
+            return
+        self._put_back(writer)
         writer.shutdown(socket.SHUT_RDWR)  # also where a child that was forked has a copy of it
         writer.close()
         listener.join()
 
-    def _put_back(self) -> None:
+    def _put_back(self, writer: socket.socket) -> None:
         _installed.discard(self)
-        self._noted.clear()
         while self._before:
             each, handler = self._before.popitem()
             if signal.getsignal(each) == self._handle and handler is not None:
                 signal.signal(each, handler)
-        assert self._writer is not None
         current = signal.set_wakeup_fd(self._former_descriptor)
-        if current != self._writer.fileno():
+        if current != writer.fileno():
             signal.set_wakeup_fd(current)
         self._writer = self._listener = None
 
@@ -94,16 +93,15 @@ class StopSignals:
                 if self._former_descriptor >= 0:
                     with suppress(OSError):
                         os.write(self._former_descriptor, numbers)
-                for signum in numbers:
-                    if signum in taken:
-                        self._hear(signum)
+                for signum in taken.intersection(numbers):
+                    self._hear(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if signum == signal.SIGINT and signum in self._noted:
+        if signum == signal.SIGINT and self._is_interrupted:
             signal.default_int_handler(signum, frame)
-        self._noted.add(signum)
-        self._note(signum)
+        self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
+        self.noted = signum
         if callable(before) and before is not signal.default_int_handler:
             self.has_passed_on = True
             before(signum, frame)
@@ -115,7 +113,8 @@ _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 def _give_back() -> None:
     """In a forked child, such as a loader's worker: its signals are not its parent's."""
     for signals in list(_installed):
-        signals._put_back()
+        if signals._writer is not None:
+            signals._put_back(signals._writer)
     if signal.getsignal(signal.SIGTERM) is _end_soon:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -136,11 +135,6 @@ def has_handler(signum: signal.Signals) -> bool:
         return False
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
-
-
-def deliver(signum: int) -> None:
-    """Send this process a signal, for whoever handles it now."""
-    os.kill(os.getpid(), signum)
 
 
 def defer_sigterm() -> None:

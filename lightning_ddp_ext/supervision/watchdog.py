@@ -14,19 +14,16 @@ from typing import Literal
 
 from lightning_ddp_ext.at_exit import end_at_once
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.supervision.call_site import call_site_of
+from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
-from lightning_ddp_ext.supervision.flight import flights, why_unknown
-from lightning_ddp_ext.supervision.stacks import all_stacks, is_waiting_for_ranks, main_frame
+from lightning_ddp_ext.supervision.flight import flights
+from lightning_ddp_ext.supervision.stacks import all_stacks, may_be_waiting_for_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 
 OnHang = Literal["abort", "continue"]
 
 # Seconds that no thread waits for the processor; longer, and the whole process has stood still.
 _OVERSLEPT = 1.0
-
-# What the main thread does, and how far it has come, given its innermost frame.
-Describe = Callable[["FrameType | None"], "tuple[str, str]"]
 
 
 class Watchdog:
@@ -38,7 +35,7 @@ class Watchdog:
         timeout: seconds.
         on_hang: whether all ranks end after a diagnosis.
         directory: where diagnoses are written to.
-        describe: says what the main thread does.
+        describe: says what the main thread does, and how far it has come, given its innermost frame.
 
     Attributes:
         moved_at: when something has last moved, as ``time.monotonic()`` has it; set by whoever moves.
@@ -52,7 +49,7 @@ class Watchdog:
         timeout: float,
         on_hang: OnHang,
         directory: Path,
-        describe: Describe,
+        describe: Callable[[FrameType | None], tuple[str, str]],
     ) -> None:
         self.moved_at = time.monotonic()
         self._who = who
@@ -74,8 +71,8 @@ class Watchdog:
     def stop(self) -> None:
         """Watch no longer; surveys are told that this rank has left what is watched."""
         self._is_stopping.set()
-        if self._survey is not None:
-            self._survey.describe = _report_outside(self._who)
+        self.moved_at = time.monotonic()
+        self._describe = lambda frame: ("code after the Trainer's", "")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
@@ -103,13 +100,13 @@ class Watchdog:
             return False
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"
-        text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.sentence}\n\n{findings}\n"
+        text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.reason}\n\n{findings}\n"
         outcome = "every rank stops" if self._on_hang == "abort" else "going on, as was asked for"
         # The file system may be what hangs, and the diagnosis is not to wait for it.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         sys.stderr.write(
-            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.sentence}; {outcome}. "
+            f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
         sys.stderr.flush()
@@ -121,39 +118,19 @@ class Watchdog:
         frame = main_frame()
         doing, progress = self._describe(frame)
         idle = time.monotonic() - self.moved_at
-        recorded = flights()
+        is_outside = self._is_stopping.is_set()
         return Report(
             who=self._who,
             idle=idle,
-            is_still=idle >= self._timeout,
+            is_still=is_outside or idle >= self._timeout,
             doing=doing,
             place=call_site_of(frame),
-            is_waiting=is_waiting_for_ranks(frame),
-            progress=progress if recorded is not None else f"{progress} ({why_unknown()})",
-            flights=recorded,
-            stacks=all_stacks(),
-        )
-
-
-def _report_outside(who: RankInfo) -> Callable[[], Report]:
-    """The report of a rank that is not watched any more: nothing is known of when it moves."""
-    left_at = time.monotonic()
-
-    def report() -> Report:
-        frame = main_frame()
-        return Report(
-            who=who,
-            idle=time.monotonic() - left_at,
-            is_still=True,
-            doing="code after the Trainer's",
-            place=call_site_of(frame),
-            is_waiting=is_waiting_for_ranks(frame),
-            is_outside=True,
+            is_waiting=may_be_waiting_for_ranks(frame),
+            is_outside=is_outside,
+            progress=progress,
             flights=flights(),
             stacks=all_stacks(),
         )
-
-    return report
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,7 @@ import atexit
 import os
 import signal
 import sys
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +70,7 @@ class Fault:
             self.note("struck")
             self._strike(self.plan)
         elif number > self.plan.number and self.plan.kind == "slow":
-            time.sleep(_PAUSE)
+            threading.Event().wait(_PAUSE)
 
     def _strike(self, plan: Injection) -> None:
         if plan.kind in _SIGNALS:
@@ -84,7 +84,7 @@ class Fault:
         elif plan.kind == "cut":
             hold("cut")
         else:
-            time.sleep(_PAUSE)
+            threading.Event().wait(_PAUSE)
 
     def _pid_of(self, rank: int) -> int:
         context = current()

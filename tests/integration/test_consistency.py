@@ -28,7 +28,6 @@ from tests.integration.training import (
     on_ranks,
     weights,
 )
-from tests.ranks import run_ranks
 
 
 class Nudge(L.Callback):
@@ -105,19 +104,6 @@ def test_one_element_on_one_rank_of_three_is_found_at_the_next_check(kind: Kind,
         assert (found.error.ranks, found.error.names, found.steps) == ((1,), ("parameter layers.0.weight",), 6)
 
 
-def diverge_before_the_end(kind: Kind, directory: Path) -> Fit:
-    return fit(kind, directory, Net(), Nudge(1, 4, nudge_weight), RankConsistency(every_n_steps=100), max_epochs=2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_no_check_has_come_after_is_found_at_the_end(kind: Kind, tmp_path: Path) -> None:
-    """A run may be shorter than from one check to the next."""
-    for found in on_ranks(kind, diverge_before_the_end, tmp_path):
-        assert str(found.error).startswith(
-            "the ranks differ at the end of training, and did not at the start of training: rank 1 in parameter "
-        )
-
-
 # --- warned of, and repaired ----------------------------------------------------------------------
 
 
@@ -189,17 +175,6 @@ class Constant(Net):
         return super().training_step(batch, index)
 
 
-class Frozen(Net):
-    """Has a part that is not trained, in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[:2].requires_grad_(False)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.layers[1].eval()
-
-
 @dataclass(frozen=True)
 class Case:
     """What is trained, what happens to a rank, and what is said of it, in this order."""
@@ -232,21 +207,10 @@ CASES = {
             " and parameter layers.3.bias; ",
         ),
     ),
-    "a constant buffer": Case(
-        Constant,
-        (1, 2, lambda model: model.scale.zero_()),
-        ("after step 2, and did not after step 1: rank 1 in buffer scale",),
-    ),
-    "running statistics": Case(nudge=(1, 2, nudge_statistics)),
     "synchronised statistics": Case(
         nudge=(1, 2, nudge_statistics),
         trainer={"sync_batchnorm": True},
         said=("after step 2, and did not after step 1: rank 1 in buffer layers.1.running_var",),
-    ),
-    "frozen statistics": Case(
-        Frozen,
-        (1, 2, nudge_statistics),
-        ("after step 2, and did not after step 1: rank 1 in buffer layers.1.running_var",),
     ),
     "accumulation": Case(
         nudge=(1, 3, nudge_weight),
@@ -392,14 +356,3 @@ def test_numbers_of_steps_that_make_no_sense_are_refused(value: Any) -> None:
     """Fields, rule, value and remedy."""
     with pytest.raises(OptionError, match="every_n_steps must be a whole number, at least 1"):
         RankConsistency(value)
-
-
-def train_alone(rank: int, world_size: int) -> int:
-    trainer = make_trainer("auto", callbacks=[RankConsistency(1)], devices=1, max_epochs=1)
-    trainer.fit(Net())
-    return int(trainer.global_step)
-
-
-def test_one_rank_has_nobody_to_differ_from() -> None:
-    """Without a process group nothing is compared."""
-    assert run_ranks(train_alone, 1) == [8]

@@ -115,19 +115,6 @@ def test_other_ranks_or_another_meeting_place_are_refused(
             assert word in outcome.error.message
 
 
-def other_devices_by_hand(rank: int, world_size: int, directory: Path) -> None:
-    make_trainer(file_strategy(directory)).fit(Net())
-    make_trainer(file_strategy(directory), devices=1)
-
-
-def test_other_devices_than_ranks_are_refused_at_construction(tmp_path: Path) -> None:
-    """Where variables say how many ranks there are, the second Trainer itself is refused, as the first would be."""
-    for outcome in launch_ranks(other_devices_by_hand, 2, tmp_path, env=BY_HAND):
-        assert outcome.error is not None
-        assert outcome.error.type_name == "WorldError"
-        assert "devices=1 * num_nodes=1 and world_size=2" in outcome.error.message
-
-
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
     from lightning_ddp_ext.rendezvous.process_context import current
 

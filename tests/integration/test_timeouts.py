@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,18 +25,19 @@ from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold
 class Late(Net):
     """In its second step one rank stays in code of its own, and all say that they are there."""
 
-    def __init__(self, stays: int | None = None, in_group: bool = False, pauses: Sequence[float] = ()) -> None:
+    def __init__(self, stays: int | None = None, in_group: bool = False, late: Sequence[int] = ()) -> None:
         super().__init__()
         self.stays = stays
         self.in_group = in_group
-        self.pauses = dict(enumerate(pauses))
+        self.late = late
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         if index == 1:
             announce("in step")
             if self.stays == self.global_rank:
                 hold("stays")
-            time.sleep(self.pauses.get(self.global_rank, 0.0))
+            if self.global_rank in self.late:
+                hold("late")
             if self.in_group:
                 dist.all_reduce(torch.ones(1))
         return self.loss(batch)
@@ -112,8 +112,12 @@ def test_a_rank_that_does_something_else_is_named(in_group: bool, tmp_path: Path
 
 def test_ranks_that_another_ones_timeout_has_released_are_not_taken_for_it(tmp_path: Path) -> None:
     """A rank that has waited long enough closes its connections, also to those that wait for the same one."""
-    model = Late(3, in_group=True, pauses=(0.3, 0.3, 0.0))
+    model = Late(3, in_group=True, late=(0, 1))
     with RankProcesses(fit, 4, f"file://{tmp_path}/store", model, env=by_hand_env(4)) as ranks:
+        ranks.wait_for("in step", 2)
+        for rank in (0, 1):
+            ranks.wait_for("late", rank)
+            ranks.release(rank)
         outcomes = ranks.wait(0, 1, 2)
         ranks.release(3)
         outcomes += ranks.wait(3)

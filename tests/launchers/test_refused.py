@@ -76,21 +76,3 @@ def test_arguments_that_contradict_the_launcher(tmp_path: Path) -> None:
         "rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave the arguments out, "
         "or start the processes by hand"
     )
-
-
-def test_two_choices_that_differ(tmp_path: Path) -> None:
-    """An argument that contradicts DDPX_INIT_METHOD is refused, and the error names both."""
-    env = {**by_hand_env(2), "DDPX_INIT_METHOD": "tcp://10.0.0.1:29500"}
-    error = refusal([str(tmp_path), "--init-method", "file:///shared/run42"], env)
-    assert error.type_name == "InitMethodError"
-    assert error.message == (
-        "init_method must agree with DDPX_INIT_METHOD (got 'file:///shared/run42' and 'tcp://10.0.0.1:29500'); "
-        "drop one of the two"
-    )
-
-
-def test_a_variable_that_is_no_url(tmp_path: Path) -> None:
-    """What is wrong with DDPX_INIT_METHOD is said of DDPX_INIT_METHOD."""
-    error = refusal([str(tmp_path)], {**by_hand_env(2), "DDPX_INIT_METHOD": "/shared/run42"})
-    assert error.type_name == "InitMethodError"
-    assert error.message == "DDPX_INIT_METHOD '/shared/run42' needs a scheme (got none); write file:///shared/run42"

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext.errors import (
-    DisagreementError,
-    DuplicateRankError,
     MissingRanksError,
     RankDiedError,
     RendezvousError,
@@ -24,7 +22,6 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.network import Network
 from tests.ranks import announce, free_port, hold
@@ -35,7 +32,6 @@ from tests.rendezvous.rooms import (
     join_as,
     let_go,
     limit,
-    meet,
     meet_and_stay,
     place,
     process,
@@ -80,16 +76,6 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
             f"{process(rank, outcome.pid)} found no rank 0 at {looked} within 1.5 s ({found}); check that rank 0 is "
             f"started, {remedy}, and that no firewall is between"
         )
-
-
-def test_a_rank_killed_before_it_connects_is_missing(tmp_path: Path) -> None:
-    """A process that is killed while it imports is named at init_timeout."""
-    settings = [{"init_timeout": 1.5}] * 3
-    with started(meet, str(tmp_path / "store"), settings, time_limit=limit(1.5)) as ranks:
-        ranks.kill(1)
-        let_go(ranks, 0, 2)
-        message = same_sentence(ranks.wait(0, 2), MissingRanksError)
-    assert message.startswith("rank 1 of 3 did not come within init_timeout 1.5 s")
 
 
 def meet_and_show(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
@@ -187,32 +173,6 @@ def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim:
     assert same_sentence(others, RankDiedError).startswith(death)
 
 
-def meet_when_somebody_is_dead(seat: int, seats: int, where: str, settings: Sequence[Settings]) -> None:
-    """Rank 0 forms the group when it has heard of a death, rank 1 does not come so far."""
-    hold("ready")
-    form: Callable[..., None] = ProcessContext.form_group
-
-    def form_late(context: ProcessContext, *args: Any) -> None:
-        if seat == 1:
-            hold("in front")
-        context.peers.wait(LONG)
-        form(context, *args)
-
-    ProcessContext.form_group = form_late  # type: ignore[method-assign]
-    join_as(seat, where, settings)
-
-
-def test_a_death_that_is_known_before_the_group_forms(tmp_path: Path) -> None:
-    """A rank does not begin to wait for others of whom it knows that one is dead."""
-    settings = [{"init_timeout": LONG}] * 2
-    with started(meet_when_somebody_is_dead, str(tmp_path / "store"), settings, time_limit=limit()) as ranks:
-        let_go(ranks)
-        ranks.wait_for("in front", 1)
-        ranks.kill(1)
-        (outcome,) = ranks.wait(0)
-        assert sentence(outcome, RankDiedError).startswith(process(1, ranks.pids[1]))
-
-
 # The link is cut.
 
 
@@ -249,76 +209,6 @@ def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
 
 
 # Somebody is there twice, wants something else, or comes late.
-
-
-@kinds
-@pytest.mark.parametrize("rank", [0, 1])
-def test_two_processes_that_claim_one_rank(kind: str, rank: int, tmp_path: Path) -> None:
-    """All of the processes name both, with pid and host, and the remedy."""
-    outcomes = endings(
-        place(kind, tmp_path), [{"rank": seat, "world_size": 3} for seat in (0, 1, rank)], init_timeout=LONG
-    )
-    first, second = sorted(outcome.pid for outcome in outcomes if outcome.rank in (rank, 2))
-    assert same_sentence(outcomes, DuplicateRankError) == (
-        f"two processes claim rank {rank}: pid {first} on host {HOST} and pid {second} on host {HOST}; "
-        "give each process its own RANK, or rank="
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "values"),
-    [
-        ("tcp", "world_size", (3, 2)),
-        ("file", "world_size", (2, 3)),
-        ("tcp", "init_method", ("env://", "tcp://127.0.0.1:29500")),
-        ("file", "versions", ({"torch": "2.13.0"}, {"torch": "2.12.1"})),
-    ],
-)
-def test_ranks_that_disagree(kind: str, field: str, values: tuple[Any, Any], tmp_path: Path) -> None:
-    """Every process names what must be the same, the two that differ, what each of them has, and the remedy."""
-    mine, theirs = values
-    settings = [{"world_size": 3, field: mine}, {"world_size": 3, field: theirs}, {"world_size": 3, field: mine}]
-    if values == (2, 3):  # no rank 2 in a world of 2: two ranks alone disagree
-        settings = settings[:2]
-    outcomes = endings(place(kind, tmp_path), settings, init_timeout=LONG)
-    what, shown = field, (mine, theirs)
-    if field == "versions":
-        what, shown = "the version of torch", (mine["torch"], theirs["torch"])
-    assert same_sentence(outcomes, DisagreementError) == (
-        f"{what} must be the same on all ranks: {process(0, outcomes[0].pid)} has {shown[0]}, "
-        f"{process(1, outcomes[1].pid)} has {shown[1]}; start every rank with the same settings and the same "
-        "installation"
-    )
-
-
-@kinds
-def test_a_latecomer_is_told_who_holds_its_rank(kind: str, tmp_path: Path) -> None:
-    """Processes that come to a complete run read who is there already; the run itself is not disturbed."""
-    where = place(kind, tmp_path)
-    shared = {"world_size": 2, "init_timeout": LONG}
-    settings = [{**shared}, {**shared}, {**shared, "rank": 0}, {**shared, "rank": 1}, {**shared, "rank": 4}]
-    settings[4]["world_size"] = 5
-    with started(meet_and_stay, where, settings, start=[0, 1], time_limit=2 * limit()) as ranks:
-        let_go(ranks)
-        for seat in range(2):
-            ranks.wait_for("joined", seat)
-        for late in (2, 3, 4):
-            ranks.start(late)
-            let_go(ranks, late)
-        again_0, again_1, beyond = ranks.wait(2, 3, 4)
-        let_go(ranks, 0, 1)
-        assert [(outcome.result, outcome.exit_code) for outcome in ranks.wait(0, 1)] == [(2.0, 0)] * 2
-        pids = ranks.pids
-    for rank, outcome in enumerate((again_0, again_1)):
-        assert sentence(outcome, DuplicateRankError) == (
-            f"rank {rank} is held by pid {pids[rank]} on host {HOST}, in a run that is going on at {url(where)}; "
-            f"this process (pid {outcome.pid} on host {HOST}) came late: end that run, or choose another init_method "
-            "or rank for this one"
-        )
-    assert sentence(beyond, DisagreementError) == (
-        f"this process wants to be rank 4 of 5, but a run of 2 ranks is going on at {url(where)} (rank 0: "
-        f"{process(0, pids[0])}); end that run, or choose another init_method for this one"
-    )
 
 
 # The address is somebody else's.

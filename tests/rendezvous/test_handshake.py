@@ -25,7 +25,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoin
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.request import StartUp, Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
 from tests.ranks import free_port
 from tests.rendezvous.strangers import server, silent, web
@@ -46,18 +46,17 @@ class Process:
         self.endpoint = endpoint
         self.deadline = Deadline(init_timeout)
         self.channel = Channel(heartbeat=30.0)
-        self.coordinator: Coordinator | None = None
+        self.withdraw: Callable[[], None] = lambda: None
         self.future: Future[RankTable] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        arguments = (self.hello, self.endpoint, self.channel, self.deadline, Timeouts(after_refusal=0.5, answer=1.0))
+        timeouts = Timeouts(after_refusal=0.5, answer=1.0, connect=0.5)
+        start_up = StartUp(self.hello, self.endpoint, self.channel, self.deadline, timeouts)
         try:
-            if self.info.rank == 0:
-                self.coordinator = Coordinator(*arguments)
-                self.future.set_result(self.coordinator.wait())
-            else:
-                self.future.set_result(Handshake(*arguments).run()[0])
+            found = Coordinator(start_up).run() if self.info.rank == 0 else Handshake(start_up).run()
+            self.withdraw = found.withdraw
+            self.future.set_result(found.table)
         except BaseException as error:
             self.channel.close(in_order=False)
             self.future.set_exception(error)
@@ -68,9 +67,8 @@ class Process:
         return self.future.result() if error is None else error
 
     def close(self) -> None:
+        self.withdraw()
         self.channel.close()
-        if self.coordinator is not None:
-            self.coordinator.close()
 
 
 def results(processes: Sequence[Process]) -> list[Result]:
@@ -113,8 +111,9 @@ def test_missing_ranks_are_named_with_those_who_are_present(endpoint: Endpoint) 
 def test_two_processes_that_are_one_rank(endpoint: Endpoint) -> None:
     """All are told of both."""
     processes = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(1, 3, endpoint, pid=7)]
-    assert same_error(processes, DuplicateRankError).startswith(
-        "two processes claim rank 1: pid 7 on host host and pid 101 on host host; "
+    assert same_error(processes, DuplicateRankError) == (
+        "two processes claim rank 1: pid 7 on host host and pid 101 on host host; give each process its own RANK, or "
+        "rank="
     )
 
 
@@ -136,7 +135,9 @@ def test_ranks_that_disagree(fields: dict[str, Any], expected: str, endpoint: En
     """Both are told who has what."""
     second = {"world_size": 2, **fields}
     processes = [Process(0, 2, endpoint), Process(1, second.pop("world_size"), endpoint, **second)]
-    assert same_error(processes, DisagreementError).startswith(expected)
+    message = same_error(processes, DisagreementError)
+    assert message.startswith(expected)
+    assert message.endswith("; start every rank with the same settings and the same installation")
 
 
 def test_ranks_may_know_the_host_of_rank_0_by_different_names(endpoint: Endpoint) -> None:
@@ -155,7 +156,9 @@ def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> 
         (Process(1, 2, endpoint, pid=7), DuplicateRankError, "rank 1 is held by pid 101 on host host, in a run that "),
         (Process(4, 5, endpoint), DisagreementError, "this process wants to be rank 4 of 5, but a run of 2 ranks is "),
     ):
-        assert same_error([late], kind).startswith(expected)
+        message = same_error([late], kind)
+        assert message.startswith(expected)
+        assert "end that run, or choose another init_method" in message
     assert running[0].channel.peers == {1}
     results(running)
 

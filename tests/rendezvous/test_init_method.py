@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Any
@@ -104,36 +105,24 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
     assert not outcome.endswith("None")
 
 
-def test_none_stays_none() -> None:
-    """Nothing chosen leaves the choice to Lightning's cluster environment."""
-    assert parse(None) is None
-
-
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
         ("", f"needs a scheme (got none); write {FORMS}"),
-        ("host:29500", f"needs a scheme (got none); write {FORMS}"),
         ("/shared/run42", "needs a scheme (got none); write file:///shared/run42"),
         ("file:/shared/run42", f"needs a scheme (got none); write {FORMS}"),
         ("tpc://host:1", f"has an unknown scheme (got 'tpc://'); write {FORMS}"),
         ("tcp://", f"{TCP_FORM} (got '' after tcp://); write {TCP_FORMS}"),
         ("tcp://:29500", f"{TCP_FORM} (got ':29500' after tcp://); write {TCP_FORMS}"),
         ("tcp://my host:1", f"{TCP_FORM} (got 'my host:1' after tcp://); write {TCP_FORMS}"),
-        ("tcp://me@host:1", f"{TCP_FORM} (got 'me@host:1' after tcp://); write {TCP_FORMS}"),
         ("tcp://host:1/a", f"{TCP_FORM} (got 'host:1/a' after tcp://); write {TCP_FORMS}"),
         ("tcp://::1:29500", f"{TCP_FORM} (got '::1:29500' after tcp://); write {TCP_FORMS}"),
-        ("tcp://host:1:2", f"{TCP_FORM} (got 'host:1:2' after tcp://); write {TCP_FORMS}"),
-        ("tcp://[::1", f"{TCP_FORM} (got '[::1' after tcp://); write {TCP_FORMS}"),
         ("tcp://[host]:1", f"{TCP_FORM} (got '[host]:1' after tcp://); write {TCP_FORMS}"),
-        ("tcp://[::1]1", f"{TCP_FORM} (got '[::1]1' after tcp://); write {TCP_FORMS}"),
         ("tcp://host", "needs a port (got none); write tcp://host:29500"),
         ("tcp://host:", "needs a port (got none); write tcp://host:29500"),
         ("tcp://[::1]", "needs a port (got none); write tcp://[::1]:29500"),
-        ("tcp://host:0", "needs a port in 1..65535 (got 0); write tcp://host:29500"),
         ("tcp://host:70000", "needs a port in 1..65535 (got 70000); write tcp://host:29500"),
         ("tcp://host:abc", "needs a port in 1..65535 (got 'abc'); write tcp://host:29500"),
-        ("tcp://host:-1", "needs a port in 1..65535 (got '-1'); write tcp://host:29500"),
         ("tcp://host:1?rank=0", f"must carry no query (got '?rank=0'); write tcp://host:1{ARGUMENTS}"),
         ("file:///a?rank=0", f"must carry no query (got '?rank=0'); write file:///a{ARGUMENTS}"),
         ("env://?rank=0", f"must carry no query (got '?rank=0'); write env://{ARGUMENTS}"),
@@ -162,22 +151,40 @@ def test_what_is_no_url_is_refused(value: object, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "port", "expected"),
+    ("make", "expected"),
     [
-        ("", 1, "Tcp('', 1) needs a bare host name or address (got ''); write Tcp('10.0.0.1', 29500)"),
-        (None, 1, "Tcp(None, 1) needs a bare host name or address (got None); write Tcp('10.0.0.1', 29500)"),
-        ("a:b", 1, "Tcp('a:b', 1) needs a bare host name or address (got 'a:b'); write Tcp('10.0.0.1', 29500)"),
-        ("[::1]", 1, "Tcp('[::1]', 1) needs a bare host name or address (got '[::1]'); write Tcp('10.0.0.1', 29500)"),
-        ("h", 0, "Tcp('h', 0) needs a port in 1..65535 (got 0); write Tcp('h', 29500)"),
-        ("h", 65536, "Tcp('h', 65536) needs a port in 1..65535 (got 65536); write Tcp('h', 29500)"),
-        ("h", "29500", "Tcp('h', '29500') needs a port in 1..65535 (got '29500'); write Tcp('h', 29500)"),
-        ("h", True, "Tcp('h', True) needs a port in 1..65535 (got True); write Tcp('h', 29500)"),
+        (
+            lambda: Tcp("[::1]", 1),
+            "Tcp('[::1]', 1) needs a bare host name or address (got '[::1]'); write Tcp('10.0.0.1', 29500)",
+        ),
+        (
+            lambda: Tcp(None, 1),  # type: ignore[arg-type]
+            "Tcp(None, 1) needs a bare host name or address (got None); write Tcp('10.0.0.1', 29500)",
+        ),
+        (lambda: Tcp("h", 65536), "Tcp('h', 65536) needs a port in 1..65535 (got 65536); write Tcp('h', 29500)"),
+        (lambda: Tcp("h", True), "Tcp('h', True) needs a port in 1..65535 (got True); write Tcp('h', 29500)"),
+        (lambda: File("a/b"), f"File('a/b') {PATH_FORM} (got 'a/b'); {PATH_REMEDY}"),
+        (lambda: File("/a?b"), f"File('/a?b') {PATH_FORM} (got '/a?b'); {PATH_REMEDY}"),
+        (lambda: File("/a/", run_id=""), "run_id must be text, and not empty (got ''); write run_id='run42'"),
+        (
+            lambda: File("/a/").file_for(None),
+            "init_method 'file:///a/' is a directory and needs a run id to name a file in it (got none); give run_id= "
+            "or set DDPX_RUN_ID, the same on every rank",
+        ),
+        (
+            lambda: choose("file:///a", {"DDPX_INIT_METHOD": "tcp://h:1"}),
+            "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1'); drop one of the two",
+        ),
+        (
+            lambda: choose(None, {"DDPX_INIT_METHOD": "tcp://h"}),
+            "DDPX_INIT_METHOD 'tcp://h' needs a port (got none); write tcp://h:29500",
+        ),
     ],
 )
-def test_wrong_addresses_are_refused(host: Any, port: Any, expected: str) -> None:
-    """A Tcp made by hand is held to the same rules as a URL."""
+def test_wrong_values_are_refused(make: Callable[[], object], expected: str) -> None:
+    """Values made by hand are held to the same rules as a URL."""
     with pytest.raises(InitMethodError) as refused:
-        Tcp(host, port)
+        make()
     assert str(refused.value) == expected
 
 
@@ -185,25 +192,6 @@ def test_wrong_addresses_are_refused(host: Any, port: Any, expected: str) -> Non
 def test_a_url_has_brackets_around_an_ipv6_host(address: IPv6Address, port: int) -> None:
     """The value has none."""
     assert str(Tcp(str(address), port)) == f"tcp://[{address}]:{port}"
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["", "a/b", "/a\0", "/a?b", Path("/a")],
-)
-def test_wrong_paths_are_refused(path: Any) -> None:
-    """A File made by hand is held to the same rules as a URL."""
-    with pytest.raises(InitMethodError) as refused:
-        File(path)
-    assert str(refused.value) == f"File({path!r}) {PATH_FORM} (got {path!r}); {PATH_REMEDY}"
-
-
-@pytest.mark.parametrize("run_id", ["", 7])
-def test_wrong_run_ids_are_refused(run_id: Any) -> None:
-    """A run id is text."""
-    with pytest.raises(InitMethodError) as refused:
-        File("/shared/runs/", run_id=run_id)
-    assert str(refused.value) == f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'"
 
 
 # Argument and environment
@@ -227,49 +215,17 @@ def test_argument_or_environment_chooses(
     assert choose(argument, {} if variable is None else {"DDPX_INIT_METHOD": variable}) == expected
 
 
-def test_argument_and_environment_must_not_contradict() -> None:
-    """Two different init methods are both named."""
-    with pytest.raises(InitMethodError) as refused:
-        choose("file:///a", {"DDPX_INIT_METHOD": "tcp://h:1"})
-    assert str(refused.value) == (
-        "init_method must agree with DDPX_INIT_METHOD (got 'file:///a' and 'tcp://h:1'); drop one of the two"
-    )
-
-
-def test_a_malformed_variable_is_named() -> None:
-    """A mistake in the job script is not blamed on the code."""
-    with pytest.raises(InitMethodError) as refused:
-        choose(None, {"DDPX_INIT_METHOD": "tcp://h"})
-    assert str(refused.value) == "DDPX_INIT_METHOD 'tcp://h' needs a port (got none); write tcp://h:29500"
-
-
 # Which file
-
-
-def test_a_plain_path_is_the_file(tmp_path: Path) -> None:
-    """A run id changes nothing where the file is named."""
-    assert File(f"{tmp_path}/run").file_for("7") == f"{tmp_path}/run"
-    assert File(f"{tmp_path}/run").file_for(None) == f"{tmp_path}/run"
 
 
 def test_a_run_id_names_the_file_in_a_directory(tmp_path: Path) -> None:
     """A trailing slash, an existing directory and an explicit run id all make a directory."""
+    assert File(f"{tmp_path}/run").file_for("7") == f"{tmp_path}/run"
     expected = f"{tmp_path}/ddpx-a-b.store"
     assert File(f"{tmp_path}/").file_for("a/b") == expected
     assert File(f"{tmp_path}").file_for("a/b") == expected
     assert File(f"{tmp_path}", run_id="a b").file_for("other") == expected
     assert File("/absent", run_id="x").file_for(None) == "/absent/ddpx-x.store"
-
-
-@pytest.mark.parametrize("run_id", [None, ""])
-def test_a_directory_without_a_run_id_is_refused(run_id: str | None) -> None:
-    """The remedy names both ways to give one."""
-    with pytest.raises(InitMethodError) as refused:
-        File("/shared/runs/").file_for(run_id)
-    assert str(refused.value) == (
-        "init_method 'file:///shared/runs/' is a directory and needs a run id to name a file in it (got none);"
-        " give run_id= or set DDPX_RUN_ID, the same on every rank"
-    )
 
 
 # Whether it can be made
@@ -327,8 +283,3 @@ def test_several_nodes_do_not_share_tmpdir(shared: Path) -> None:
     assert f"{local} is local to each node" in refusal(File(f"{shared}/link/run"), num_nodes=3)
     (shared.parent / "localised").mkdir()
     check_file(File(f"{shared.parent}/localised/run"), num_nodes=3)
-
-
-def test_one_node_may_use_a_temporary_directory(tmp_path: Path) -> None:
-    """On one machine a temporary directory is seen by all ranks."""
-    check_file(File(f"{tmp_path}/run"), num_nodes=1)

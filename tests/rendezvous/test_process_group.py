@@ -19,7 +19,6 @@ from lightning_ddp_ext.rendezvous.process_context import current, join, leave
 from tests.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.rendezvous.rooms import (
     add_ones,
-    limit,
     place,
     process,
     request,
@@ -73,27 +72,6 @@ def test_leaving_twice_is_harmless_and_nothing_stays(tmp_path: Path) -> None:
     """After leave there is no group and no context, and the file store has ended with it."""
     assert run_ranks(leave_twice, 2, str(tmp_path / "store")) == [[True] * 4] * 2
     assert list(tmp_path.iterdir()) == []
-
-
-def join_again_after_leaving(rank: int, world_size: int, where: Tcp | str) -> list[float]:
-    sums = []
-    for _ in range(3):
-        sums.append(join_and_add(rank, world_size, where))
-        leave()
-        hold("left")
-    return sums
-
-
-@kinds
-def test_a_process_that_has_left_can_join_again(kind: str, tmp_path: Path) -> None:
-    """At the same address or file, as often as it likes, once all have left."""
-    with RankProcesses(join_again_after_leaving, 2, place(kind, tmp_path)) as ranks:
-        for _ in range(3):
-            for rank in range(2):
-                ranks.wait_for("left", rank)
-            for rank in range(2):
-                ranks.release(rank)
-        assert [outcome.result for outcome in ranks.wait()] == [[2.0] * 3] * 2
 
 
 # Joining again.
@@ -185,40 +163,6 @@ def test_a_group_that_somebody_else_opened_is_used_or_refused(tmp_path: Path) ->
 # Failures.
 
 
-def fail_and_join_again(rank: int, world_size: int, where: Tcp | str) -> list[Any]:
-    """One rank after the other fails while the rest wait for it in a collective; all join again each time."""
-    found: list[Any] = []
-    for failing in range(world_size):
-        context = join(request(rank, world_size, where))
-        assert context is not None
-        found.append(add_ones())
-        context.store.set(f"past it/{rank}", "")
-        if rank == failing:
-            for other in range(world_size):  # else one that is still in that collective is released from it, too
-                context.store.get(f"past it/{other}")
-            context.announce_failure(ValueError("bad"), "Traceback ...")
-            continue
-        with pytest.raises(RuntimeError):
-            add_ones()
-        news = context.peers.wait(20.0)
-        assert news is not None
-        context.close_group()
-        found.append((news.kind, news.rank, news.reason))
-    found.append(join_and_add(rank, world_size, where))
-    return found
-
-
-@kinds
-def test_ranks_that_live_on_after_a_failure_meet_again(kind: str, tmp_path: Path) -> None:
-    """A failure releases those who wait in a collective, with its cause, and everybody can form a new group."""
-    results = run_ranks(fail_and_join_again, 3, place(kind, tmp_path), time_limit=60.0)
-    for rank, found in enumerate(results):
-        told = [item for item in found if isinstance(item, tuple)]
-        assert told == [("failed", other, "ValueError: bad") for other in range(3) if other != rank]
-        assert [item for item in found if isinstance(item, float)] == [3.0] * 4
-    assert list(tmp_path.iterdir()) == []
-
-
 def come_again(rank: int, world_size: int, where: Tcp | str, timeouts: Sequence[float]) -> float:
     """Join again and again until it works; the last attempt must."""
     for init_timeout in timeouts[:-1]:
@@ -242,32 +186,6 @@ def test_a_start_that_failed_can_be_tried_again(kind: str, tmp_path: Path) -> No
             ranks.release(rank)
         ranks.start(2)
         assert [outcome.result for outcome in ranks.wait()] == [3.0] * 3
-
-
-def sever_while_waiting(rank: int, world_size: int, where: Tcp | str) -> str:
-    """Rank 0 waits in a collective until its group is closed from another thread; rank 1 never comes to it."""
-    import threading
-
-    context = join(request(rank, world_size, where))
-    assert context is not None
-    if rank == 1:
-        hold("joined")
-        return ""
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    assert work is not None
-    threading.Thread(target=context._groups.cut).start()
-    with pytest.raises(RuntimeError) as caught:
-        work.wait()
-    return str(caught.value)
-
-
-def test_a_blocked_collective_is_released_by_severing_its_sockets(tmp_path: Path) -> None:
-    """A thread that waits in gloo for a rank that never comes gets an error once the group's connections are cut."""
-    with RankProcesses(sever_while_waiting, 2, str(tmp_path / "store"), time_limit=limit()) as ranks:
-        (outcome,) = ranks.wait(0)
-        ranks.release(1)
-        ranks.wait()
-    assert "gloo" in outcome.result.lower()
 
 
 def need_one_who_left(rank: int, world_size: int, where: Tcp | str) -> str:
@@ -304,18 +222,3 @@ def join_after_destroying(rank: int, world_size: int, where: Tcp | str) -> float
 def test_a_group_that_the_user_has_destroyed_is_formed_again(kind: str, tmp_path: Path) -> None:
     """And the new one stays."""
     assert run_ranks(join_after_destroying, 2, place(kind, tmp_path)) == [2.0, 2.0]
-
-
-def join_alone_in_turn(rank: int, world_size: int, directory: str) -> list[float]:
-    """One-rank Trainers with an init method each, which is of no use to them."""
-    found = []
-    for name in ("first", "second"):
-        join(request(0, 1, f"{directory}/{name}"))
-        found.append(add_ones())
-    return found
-
-
-def test_a_rank_that_is_alone_may_name_any_init_method(tmp_path: Path) -> None:
-    """It opens nothing."""
-    assert run_ranks(join_alone_in_turn, 1, str(tmp_path)) == [[1.0, 1.0]]
-    assert list(tmp_path.iterdir()) == []

@@ -50,7 +50,7 @@ def test_messages_arrive_however_they_are_cut(ends: tuple[Connection, socket.soc
         there.send(bytes([byte]))
         found += connection.receive()
     assert found == [{"a": 1}, {"b": [2]}]
-    assert connection.is_open
+    assert not connection.close_reason
     assert connection.receive() == []
 
 

@@ -201,22 +201,6 @@ def test_a_cut_link_is_a_death_on_both_sides(method: str, two_hosts: Network, sh
         expect_told(outcome, culprit, outcomes[culprit].pid, host, silent)
 
 
-@pytest.mark.netns
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_a_kill_on_another_machine_is_named(culprit: int, two_hosts: Network, shared_dir: Path) -> None:
-    """The rank's host is that of its machine."""
-    host_a, host_b = two_hosts
-    places = [host_a, host_a, host_b, host_b]
-    step = Fault("third_step", announce_third_step)
-    with RankProcesses(fit_on_two_nodes, 4, f"file://{shared_dir}/store", step, namespaces=places) as ranks:
-        for rank in range(4):
-            ranks.wait_for("in step 3", rank)
-        ranks.kill(culprit)
-        outcomes = ranks.wait()
-    for rank in {0, 1, 2, 3} - {culprit}:
-        expect_told(outcomes[rank], culprit, outcomes[culprit].pid, places[culprit].name)
-
-
 def fit_on_two_nodes(rank: int, world_size: int, url: str, *faults: Fault) -> None:
     strategy = by_hand(rank, world_size, url, heartbeat_timeout=4)
     trainer = make_trainer(2, strategy=strategy, num_nodes=2, max_epochs=-1, limit_val_batches=0)

@@ -77,13 +77,6 @@ def test_the_rank_that_failed_prints_its_traceback(culprit: int, terminal: Path)
     expect_one_traceback(lines, BOOM)
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_what_ends_a_rank_after_fit_is_printed_alike(culprit: int, terminal: Path) -> None:
-    """Also where the exception is raised outside of any Trainer call, and the other ranks are well."""
-    launch_ranks(fit, 2, terminal, Fault("after fit").on(culprit))
-    expect_one_traceback(read(terminal), BOOM)
-
-
 @pytest.mark.parametrize("place", ["setup", "after fit"])
 def test_the_same_exception_everywhere_is_printed_once(place: str, terminal: Path) -> None:
     """Ranks that fail alike print one traceback between them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,71 +10,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Place, Request, agree
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Position, StopRequest, next_common
 from tests.ranks import run_ranks
 from tests.rendezvous.rooms import request
 
 EVALUATED = st.integers(1, 9).flatmap(
-    lambda of_steps: st.builds(Place, st.integers(0, 3), st.integers(0, of_steps), st.just(of_steps))
+    lambda of_steps: st.builds(Position, st.integers(0, 3), st.integers(0, of_steps), st.just(of_steps))
 )
-PLACES = st.lists(st.one_of(st.builds(Place, st.integers(0, 3)), EVALUATED), min_size=1, max_size=5)
+POSITIONS = st.lists(st.one_of(st.builds(Position, st.integers(0, 3)), EVALUATED), min_size=1, max_size=5)
 
 
-def order(place: Place) -> tuple[int, int]:
-    return place.passed, place.steps
+@given(POSITIONS)
+def test_no_rank_has_passed_it_and_it_is_the_next_one(positions: list[Position]) -> None:
+    """A step of an evaluation only where it is long enough on every rank that is in one."""
+    target = next_common(positions)
+    assert not any(position.has_reached(target) for position in positions)
+    furthest = max(position.points for position in positions)
+    assert target.points in (furthest, furthest + 1)
+    if target.points == furthest:
+        evaluated = [position for position in positions if position.points == furthest and position.of_steps]
+        assert all(target.steps <= position.of_steps for position in evaluated)
 
 
-@given(PLACES)
-def test_no_rank_has_passed_the_place_and_each_comes_to_it(places: list[Place]) -> None:
-    """Within an evaluation only if it is everybody's, and for all of them long enough."""
-    agreement = agree(places)
-    target = agreement.target
-    assert all(order(place) < order(target) for place in places)
-    if target.steps:
-        assert all(place.passed == target.passed and target.steps <= place.of_steps for place in places)
-
-
-@given(PLACES)
-def test_it_is_the_next_one(places: list[Place]) -> None:
-    """After that of the rank which is furthest; and if an earlier one may come up, all are asked once more."""
-    agreement = agree(places)
-    furthest = max(places, key=order)
-    next_places = [(furthest.passed + 1, 0), (furthest.passed, max(place.steps for place in places) + 1)]
-    assert order(agreement.target) in next_places
-    may_come = furthest.of_steps > 0 and not all(place.passed == furthest.passed and place.of_steps for place in places)
-    assert agreement.is_final or may_come or any(place.of_steps for place in places)
-    assert agree([Place(furthest.passed)] * 3).is_final
-
-
-def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[Request | None, bool]:
-    """Rank 1 is at the end long before rank 0, and gets a signal there that rank 0 is not told of."""
-    context = join(request(rank, world_size, where, timeout=0.2))
+def late_to_the_end(rank: int, world_size: int, where: str) -> tuple[StopRequest | None, bool]:
+    """Rank 1 waits at the end for many timeouts of rank 0, and both are asked to stop after it."""
+    context = join(request(rank, world_size, where, timeout=0.1))
     assert context is not None
-    stopping, barriers, store = context.component(GracefulStop), context.barriers, context.store
+    stopping = context.component(GracefulStop)
     stopping.begin(timedelta(seconds=60))
-
-    def signal_at_the_end() -> None:
-        store.wait(["is there"])
-        stopping.expect(15)
-        store.set("signalled", "")
-
-    if rank == 1:
-        threading.Thread(target=signal_at_the_end).start()
-    else:
-        while 1 in barriers._counter.absent(2, 1):
-            time.sleep(0.01)
-        time.sleep(2 * context.collective_timeout.total_seconds())
-        store.set("is there", "")
-        store.wait(["signalled"])
-    found = stopping.at_last_place()
+    if rank == 0:
+        context.peers.wait(1.0)
+    found = stopping.at_last_point()
     stopping.end()
     stopping.ask(15)
-    has_timer = stopping._timer is not None
+    has_timer = any(thread.name == "ddpx-stop-deadline" for thread in threading.enumerate())
     leave()
     return found, has_timer
 
 
-def asked_after_the_end(rank: int, world_size: int, where: str) -> list[Request | None]:
+def asked_after_the_end(rank: int, world_size: int, where: str) -> list[StopRequest | None]:
     """Rank 1 is asked to stop when the first job is over, and again in the second."""
     context = join(request(rank, world_size, where))
     assert context is not None
@@ -89,19 +62,19 @@ def asked_after_the_end(rank: int, world_size: int, where: str) -> list[Request 
     found = []
     for number in range(2):
         stopping.begin(timedelta(seconds=60))
-        found.append(stopping.at_place())
+        found.append(stopping.at_point())
         if number == 0:
-            found.append(stopping.at_last_place())
+            found.append(stopping.at_last_point())
             stopping.end()
         ask()
-    found += [stopping.at_place(), stopping.at_place()]
+    found += [stopping.at_point(), stopping.at_point()]
     stopping.end()
     leave()
     return found
 
 
 def test_who_is_asked_too_late_does_not_stop_the_next_job(tmp_path: Path) -> None:
-    """A request between two Trainers is nobody's; one in the second stops all ranks at its next place."""
+    """A request between two Trainers is nobody's; one in the second stops all ranks at its next stop point."""
     for found in run_ranks(asked_after_the_end, 2, str(tmp_path / "store")):
         assert [request and request.job for request in found] == [None, None, None, 2, None]
 

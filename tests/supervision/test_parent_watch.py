@@ -65,24 +65,6 @@ def test_a_launcher_that_is_gone_already_counts(has_pidfd: bool) -> None:
     assert "is gone, so this one ends, too" in outcome.output
 
 
-def adopted_by_process_one(rank: int, world_size: int, *, is_launcher: bool) -> str:
-    """What is so before any Trainer is made if the launcher was killed early: process 1 is the parent."""
-    parent_watch._parent = 1
-    parent_watch._is_python = lambda pid: is_launcher
-    parent_watch.watch_parent()
-    if not is_launcher:
-        wait_for_ever()
-    return "lives"
-
-
-def test_process_one_is_a_launcher_only_if_it_may_be_one() -> None:
-    """In a container it often is; elsewhere whoever has it as parent has lost its launcher."""
-    (outcome,) = launch_ranks(adopted_by_process_one, 1, is_launcher=False)
-    assert outcome.exit_code == 1
-    assert outcome.output == "the process that launched this one is gone, so this one ends, too\n"
-    assert run_ranks(adopted_by_process_one, 1, is_launcher=True) == ["lives"]
-
-
 def test_python_is_told_from_other_programs() -> None:
     """A process that cannot be looked at is given the benefit of the doubt."""
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
@@ -103,10 +85,3 @@ def begin_as_started_rank(rank: int, world_size: int) -> tuple[str | None, int]:
 def test_the_launchers_word_is_for_the_started_process_alone() -> None:
     """What a rank starts itself does not find the variable, and so may outlive the launcher."""
     assert run_ranks(begin_as_started_rank, 1) == [(None, 1)]
-
-
-def test_nobody_is_watched_where_nobody_has_launched() -> None:
-    """Importing the package in a process of its own starts no thread."""
-    assert LAUNCHER_PID not in os.environ
-    watch_own_launcher()
-    assert watchers() == []

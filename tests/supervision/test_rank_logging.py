@@ -19,7 +19,6 @@ import pytest
 import torch.multiprocessing
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.supervision.rank_logging import RankFile, prefixed_console
 from tests.ranks import run_ranks
 
@@ -145,18 +144,6 @@ def test_each_handler_of_the_console_has_it(capsys: Captured) -> None:
 
 
 @pytest.mark.usefixtures("console")
-def test_it_is_there_once(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it has been asked for twice, or the line has it already."""
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with prefixed_console(PREFIX):
-        with prefixed_console(PREFIX):
-            log.info("both\nlines")
-        own_logger("tests.user.ours").warning("%s of them", "one")
-    assert capsys.readouterr().err == f"INFO|{PREFIX}both\n{PREFIX}lines\nWARNING|{PREFIX}one of them\n"
-
-
-@pytest.mark.usefixtures("console")
 def test_lines_below_the_consoles_level_are_left_out_there_alone(
     capsys: Captured, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -218,18 +205,6 @@ def test_the_file_is_appended_to_from_its_level_on_and_closed(tmp_path: Path) ->
     assert file.stream is None
     log.warning("after")
     assert (tmp_path / "rank-0.log").read_text() == "the first run\na warning\n"
-
-
-def test_the_file_gets_a_traceback(tmp_path: Path) -> None:
-    """Whatever its level."""
-    with closing(RankFile(tmp_path, 0, 2, level=logging.CRITICAL + 1)) as file:
-        try:
-            raise ValueError("the reason")
-        except ValueError as error:
-            file.write_exception(error)
-    text = (tmp_path / "rank-0.log").read_text()
-    assert text.endswith("ValueError: the reason\n")
-    assert 'raise ValueError("the reason")' in text
 
 
 def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -136,11 +136,6 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def test_all_ranks_go_on_with_the_result(url: str) -> None:
-    """In the middle of training every rank gets what rank 0 has made, and trains on."""
-    assert run_ranks(fit, 3, url, answer) == [42, 42, 42]
-
-
 @pytest.mark.parametrize(
     ("work", "message"),
     [(boom, "BoomError: no such layer"), (threading.Lock, "TypeError: cannot pickle '_thread.lock' object")],

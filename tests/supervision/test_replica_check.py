@@ -104,7 +104,6 @@ def set_rate(rate: float) -> Alteration:
 
 
 WEIGHT: Alteration = lambda lab: nudge(lab.model.first.weight)  # noqa: E731
-BIAS: Alteration = lambda lab: nudge(lab.model.last.bias)  # noqa: E731
 MASK: Alteration = lambda lab: lab.model.mask.logical_not_()  # noqa: E731
 STATISTICS: Alteration = lambda lab: nudge(lab.model.norm.running_mean)  # noqa: E731
 SCRATCH: Alteration = lambda lab: nudge(lab.model.scratch)  # noqa: E731
@@ -114,9 +113,6 @@ CASES = {
     "a parameter": Case({1: WEIGHT}, "rank 1 in parameter first.weight", (1,)),
     "a frozen one, of rank 0": Case(
         {0: lambda lab: nudge(lab.model.norm.weight)}, "rank 0 in parameter norm.weight", (0,)
-    ),
-    "two on two ranks": Case(
-        {0: WEIGHT, 2: BIAS}, "rank 0 in parameter first.weight; rank 2 in parameter last.bias", (0, 2)
     ),
     "optimiser state": Case(
         {2: lambda lab: nudge(lab.state(lab.model.last.bias)["exp_avg"])},

@@ -20,32 +20,27 @@ def heard() -> SimpleQueue[int]:
 
 
 @pytest.fixture
-def noted() -> list[int]:
-    return []
-
-
-@pytest.fixture
-def signals(heard: SimpleQueue[int], noted: list[int]) -> Iterator[StopSignals]:
+def signals(heard: SimpleQueue[int]) -> Iterator[StopSignals]:
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    signals = StopSignals(heard.put, noted.append)
+    signals = StopSignals(heard.put)
     yield signals
     signals.restore()
     for each, handler in before.items():
         signal.signal(each, handler)
 
 
-def test_a_signal_is_heard_of_and_noted(signals: StopSignals, heard: SimpleQueue[int], noted: list[int]) -> None:
+def test_a_signal_is_heard_of_and_noted(signals: StopSignals, heard: SimpleQueue[int]) -> None:
     """In a thread and in the main one; others are nobody's business."""
     signal.signal(signal.SIGUSR2, lambda *_: None)
     signals.install(signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGUSR2)
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard.get(timeout=10) == signal.SIGTERM
-    assert noted == [signal.SIGTERM]
+    assert signals.noted == signal.SIGTERM
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-def test_the_handler_that_was_there_is_called_and_put_back(signals: StopSignals, noted: list[int]) -> None:
+def test_the_handler_that_was_there_is_called_and_put_back(signals: StopSignals) -> None:
     """Unless somebody has put another one there since."""
     called: list[Any] = []
     theirs, another = (lambda number, frame: called.append(number)), (lambda *_: None)
@@ -53,7 +48,7 @@ def test_the_handler_that_was_there_is_called_and_put_back(signals: StopSignals,
     signal.signal(signal.SIGUSR1, theirs)
     signals.install(signal.SIGTERM, signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert called == noted == [signal.SIGTERM]
+    assert called == [signals.noted] == [signal.SIGTERM]
     signal.signal(signal.SIGUSR1, another)
     signals.restore()
     assert signal.getsignal(signal.SIGTERM) is theirs
@@ -74,16 +69,16 @@ def test_whoever_was_woken_by_signals_still_is(signals: StopSignals, heard: Simp
         assert signal.set_wakeup_fd(-1) == writer.fileno()
 
 
-def test_a_second_interrupt_is_one(signals: StopSignals, noted: list[int]) -> None:
+def test_a_second_interrupt_is_one(signals: StopSignals) -> None:
     """The first Ctrl-C asks; the second raises what Ctrl-C raises."""
     signals.install(signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
-    assert noted == [signal.SIGINT]
+    assert signals.noted == signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_forked_child_has_none_of_it(signals: StopSignals, noted: list[int], heard: SimpleQueue[int]) -> None:
+def test_a_forked_child_has_none_of_it(signals: StopSignals, heard: SimpleQueue[int]) -> None:
     """A loader's worker ends by SIGTERM as ever, and its parent hears nothing of that."""
     signals.install(signal.SIGTERM)
     child = os.fork()
@@ -96,7 +91,7 @@ def test_a_forked_child_has_none_of_it(signals: StopSignals, noted: list[int], h
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard.get(timeout=10) == signal.SIGTERM
     assert heard.empty()
-    assert noted == [signal.SIGTERM]
+    assert signals.noted == signal.SIGTERM
 
 
 def test_statuses_are_those_of_shells() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from datetime import timedelta
 from os import PathLike
@@ -26,10 +27,10 @@ from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 class HangWatchdog(Callback):
     """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
 
-    A rank moves when it ends a batch of training, validation, test or prediction, begins or ends one of these, an epoch
-    or the sanity check, has restored a checkpoint, or begins a save. When nothing of that has happened for
-    ``timeout`` on a rank, rank 0 asks every rank what it does: Python stacks of all threads, what Lightning's loop is
-    in, how far it is, and its collectives, as torch's Flight Recorder has them (on NCCL and gloo). It prints one
+    A rank moves when it begins or ends a batch, an epoch, training, the sanity check or an evaluation, has restored a
+    checkpoint, or begins a save. When nothing of that has happened for ``timeout`` on a rank, rank 0 asks every rank
+    what it does: Python stacks of all threads, what Lightning's loop is in, how far it is, and its collectives, as
+    torch's Flight Recorder has them (on NCCL and gloo). It prints one
     sentence, and writes it to a file with all stacks::
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
@@ -118,27 +119,6 @@ class HangWatchdog(Callback):
             self._watchdog = None
 
 
-_MOVES = (
-    "on_fit_start",
-    "on_fit_end",
-    "on_load_checkpoint",
-    "on_predict_batch_end",
-    "on_predict_end",
-    "on_predict_start",
-    "on_sanity_check_end",
-    "on_sanity_check_start",
-    "on_save_checkpoint",
-    "on_test_batch_end",
-    "on_test_end",
-    "on_test_start",
-    "on_train_batch_end",
-    "on_train_end",
-    "on_train_epoch_end",
-    "on_train_epoch_start",
-    "on_train_start",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_validation_start",
-)
-for _name in _MOVES:
-    setattr(HangWatchdog, _name, HangWatchdog._move)
+for _name in dir(Callback):
+    if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
+        setattr(HangWatchdog, _name, HangWatchdog._move)
