@@ -1,13 +1,11 @@
-"""How layers become synchronised ones that compute their forward pass themselves."""
+"""Which class makes a layer synchronise: ``SyncBatchNorm``, or one registered for layers that normalise themselves."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,25 +13,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.errors import ConversionError
 
-ToSync = type[SyncBatchNorm] | Callable[[Any, "dist.ProcessGroup | None"], Module]
-
-_registered: dict[type, ToSync] = {}
+_registered: dict[type, type[SyncBatchNorm]] = {}
 
 
-def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
-    """Say how layers of a class become synchronised that ``convert_sync_batchnorm`` would leave alone or get wrong.
+def register_converter(cls: type[_BatchNorm], to_sync: type[SyncBatchNorm]) -> None:
+    """Register how layers are synchronised that ``convert_sync_batchnorm`` would leave alone or get wrong.
 
     It counts for subclasses, too, that have the same ``forward``. A second call for a class replaces the first.
 
     Args:
         cls: a subclass of BatchNorm, most likely one that calls ``torch.nn.functional.batch_norm`` itself.
-        to_sync: a subclass of :class:`SyncBatchNorm`, of which layers get ``forward`` and nothing else that they have
-            themselves (its ``__init__`` is not called); or a function ``(layer, process_group) -> module``, whose
-            result gets the layer's own tensors, so it has the same keys in its state dict, and stands in the layer's
-            place until ``restore_batchnorm``.
+        to_sync: a subclass of :class:`SyncBatchNorm`. Converted layers stay the objects that they are and use its
+            ``forward`` instead of their own; its ``__init__`` is not called.
 
     Raises:
-        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` is neither.
+        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` no subclass of ``SyncBatchNorm``.
 
     >>> import torch
     >>> class NormAct(torch.nn.BatchNorm2d):
@@ -47,27 +41,27 @@ def register_converter(cls: type[_BatchNorm], to_sync: ToSync) -> None:
     """
     if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
         raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
-    if not callable(to_sync) or (isinstance(to_sync, type) and not issubclass(to_sync, SyncBatchNorm)):
+    if not (isinstance(to_sync, type) and issubclass(to_sync, SyncBatchNorm)):
         raise ConversionError(
-            f"to_sync must be a subclass of SyncBatchNorm or a function (got {to_sync!r}); "
-            "derive a class from lightning_ddp_ext.SyncBatchNorm"
+            f"to_sync must be a subclass of SyncBatchNorm (got {to_sync!r}); "
+            "derive a class from lightning_ddp_ext.SyncBatchNorm, with a forward that calls super().forward(input)"
         )
     _registered[cls] = to_sync
 
 
-def converter_for(kind: type) -> ToSync | None:
-    """What has been registered for a class, or for one that it has its ``forward`` from, or what the class brings."""
+def converter_for(kind: Any) -> type[SyncBatchNorm] | None:
+    """Return the class that makes layers of a BatchNorm class synchronise; ``None``: nothing is known to do so."""
     for base in kind.__mro__:
-        if base in _registered and kind.forward is base.forward:  # type: ignore[attr-defined]
+        has_its_forward = getattr(base, "forward", None) is kind.forward
+        if has_its_forward and base in _registered:
             return _registered[base]
-        if f"{base.__module__}.{base.__qualname__}" in _TIMM and kind.forward is base.forward:  # type: ignore[attr-defined]
+        if has_its_forward and f"{base.__module__}.{base.__qualname__}" in _TIMM:
             return _SyncNormAct
-    own = getattr(kind, "convert_sync_batchnorm", None)
-    return own if callable(own) else None
+    return SyncBatchNorm if _reaches_base(kind) else None
 
 
 class _SyncNormAct(SyncBatchNorm):
-    """For timm's BatchNorm layers that carry dropout and activation."""
+    """For timm's BatchNorm layers with dropout and activation."""
 
     drop: Module
     act: Module
@@ -78,28 +72,24 @@ class _SyncNormAct(SyncBatchNorm):
 
 
 _TIMM = ("timm.layers.norm_act.BatchNormAct2d", "timm.models.layers.norm_act.BatchNormAct2d")
+_FUNCTIONS = {"batch_norm", "native_batch_norm"}
 
 
-def reaches_core(kind: type) -> bool:
-    """Whether ``forward`` of a BatchNorm class comes to that of torch's base, as far as its code tells.
+def _reaches_base(kind: type) -> bool:
+    """Whether a class's ``forward`` calls that of torch's BatchNorm by ``super()``, as far as its code tells.
 
     Where a class calls ``F.batch_norm`` itself, or its base by name, nothing put in between is ever called.
     """
-    for base in kind.__mro__:
-        if base is _BatchNorm:
-            return True
-        if any(_names_in(function) & _BY_ITSELF for function in vars(base).values()):
+    for base in kind.__mro__[: kind.__mro__.index(_BatchNorm)]:
+        if any(_names_in(function) & _FUNCTIONS for function in vars(base).values()):
             return False
         if "forward" in vars(base) and not {"super", "forward"} <= _names_in(vars(base)["forward"]):
             return False
-    return False
-
-
-_BY_ITSELF = {"batch_norm", "native_batch_norm"}
+    return True
 
 
 def _names_in(function: object) -> set[str]:
-    """The names that a function of Python's uses; of anything else nothing is known."""
+    """The names that a Python function uses; none for anything else."""
     function = inspect.unwrap(function) if callable(function) else function
     return _names_in_code(function.__code__) if isinstance(function, FunctionType) else set()
 

@@ -8,53 +8,50 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A mean so many times the deviation leaves float32 too few digits for the rest; torch's own error is then 1e-6 or more.
+# Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a batch, per channel: ``mean`` (C) and biased ``var`` (C) in float64, of ``count`` values each."""
+    """Per channel: ``mean`` (C) and biased ``var`` (C), in float64, of ``count`` values each."""
 
     mean: Tensor
     var: Tensor
     count: float
 
 
-def dtype_of(input: Tensor) -> torch.dtype:
-    """In what torch computes with a batch of this type."""
-    return torch.float32 if input.dtype in _HALF else input.dtype
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision as float32, which torch computes it in, too; anything else as it is."""
+    return tensor.float() if tensor.dtype in HALF else tensor
 
 
-def values_a_channel(input: Tensor) -> int:
+def values_per_channel(input: Tensor) -> int:
     """How many values each channel of a batch (N, C, ...) has."""
     return input.numel() // input.size(1)
 
 
 def dense(input: Tensor) -> Tensor:
-    """The batch in a memory format that torch's kernels are fast for."""
+    """The batch in a memory format that torch's kernels are fast for: contiguous, or channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    wanted = formats.get(input.dim())
-    if input.is_contiguous() or (wanted is not None and input.is_contiguous(memory_format=wanted)):
-        return input
-    return input.contiguous()
+    is_channels_last = input.is_contiguous(memory_format=formats.get(input.dim(), torch.contiguous_format))
+    return input if is_channels_last else input.contiguous()
 
 
+@torch.no_grad()
 def statistics_of(input: Tensor) -> Statistics:
-    """Those of a batch (N, C, ...) in CPU memory; zeros for an empty one."""
-    count = values_a_channel(input)
-    channels = input.size(1)
+    """The statistics of a batch (N, C, ...) on CPU, in float32 or float64; zeros for an empty batch."""
+    count = values_per_channel(input)
     if count == 0:
-        return Statistics(torch.zeros(channels).double(), torch.zeros(channels).double(), 0.0)
-    # Stand-ins for running statistics, which stay as they are, make the kernel compute half precision in float32.
-    stand_in = torch.zeros(channels, dtype=dtype_of(input))
-    mean, var = torch.batch_norm_update_stats(input, stand_in, stand_in.clone(), 0.0)
+        zeros = torch.zeros(input.size(1), dtype=torch.float64)
+        return Statistics(zeros, zeros, 0.0)
+    mean, var = torch.batch_norm_update_stats(input, None, None, 0.0)
     return Statistics(mean.double(), var.double(), float(count))
 
 
-def has_large_offset(statistics: Statistics, eps: float) -> bool:
-    """Whether a channel's mean is so large beside its deviation that float32 has too few digits for what is left."""
+def has_large_offset(statistics: Statistics, *, eps: float) -> bool:
+    """Whether a channel's mean is too large beside its deviation for float32."""
     return bool((statistics.mean.square() > _LARGE_OFFSET**2 * (statistics.var + eps)).any())
 
 
@@ -65,7 +62,7 @@ def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
     computing sample variances" (1979), for any number of parts: nothing large is subtracted from something large.
 
     Args:
-        counts: values a channel in each part, (parts, 1), in float64.
+        counts: values per channel in each part, (parts, 1), in float64.
         means: (parts, C), in float64.
         variances: biased, (parts, C), in float64.
 
@@ -85,17 +82,17 @@ def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
 
 
 class Running(NamedTuple):
-    """A layer's running statistics (C), and the weight of a new batch in them; ``None``: the layer keeps none."""
+    """A layer's running statistics (C), ``None`` without any, and the weight of a new batch in them."""
 
     mean: Tensor | None
     var: Tensor | None
     momentum: float
 
     def update(self, joint: Statistics) -> None:
-        """Take a batch in, by its unbiased variance, as torch does."""
+        """Add a batch, with its unbiased variance, as torch does."""
         if self.mean is None or self.var is None or joint.count == 0:
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
-        # Rounded once, to what may be half precision.
+        # In float64, so that half precision is rounded once.
         self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
         self.var.copy_(self.var.double().lerp(unbiased, self.momentum))

@@ -199,7 +199,7 @@ def _can_be_read(tensor: Tensor) -> bool:
 
 def _is_synchronised(module: Module) -> bool:
     if isinstance(module, SyncBatchNorm):
-        return bool(module._ddpx_peers.world_size == dist.get_world_size())
+        return bool(module._ddpx_context.world_size == dist.get_world_size())
     if isinstance(module, torch.nn.SyncBatchNorm):
         return bool(dist.get_world_size(module.process_group) == dist.get_world_size())
     return False

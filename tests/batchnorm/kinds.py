@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -135,14 +134,6 @@ class Split(nn.BatchNorm2d):
         return torch.cat([super().forward(first), self.second(second)], dim=2)
 
 
-class Double(nn.Module):
-    def forward(self, value: Tensor) -> Tensor:
-        return 2 * value
-
-    def right_inverse(self, value: Tensor) -> Tensor:
-        return value / 2
-
-
 class Functional(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training and self.num_batches_tracked is not None:
@@ -228,10 +219,4 @@ def hooked(layer: nn.Module) -> nn.Module:
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
     layer.register_forward_hook(lambda _, __, output: 2 * output)
     layer.register_full_backward_hook(lambda _, gradients, __: (3 * gradients[0],))
-    return layer
-
-
-def parametrized(layer: nn.Module, *names: str) -> nn.Module:
-    for name in names:
-        parametrize.register_parametrization(layer, name, Double())
     return layer

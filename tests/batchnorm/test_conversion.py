@@ -21,10 +21,9 @@ from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_bat
 from lightning_ddp_ext.batchnorm.conversion import convert
 from lightning_ddp_ext.errors import ConversionError
 from tests.batchnorm import kinds
-from tests.batchnorm.kinds import Scaled, hooked, parametrized
+from tests.batchnorm.kinds import Scaled, hooked
 from tests.ranks import run_ranks
 
-LAZY: dict[int, Any] = {1: nn.LazyBatchNorm1d, 2: nn.LazyBatchNorm2d, 3: nn.LazyBatchNorm3d}
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
@@ -144,8 +143,8 @@ def test_layers_that_synchronise_already_are_not_touched() -> None:
     """What the user wrote as a synchronised layer is neither converted nor restored."""
     model = nn.Sequential(nn.SyncBatchNorm(3), SyncBatchNorm(3), nn.BatchNorm2d(3))
     before = facts(model)
-    verdicts = convert(model, exclude=SyncBatchNorm).verdicts
-    assert [verdict.why_not for verdict in verdicts] == ["synchronises already", "synchronises already", ""]
+    conversion = convert(model, exclude=SyncBatchNorm)
+    assert conversion.left_alone == {"0": "synchronises already", "1": "synchronises already"}
     assert facts(model)[:3] == before[:3]
     assert facts(restore_batchnorm(model)) == before
 
@@ -179,10 +178,7 @@ def test_a_shared_layer_stays_shared() -> None:
     model = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, block), "c": block})
     before = facts(model)
     conversion = convert(model, exclude="b.1.*")
-    assert [(verdict.name, verdict.why_not) for verdict in conversion.verdicts] == [
-        ("a", ""),
-        ("b.1.norm", "in exclude"),
-    ]
+    assert (conversion.converted, conversion.left_alone) == (("a",), {"b.1.norm": "in exclude"})
     assert synchronised(model) == ["a"]
     assert facts(restore_batchnorm(model)) == before
 
@@ -229,9 +225,7 @@ def every_kind() -> nn.Module:
             with_attributes,
             weight_norm,
             nn.utils.spectral_norm(nn.BatchNorm2d(3)),
-            nn.LazyBatchNorm2d(),
             hooked(nn.BatchNorm2d(3)),
-            parametrized(nn.BatchNorm2d(3), "weight", "bias"),
             *(kind(3) for kind in SUPER),
         ]
     )
@@ -266,10 +260,8 @@ def test_state_dicts_fit_in_both_directions() -> None:
     """Converted and plain models read one another's."""
     plain, other = every_kind(), converted(every_kind())
     assert list(plain.state_dict()) == list(other.state_dict())
-    lazy = "9."
-    states = [{name: value for name, value in m.state_dict().items() if name[:2] != lazy} for m in (plain, other)]
-    assert plain.load_state_dict(states[1], strict=False).unexpected_keys == []
-    assert other.load_state_dict(states[0], strict=False).unexpected_keys == []
+    plain.load_state_dict(other.state_dict())
+    other.load_state_dict(plain.state_dict())
 
 
 def test_hooks_of_all_kinds_stay_and_go_by_their_handles() -> None:
@@ -309,70 +301,13 @@ def register_all(layer: Any, when: str, seen: list[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("before", "added", "removed"),
-    [
-        ("weight bias", "", ""),
-        ("weight", "bias", ""),
-        ("", "weight bias", ""),
-        ("weight bias", "", "weight"),
-        ("weight", "", "weight"),
-        ("weight", "bias", "weight"),
-        ("", "weight", "weight"),
-    ],
-)
-def test_parametrisations_may_come_and_go(before: str, added: str, removed: str) -> None:
-    """Tensors parametrised before or during conversion are so after it, those whose parametrisation went are not."""
-    layer: Any = parametrized(nn.BatchNorm2d(3), *before.split())
-    kind = type(layer)
-    parametrized(converted(layer), *added.split())
-    for name in removed.split():
-        parametrize.remove_parametrizations(layer, name)
-    assert isinstance(copy.deepcopy(layer), SyncBatchNorm)
-    output = layer(IMAGES)
-    restore_batchnorm(layer)
-    assert layer(IMAGES).equal(output)
-    left = set(before.split()) | set(added.split())
-    left -= set(removed.split())
-    assert {name for name in ("weight", "bias") if parametrize.is_parametrized(layer, name)} == left
-    assert (type(layer) is kind) == (left == set(before.split()))
-    for name in left:
-        parametrize.remove_parametrizations(layer, name)
-    assert type(layer) is nn.BatchNorm2d
-    assert set(layer._parameters) == {"weight", "bias"}
-
-
-@pytest.mark.parametrize("dims", LAZY)
-def test_lazy_layers_are_converted_before_and_after_they_know_their_size(dims: int) -> None:
-    """Restored before, they are lazy as ever; restored after, what they would have become by themselves."""
-    batch = torch.randn(4, 3, *[2] * dims)
-    by_itself = nn.Sequential(LAZY[dims]())
-    by_itself(batch)
-    layer = LAZY[dims]()
-    attributes = list(vars(layer))
-    assert type(restore_batchnorm(converted(layer))) is LAZY[dims]
-    assert list(vars(layer)) == attributes
-    assert converted(layer)(batch).equal(by_itself(batch))
-    assert isinstance(layer, SyncBatchNorm)
-    assert type(restore_batchnorm(layer)) is type(by_itself[0])
-    assert sorted(vars(layer)) == sorted(vars(by_itself[0]))
-    assert list(layer.state_dict()) == list(by_itself[0].state_dict())
-
-
-def test_a_lazy_layer_can_be_pickled() -> None:
-    """It arrives converted and lazy."""
-    layer = pickle.loads(pickle.dumps(converted(nn.LazyBatchNorm2d())))
-    assert type(restore_batchnorm(pickle.loads(pickle.dumps(layer)))) is nn.LazyBatchNorm2d
-    assert layer(IMAGES).shape == IMAGES.shape
-    assert isinstance(layer, SyncBatchNorm)
-    assert type(restore_batchnorm(layer)) is nn.BatchNorm2d
-
-
-def test_a_lazy_layer_takes_its_size_from_a_state_dict() -> None:
-    """Loading before the first batch works as without conversion."""
-    layer = converted(nn.LazyBatchNorm2d())
-    layer.load_state_dict(nn.BatchNorm2d(3).state_dict())
-    assert layer(IMAGES).shape == IMAGES.shape
+def test_a_layer_parametrised_while_converted_cannot_be_restored() -> None:
+    """The error says how to get it restored."""
+    layer = converted(nn.BatchNorm2d(3))
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(ConversionError, match=r"was parametrised while .*; call .*remove_parametrizations first$"):
+        restore_batchnorm(layer)
+    parametrize.remove_parametrizations(layer, "weight")
     assert type(restore_batchnorm(layer)) is nn.BatchNorm2d
 
 
@@ -432,17 +367,12 @@ def factories() -> dict[str, Callable[[], Any]]:
     return {
         **kinds_with_super,
         "BatchNorm2d": lambda: nn.BatchNorm2d(3),
-        "LazyBatchNorm1d": nn.LazyBatchNorm1d,
-        "LazyBatchNorm2d": nn.LazyBatchNorm2d,
-        "LazyBatchNorm3d": nn.LazyBatchNorm3d,
         "hooked": lambda: hooked(nn.BatchNorm2d(3)),
-        "parametrised": lambda: parametrized(nn.BatchNorm2d(3), "weight", "bias"),
         "weight norm": lambda: nn.utils.weight_norm(nn.BatchNorm2d(3)),
         "spectral norm": lambda: nn.utils.spectral_norm(nn.BatchNorm2d(3)),
         "layer in a layer": lambda: kinds.Split(3),
         "shared": lambda: nn.Sequential(layer := nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False), layer),
         "in eval mode": lambda: nn.BatchNorm2d(3).eval(),
-        "parametrised while converted": lambda: nn.BatchNorm2d(3),
         "hooked while converted": lambda: nn.BatchNorm2d(3),
         "deepcopied": lambda: nn.BatchNorm2d(3),
         "pickled": lambda: nn.BatchNorm2d(3),
@@ -450,7 +380,6 @@ def factories() -> dict[str, Callable[[], Any]]:
 
 
 WHILE_CONVERTED: dict[str, Callable[[Any], Any]] = {
-    "parametrised while converted": lambda layer: parametrized(layer, "weight"),
     "hooked while converted": hooked,
     "deepcopied": copy.deepcopy,
     "pickled": COPIES["pickle"],
@@ -469,8 +398,7 @@ def step(model: Any, batch: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 def difference_from_one_process(name: str, rank: int, world_size: int) -> float:
     """How far one training step over ranks is from one on the joined batch, in outputs, gradients and buffers."""
     torch.manual_seed(0)
-    shape = {"LazyBatchNorm1d": (4, 3), "LazyBatchNorm3d": (4, 3, 2, 2, 2)}.get(name, (4, 3, 2, 2))
-    batch, weights = torch.randn(*shape).double() + 1, torch.randn(*shape).double()
+    batch, weights = torch.randn(4, 3, 2, 2).double() + 1, torch.randn(4, 3, 2, 2).double()
     change = WHILE_CONVERTED.get(name, lambda layer: layer)
     torch.manual_seed(1)
     alone = factories()[name]().double()
@@ -489,8 +417,7 @@ def difference_from_one_process(name: str, rank: int, world_size: int) -> float:
             pairs.append((parameter.grad, expected.grad))
     pairs += list(zip(layer.buffers(), alone.buffers(), strict=True))
     restore_batchnorm(layer)
-    if not name.startswith(("Lazy", "parametrised while")):
-        assert type(layer) is kind
+    assert type(layer) is kind
     assert list(layer.state_dict()) == list(alone.state_dict())
     assert sorted(vars(layer)) == sorted(vars(alone))
     return max((one.double() - two.double()).abs().max().item() for one, two in pairs)
@@ -555,7 +482,7 @@ def test_converted_models_work_wherever_models_do(tmp_path: Path) -> None:
     for found in run_ranks(models_in_use, 2, tmp_path):
         assert found["names in DDP"] == ["module.norm"]
         assert max(found[key] for key in ("in DDP", "compiled", "compiled, restored")) < 1e-5
-        assert "_with_peers" in found["fullgraph"]
+        assert "_normalise" in found["fullgraph"]
         assert found["pickled with its group"] is None
         assert found["Scaled with its group"]
         assert found["WithState with its group"]

@@ -22,13 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_ext import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
-from lightning_ddp_ext.batchnorm.layer import _with_peers
+from lightning_ddp_ext.batchnorm.layer import _normalise
 from lightning_ddp_ext.batchnorm.statistics import merge
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormInputError, BatchNormMismatchError, ConversionError
 from tests.batchnorm.cases import CASES, Case, rows
 from tests.batchnorm.references import (
-    GATHER,
     Formula,
     collectives,
     deviations,
@@ -54,7 +53,7 @@ class AlwaysJoint(SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        output: Tensor = _with_peers(self, input)
+        output: Tensor = _normalise(self, input)
         return output
 
 
@@ -292,9 +291,8 @@ def test_uses(tmp_path: Path, device: str, world_size: int) -> None:
 
 def _two_layers(longest: int = 11) -> tuple[SyncBatchNorm, SyncBatchNorm]:
     layers = SyncBatchNorm(3), SyncBatchNorm(5)
-    exchange = Exchange(names=("stem.bn", "head.bn"), longest=longest)
-    for number, layer in enumerate(layers):
-        layer._ddpx_peers = Peers(exchange, number)
+    for index, layer in enumerate(layers):
+        layer._ddpx_context = SyncContext(None, ("stem.bn", "head.bn"), index, longest)
     return layers
 
 
@@ -326,26 +324,15 @@ def _forward_and_backward_of_one(rank: int) -> None:
     layer(torch.randn(2, 3)) if rank == 1 else output.sum().backward()
 
 
-def _forward_and_end(rank: int) -> None:
-    stem, head = _two_layers()
-    output = stem(torch.randn(2, 3, requires_grad=True))
-    if rank == 1:
-        head(torch.randn(2, 5))
-    else:
-        stem._ddpx_peers.exchange.announce_end_of_forward()
-        output.sum().backward()
-
-
 _MEETINGS = {
     _two_forwards: ("is in the forward pass of stem.bn", "is in the forward pass of head.bn"),
     _forward_and_backward: ("is in the backward pass of stem.bn", "is in the forward pass of head.bn"),
-    _forward_and_end: ("has finished its forward pass", "is in the forward pass of head.bn"),
     _forward_and_backward_of_one: ("is in the backward pass of the layer", "is in the forward pass of the layer"),
 }
 
 
 def test_ranks_in_different_layers(tmp_path: Path) -> None:
-    """Every rank names who is where: in two layers' forward passes, in forward and backward, at the end of forward."""
+    """Every rank names who is where: in two layers' forward passes, in forward and backward."""
     expected = [
         f"ranks are in different BatchNorm layers: rank 0 {most}, rank 1 {one}, rank 2 {most}; every rank must run "
         "the same layers in the same order, so leave those that only some ranks run out of the conversion (exclude=)"
@@ -354,38 +341,11 @@ def test_ranks_in_different_layers(tmp_path: Path) -> None:
     assert run_ranks(meet_elsewhere, 3, tmp_path) == [expected] * 3
 
 
-def run_with_ends(rank: int, world_size: int, directory: Path) -> list[str]:
-    with stock_group(rank, world_size, directory):
-        stem, head = _two_layers()
-        exchange = stem._ddpx_peers.exchange
-        with collectives() as calls:
-            for _ in range(2):
-                input = torch.randn(2, 3, requires_grad=True)
-                output = head(torch.cat([stem(input), stem(input)], dim=1)[:, :5])
-                exchange.announce_end_of_forward()
-                output.sum().backward()
-            exchange.announce_end_of_forward()
-            exchange.settle()
-            exchange.settle()
-        exchange.announce_end_of_forward()
-        exchange.forget()
-        exchange.settle()
-        return calls
-
-
-def test_end_of_forward(tmp_path: Path) -> None:
-    """Ranks in step may say at each end of a forward pass that they are there."""
-    a_step = 3 + 1 + 3
-    assert run_ranks(run_with_ends, 2, tmp_path) == [[GATHER] * (2 * a_step + 1)] * 2
-
-
 def test_one_process_is_torchs() -> None:
     """Without a process group it is torch's layer, to the last bit, and says nothing to anybody."""
     ours, plain = SyncBatchNorm(3), nn.BatchNorm2d(3)
     x = torch.randn(4, 3, 5, 5)
     assert torch.equal(ours(x), plain(x))
-    ours._ddpx_peers.exchange.announce_end_of_forward()
-    ours._ddpx_peers.exchange.settle()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         ours(torch.ones(1, 3))
 

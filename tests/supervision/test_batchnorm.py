@@ -78,13 +78,18 @@ DIFFERENCES: list[tuple[dict[str, object], str]] = [
         {"leaves_out": "middle"},
         "rank 0 is in the forward pass of norms.middle, rank 1 is in the forward pass of norms.last",
     ),
-    ({"leaves_out": "last"}, "rank 0 is in the forward pass of norms.last, rank 1 has finished its forward pass"),
     (
-        {"names": ["only"], "leaves_out": "only"},
-        "rank 0 is in the forward pass of norms.only, rank 1 has finished its forward pass",
+        {"leaves_out": "last"},
+        "rank 0 is in the forward pass of norms.last, rank 1 is in the backward pass of norms.middle",
     ),
-    ({"extra": 0}, "rank 0 is in the forward pass of norms.first, rank 1 has finished its forward pass"),
-    ({"extra": 1}, "rank 0 has finished its forward pass, rank 1 is in the forward pass of norms.first"),
+    (
+        {"extra": 0},
+        "rank 0 is in the forward pass of norms.first, rank 1 is in the backward pass of norms.last",
+    ),
+    (
+        {"extra": 1},
+        "rank 0 is in the backward pass of norms.last, rank 1 is in the forward pass of norms.first",
+    ),
 ]
 
 
