@@ -5,6 +5,11 @@
 
 Every rank is a process that is forked from one that has imported torch. What one host of few cores needs for all of
 them is more than a cluster would need: rank 0's own CPU time is what carries over.
+
+torch's store looks up the name of each rank's address. Where the name server answers only some questions of a burst,
+each of the others takes 5 s, which is not what is measured here. In a network namespace there is no name server:
+
+    unshare -n sh -c "ip link set lo up; python benchmarks/scale.py"
 """
 
 from __future__ import annotations
@@ -47,7 +52,9 @@ def connect(rank: int, world_size: int, path: str) -> ProcessContext:
     )
     start = Start()
     start.run(request, Deadline(_LIMIT))
-    return ProcessContext(request, start)
+    context = ProcessContext(request, start)
+    context.peers.start()
+    return context
 
 
 def cpu_seconds() -> float:

@@ -62,21 +62,23 @@ class Logging(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def one_run(directory: Path, kind: str, metrics: int, steps: int) -> float:
+def one_run(directory: Path, kind: str, metrics: int, steps: int, ranks: int, max_time: bool) -> float:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     # Stock takes the process group that ours has opened, so that both have the same one.
     strategy = DDPStrategy() if kind == "stock" else DDPExtStrategy(init_method=f"file://{directory}/store")
     callbacks = []
     if kind == "ours with callbacks":
         callbacks = [HangWatchdog(timeout=600), RankConsistency(), RankLogging(directory / "logs")]
-    settings = {"accelerator": "cpu", "devices": WORLD_SIZE, "max_steps": steps + WARMING_UP}
+    settings = {"accelerator": "cpu", "devices": ranks, "max_steps": steps + WARMING_UP}
+    if max_time:  # Lightning broadcasts after each step whether it has passed
+        settings["max_time"] = "00:01:00:00"
     trainer = L.Trainer(strategy=strategy, callbacks=callbacks, **settings, **quiet)
     model = Logging(metrics)
     trainer.fit(model)
     return (time.perf_counter() - model.began) / steps * 1000
 
 
-def measure(numbers: list[int], steps: int, repeats: int) -> Figures:
+def measure(numbers: list[int], steps: int, repeats: int, ranks: int, max_time: bool) -> Figures:
     with scratch_directory() as name:
         directory = Path(name)
 
@@ -84,14 +86,14 @@ def measure(numbers: list[int], steps: int, repeats: int) -> Figures:
             warnings.simplefilter("ignore")
             torch.set_num_threads(1)
             found: Figures = {f"{kind} {metrics}": [] for kind in KINDS for metrics in numbers}
-            one_run(directory, "ours", 1, steps=5)  # opens the process group, and warms up
+            one_run(directory, "ours", 1, 5, ranks, max_time)  # opens the process group, and warms up
             for repeat in range(repeats):
                 for metrics in numbers:
                     for kind in (*KINDS[repeat % 3 :], *KINDS[: repeat % 3]):
-                        found[f"{kind} {metrics}"].append(one_run(directory, kind, metrics, steps))
+                        found[f"{kind} {metrics}"].append(one_run(directory, kind, metrics, steps, ranks, max_time))
             (directory / f"{rank}.json").write_text(json.dumps(found))
 
-        ended = statuses(fork_ranks(WORLD_SIZE, work), seconds=900)
+        ended = statuses(fork_ranks(ranks, work), seconds=900)
         assert not any(ended), f"exit statuses {ended}"
         found: Figures = json.loads((directory / "0.json").read_text())
         return found
@@ -160,12 +162,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--signals", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=WORLD_SIZE)
+    parser.add_argument("--max-time", action="store_true", help="with Trainer(max_time=...)")
     chosen = parser.parse_args()
-    found = measure(chosen.metrics, chosen.steps, chosen.repeats)
+    found = measure(chosen.metrics, chosen.steps, chosen.repeats, chosen.ranks, chosen.max_time)
     rows = [row(metrics, found) for metrics in chosen.metrics]
     columns = ["metrics with sync_dist", "stock", "ours", "ratio", "with all callbacks", "ratio"]
     print_table(
-        "Metrics of all ranks in each step, 2 ranks, 4 layers of width 64, batch size 16, ms a step", columns, rows
+        f"Metrics of all ranks in each step, {chosen.ranks} ranks, 4 layers of width 64, batch size 16, ms a step"
+        f"{', with max_time' if chosen.max_time else ''}",
+        columns,
+        rows,
     )
     if chosen.signals:
         print_table(

@@ -1,9 +1,9 @@
-"""Which rank of how many is this process, and who says so?
+"""Who this process is among the ranks, as plain integers.
 
-``read_world`` believes the innermost launcher, because variables of the outer ones are inherited and then wrong:
+``read_world`` reads the variables of the innermost launcher, because those of the outer ones are inherited and wrong:
 
 =====================================  =======================================================================
-source                                 believed when
+source                                 read when
 =====================================  =======================================================================
 arguments                              ``rank=`` and ``world_size=`` are given
 torchrun                               ``TORCHELASTIC_RUN_ID`` is set
@@ -18,9 +18,8 @@ A single MPI process is no world: Lightning starts its own processes there, and 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_ddp_ext.errors import WorldError
 
@@ -96,6 +95,37 @@ class World:
         )
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process its place.
+
+    Attributes:
+        marker: set wherever the launcher is; then the variables of rank, world size and local rank must be, too.
+        command: starts processes that have these variables.
+    """
+
+    source: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str = ""
+    node_rank: tuple[str, ...] = ()
+    marker: str = ""
+    command: str = ""
+
+
+_PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+_SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK"))
+TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), marker="TORCHELASTIC_RUN_ID", command="torchrun")
+OPEN_MPI = Launcher("Open MPI", *_MPI, marker="OMPI_COMM_WORLD_SIZE", command="mpirun")
+HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
+CRAY = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), marker="SLURM_NTASKS", command="srun")
+
+
 def read_world(
     environ: Environ,
     *,
@@ -124,13 +154,12 @@ def read_world(
     if devices is not None:
         _check_integer("devices", devices)
         _check_size("devices", devices, "write Trainer(devices=1) for one process per node")
-    if not (rank is None and world_size is None and local_rank is None):
-        return _from_arguments(environ, rank, world_size, local_rank, devices)
-    for read in (_from_torchrun, _from_open_mpi, _from_pmi, _from_slurm, _from_plain):
-        world = read(environ, devices)
-        if world is not None:
-            return world
-    return None
+    given = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+    arguments = {field: value for field, value in given.items() if value is not None}
+    if arguments:
+        return _read(_with_arguments(environ, arguments), replace(BY_HAND, source="arguments"), devices)
+    launcher = launcher_of(environ)
+    return None if launcher is None else _read(environ, launcher, devices)
 
 
 def read_rank(environ: Environ) -> tuple[int | None, int | None]:
@@ -169,9 +198,13 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
         WorldError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than devices.
     """
     if devices * num_nodes != world.world_size:
+        per_node = world.local_world_size
+        remedy = f"start {devices} processes on each node"
+        if world.world_size % per_node == 0:
+            remedy = f"write Trainer(devices={per_node}, num_nodes={world.num_nodes}), or {remedy}"
         raise WorldError(
             f"devices * num_nodes must equal world_size (got devices={devices} * num_nodes={num_nodes}"
-            f" and world_size={world.world_size}, from {world.source}); {_trainer_remedy(world, devices)}"
+            f" and world_size={world.world_size}, from {world.source}); {remedy}"
         )
     if world.local_rank >= devices:
         raise WorldError(
@@ -180,120 +213,52 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
         )
 
 
-def _from_arguments(
-    environ: Environ, rank: int | None, world_size: int | None, local_rank: int | None, devices: int | None
-) -> World:
-    given = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
-    present = {field: value for field, value in given.items() if value is not None}
-    for field, value in present.items():
+def launcher_of(environ: Environ) -> Launcher | None:
+    """The innermost launcher that has left its variables.
+
+    Raises:
+        WorldError: a variable that shows it is no integer.
+    """
+    if TORCHRUN.marker in environ:
+        return TORCHRUN
+    if _known(environ, OPEN_MPI.world_size) not in (None, 1):
+        return OPEN_MPI
+    if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
+        for launcher in (HYDRA, CRAY):
+            if launcher.local_rank in environ:
+                return launcher
+        # After srun --mpi=pmi2 the ranks are the same, but only SLURM's own variables tell the nodes.
+        return SLURM if is_slurm(environ) else HYDRA
+    if is_slurm(environ):
+        return SLURM
+    return BY_HAND if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys() else None
+
+
+def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
+    """The environment as if the arguments stood there."""
+    for field, value in arguments.items():
         _check_integer(field, value)
-    if rank is None or world_size is None:
-        missing = "rank" if rank is None else "world_size"
-        alone = ", ".join(f"{field}={value}" for field, value in present.items())
-        raise WorldError(f"{missing} must be given too (got {alone} alone); write rank=0, world_size=2 on rank 0")
-    return _complete(
-        rank,
-        world_size,
-        local_rank=_known(environ, "LOCAL_RANK") if local_rank is None else local_rank,
-        local_world_size=_known(environ, "LOCAL_WORLD_SIZE"),
-        node_rank=_known(environ, "NODE_RANK", "GROUP_RANK"),
-        devices=devices,
-        source="arguments",
-    )
+    for field in ("rank", "world_size"):
+        if field not in arguments:
+            alone = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            raise WorldError(f"{field} must be given too (got {alone} alone); write rank=0, world_size=2 on rank 0")
+    return {**environ, **{field.upper(): str(value) for field, value in arguments.items()}}
 
 
-def _from_torchrun(environ: Environ, devices: int | None) -> World | None:
-    if "TORCHELASTIC_RUN_ID" not in environ:
-        return None
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    _require(environ, names, beside="TORCHELASTIC_RUN_ID", remedy="start with torchrun, or unset TORCHELASTIC_RUN_ID")
-    return _complete(
-        _integer(environ, "RANK"),
-        _integer(environ, "WORLD_SIZE"),
-        local_rank=_integer(environ, "LOCAL_RANK"),
-        local_world_size=_known(environ, "LOCAL_WORLD_SIZE"),
-        node_rank=_known(environ, "GROUP_RANK"),
-        devices=devices,
-        source="torchrun",
-    )
-
-
-def _from_open_mpi(environ: Environ, devices: int | None) -> World | None:
-    if _known(environ, "OMPI_COMM_WORLD_SIZE") in (None, 1):
-        return None
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    _require(environ, names, beside="OMPI_COMM_WORLD_SIZE", remedy="start with mpirun, or unset OMPI_COMM_WORLD_SIZE")
-    return _complete(
-        _integer(environ, "OMPI_COMM_WORLD_RANK"),
-        _integer(environ, "OMPI_COMM_WORLD_SIZE"),
-        local_rank=_integer(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_world_size=_known(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        devices=devices,
-        source="Open MPI",
-    )
-
-
-def _from_pmi(environ: Environ, devices: int | None) -> World | None:
-    if "PMI_RANK" not in environ or _known(environ, "PMI_SIZE") in (None, 1):
-        return None
-    local_rank = _known(environ, "MPI_LOCALRANKID", "PMI_LOCAL_RANK")  # Hydra (MPICH, Intel MPI), Cray
-    if local_rank is None and is_slurm(environ):
-        return None  # srun --mpi=pmi2: the ranks are the same, but only SLURM's own variables tell the nodes
-    return _complete(
-        _integer(environ, "PMI_RANK"),
-        _integer(environ, "PMI_SIZE"),
-        local_rank=local_rank,
-        local_world_size=_known(environ, "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        devices=devices,
-        source="PMI",
-    )
-
-
-def _from_slurm(environ: Environ, devices: int | None) -> World | None:
-    if not is_slurm(environ):
-        return None
-    remedy = "start with srun, or name the job 'interactive' (--job-name=interactive) to start processes otherwise"
-    _require(environ, ("SLURM_PROCID", "SLURM_LOCALID"), beside="SLURM_NTASKS", remedy=remedy)
-    world_size = _integer(environ, "SLURM_NTASKS")
-    local_rank = _integer(environ, "SLURM_LOCALID")
-    tasks_on_node = _slurm_tasks_on_node(environ, world_size)
-    return _complete(
-        _integer(environ, "SLURM_PROCID"),
-        world_size,
-        local_rank=local_rank,
-        # Lightning accepts a local rank beyond what SLURM_NTASKS_PER_NODE says.
-        local_world_size=None if tasks_on_node is None else max(tasks_on_node, local_rank + 1),
-        node_rank=_known(environ, "SLURM_NODEID"),
-        devices=devices,
-        source="SLURM",
-    )
-
-
-def _from_plain(environ: Environ, devices: int | None) -> World | None:
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
-        return None
-    return _complete(
-        _integer(environ, "RANK"),
-        _integer(environ, "WORLD_SIZE"),
-        local_rank=_integer(environ, "LOCAL_RANK"),
-        local_world_size=_known(environ, "LOCAL_WORLD_SIZE"),
-        node_rank=_known(environ, "NODE_RANK", "GROUP_RANK"),
-        devices=devices,
-        source="RANK, WORLD_SIZE and LOCAL_RANK",
-    )
-
-
-def _complete(
-    rank: int,
-    world_size: int,
-    *,
-    source: str,
-    devices: int | None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-    node_rank: int | None = None,
-) -> World:
-    """A World in which what nobody says is worked out as if ranks filled one node after another."""
+def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
+    """A World in which what no variable says is worked out as if ranks filled one node after another."""
+    for name in (launcher.rank, launcher.world_size, launcher.local_rank):
+        if launcher.marker and name not in environ:
+            raise WorldError(
+                f"{name} must be set beside {launcher.marker}={environ[launcher.marker]!r} (got nothing);"
+                f" start with {launcher.command}, or unset {launcher.marker}"
+            )
+    rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
+    local_rank = _known(environ, launcher.local_rank)
+    node_rank = _known(environ, *launcher.node_rank)
+    local_world_size = _known(environ, launcher.local_world_size)
+    if launcher is SLURM:
+        local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
         # More devices than ranks is for check_devices to refuse: it names both numbers as the user wrote them.
         local_world_size = world_size if devices is None else min(devices, world_size)
@@ -304,7 +269,7 @@ def _complete(
         local_rank=rank % per_node if local_rank is None else local_rank,
         local_world_size=local_world_size,
         node_rank=rank // per_node if node_rank is None else node_rank,
-        source=source,
+        source=launcher.source,
     )
 
 
@@ -313,25 +278,11 @@ def is_slurm(environ: Environ) -> bool:
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
-def _slurm_tasks_on_node(environ: Environ, world_size: int) -> int | None:
-    """Tasks on this node: by the layout, unless that is of another step with other tasks, or else as requested."""
-    node = _known(environ, "SLURM_NODEID")
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        layout = _slurm_layout(environ, name) if name in environ else []
-        if node is not None and sum(layout) == world_size and 0 <= node < len(layout):
-            return layout[node]
-    return _known(environ, "SLURM_NTASKS_PER_NODE")
-
-
-def _slurm_layout(environ: Environ, name: str) -> list[int]:
-    """Tasks of each node: ``"2(x3),1"`` is ``[2, 2, 2, 1]``."""
-    layout: list[int] = []
-    for part in environ[name].split(","):
-        match = re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part)
-        if match is None:
-            raise WorldError(f"{name} must read like '2(x3),1' (got {environ[name]!r}); unset it, or start with srun")
-        layout += [int(match[1])] * int(match[2] or 1)
-    return layout
+def _slurm_tasks_on_node(environ: Environ) -> int | None:
+    """Tasks on each node if they are spread evenly; more where Lightning accepts a local rank beyond that."""
+    nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+    tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
+    return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
 
 
 def _check_integer(field: str, value: object) -> None:
@@ -357,21 +308,3 @@ def _integer(environ: Environ, name: str) -> int:
 def _known(environ: Environ, *names: str) -> int | None:
     """The first of the variables that is set."""
     return next((_integer(environ, name) for name in names if name in environ), None)
-
-
-def _require(environ: Environ, names: tuple[str, ...], *, beside: str, remedy: str) -> None:
-    for name in names:
-        if name not in environ:
-            raise WorldError(f"{name} must be set beside {beside}={environ[beside]!r} (got nothing); {remedy}")
-
-
-def _trainer_remedy(world: World, devices: int) -> str:
-    per_node, nodes = world.local_world_size, world.num_nodes
-    if per_node * nodes != world.world_size:
-        return "start as many processes on each node, and write Trainer(devices=processes per node, num_nodes=nodes)"
-    remedy = f"write Trainer(devices={per_node}, num_nodes={nodes})"
-    if world.source == "SLURM":
-        return f"{remedy}, or start with srun --ntasks-per-node={devices}"
-    if per_node == devices:
-        return f"{remedy}, or Trainer(devices={world.world_size}) if all ranks share one node"
-    return remedy

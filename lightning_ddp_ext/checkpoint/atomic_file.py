@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
 
 _NAME = re.compile(r"\.ddpx-([0-9a-f]{16}\.partial|[0-9a-f]+\.link)")
 _LEFT_BEHIND_AFTER = 3600.0
@@ -76,41 +75,23 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     Raises:
         OSError: the system's, as it is.
     """
-    with _temporary_file(path.parent, mode=0o666) as (partial, descriptor):
-        yield Sink(descriptor)
-        os.fsync(descriptor)
-        os.replace(partial, path)
-    sync_directory(path.parent)
-
-
-@contextmanager
-def scratch_file() -> Iterator[tuple[Path, Sink]]:
-    """A file in the temporary directory while the block runs; those of killed processes are removed before.
-
-    Raises:
-        OSError: the system's, as it is.
-    """
-    directory = Path(gettempdir())
-    with suppress(OSError):  # of what is somebody else's
-        remove_leftovers(directory)
-    with _temporary_file(directory, mode=0o600) as (path, descriptor):
-        yield path, Sink(descriptor)
-
-
-@contextmanager
-def _temporary_file(directory: Path, *, mode: int) -> Iterator[tuple[Path, int]]:
-    path = directory / _temporary_name("partial")
-    _being_written_here.add(path.name)
+    partial = _temporary(path, "partial")
+    _being_written_here.add(partial.name)
     try:
-        descriptor = _create_locked(path, mode)
+        descriptor = _create_locked(partial)
         try:
-            yield path, descriptor
+            yield Sink(descriptor)
+            os.fsync(descriptor)
+            os.replace(partial, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(partial)
+            raise
         finally:
             os.close(descriptor)
-            with suppress(OSError):
-                os.unlink(path)  # it is not there if it has been renamed
+        sync_directory(path.parent)
     finally:
-        _being_written_here.discard(path.name)
+        _being_written_here.discard(partial.name)
 
 
 def atomic_symlink(target: Path, path: Path) -> None:
@@ -119,18 +100,18 @@ def atomic_symlink(target: Path, path: Path) -> None:
     Raises:
         OSError: the system's, as it is.
     """
-    temporary = path.parent / _temporary_name("link")
+    temporary = _temporary(path, "link")
     os.symlink(os.path.relpath(target, path.parent), temporary)
     os.replace(temporary, path)
 
 
-def _temporary_name(suffix: str) -> str:
-    return f".ddpx-{secrets.token_hex(8)}.{suffix}"
+def _temporary(path: Path, suffix: str) -> Path:
+    return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
 
 
-def _create_locked(partial: Path, mode: int) -> int:
+def _create_locked(partial: Path) -> int:
     while True:  # O_EXCL follows no link that somebody else may have put there
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         _lock(descriptor)
         if os.fstat(descriptor).st_nlink:
             return descriptor

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,17 +58,15 @@ def read(archive: Archive, place: Placement, *, weights_only: bool | None = None
             process's own.
 
     Raises:
-        DamagedCheckpointError: it cannot be unpickled.
-        UnsafeCheckpointError: ``weights_only`` forbids what is in it.
-        CheckpointError: a class that it needs cannot be imported.
+        CheckpointError: one of its kinds, as for :func:`load`.
     """
-    if map_weights and archive.records is not None and archive.size > _SMALL_FILE:
-        mapped = _load(archive, place, weights_only, mmap=True)
+    if map_weights and archive.size > _SMALL_FILE:
+        mapped = load(archive, place, weights_only, mmap=True)
         try:
             return _copied_but_for_weights(mapped)
         except Exception:  # there is no state_dict, or an object that can be unpickled, but not pickled again
             del mapped
-    return _load(archive, place, weights_only, mmap=False)
+    return load(archive, place, weights_only, mmap=False)
 
 
 def _copied_but_for_weights(content: Any) -> Any:
@@ -88,34 +87,49 @@ def _is_only_copied(name: str, value: Any) -> bool:
     return is_plain and not name.endswith("_extra_state")
 
 
-def _load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
+def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
+    """``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
+
+    Raises:
+        DamagedCheckpointError: it cannot be unpickled.
+        UnsafeCheckpointError: ``weights_only`` forbids what is in it.
+        CheckpointError: a class that it needs cannot be imported.
+    """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
     options["map_location"] = place  # torch's annotation knows no untyped storages, which is what it passes
+    may_be_refused = weights_only is not False and archive.records is not None
+    with errors_explained(archive.name, may_be_refused=may_be_refused):
+        return torch.load(archive.path, mmap=mmap and archive.records is not None, **options)
+
+
+@contextmanager
+def errors_explained(name: str, *, may_be_refused: bool = False) -> Iterator[None]:
+    """Raise the errors of unpickling the file ``name`` in words that say what to do."""
     try:
-        return torch.load(archive.path, mmap=mmap, **options)
+        yield
     except pickle.UnpicklingError as error:
-        raise _explained(archive, error, may_be_refused=weights_only is not False) from None
+        raise _explained(name, error, may_be_refused) from None
     except CheckpointError:
         raise
     except (ImportError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint {archive.name} needs a class that cannot be imported here: {error}; make its module importable"
+            f"checkpoint {name} needs a class that cannot be imported here: {error}; make its module importable"
         ) from error
     except Exception as error:  # there is no end to what garbage can do
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DamagedCheckpointError(
-            f"checkpoint {archive.name} cannot be read: {reason}; use an earlier checkpoint"
+            f"checkpoint {name} cannot be read: {reason}; use an earlier checkpoint"
         ) from error
 
 
-def _explained(archive: Archive, error: pickle.UnpicklingError, *, may_be_refused: bool) -> CheckpointError:
+def _explained(name: str, error: pickle.UnpicklingError, may_be_refused: bool) -> CheckpointError:
     refused = _REFUSED.search(str(error))
-    if refused is None and (archive.records is None or not may_be_refused):  # an old file, which nobody has checked
-        return DamagedCheckpointError(f"checkpoint {archive.name} cannot be unpickled: {error}")
+    if refused is None and not may_be_refused:
+        return DamagedCheckpointError(f"checkpoint {name} cannot be unpickled: {error}")
     kind = refused[1] if refused else f"something ({error})"
     may_be_allowed = refused and "blocked" not in str(error)
     allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
     return UnsafeCheckpointError(
-        f"checkpoint {archive.name} holds {kind}, which weights_only=True refuses; nothing of it has been run. If you "
+        f"checkpoint {name} holds {kind}, which weights_only=True refuses; nothing of it has been run. If you "
         f"trust the file, {allow}pass weights_only=False"
     )

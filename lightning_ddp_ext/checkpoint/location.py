@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_ddp_ext.checkpoint.atomic_file import scratch_file
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError
 
 PathLike = str | Path
@@ -66,10 +66,11 @@ def on_local_disk(location: Location) -> Iterator[str]:
     if location.local is not None:
         yield str(location.local)
         return
-    with scratch_file() as (path, file):
+    with tempfile.NamedTemporaryFile(prefix="checkpoint-") as file:
         try:
             with location.fs.open(location.path, "rb") as remote:
                 shutil.copyfileobj(remote, file, _PIECE)
+            file.flush()
         except FileNotFoundError:
             raise CheckpointNotFoundError(
                 f"checkpoint {location.url} does not exist; give the path of a file"
@@ -78,4 +79,4 @@ def on_local_disk(location: Location) -> Iterator[str]:
             raise CheckpointError(
                 f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
             ) from error
-        yield str(path)
+        yield file.name

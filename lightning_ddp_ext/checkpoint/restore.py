@@ -1,8 +1,8 @@
-"""Read a checkpoint on all ranks, from its disk once.
+"""Read a checkpoint on all ranks, from its disk once: each maps the same file, or receives what rank 0 has read.
 
-A rank that sees the same file as rank 0, or one of the same content, reads that; to the others rank 0 sends it. The
-ranks of a host share the checking among them. Either every rank has the checkpoint in the end, or every rank raises
-the error of the first rank that failed.
+Where every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share
+the checking among them. If any rank does not see it, all receive it from rank 0. Either every rank has the checkpoint
+in the end, or every rank raises the error of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.broadcast import received
+from lightning_ddp_ext.checkpoint.broadcast import broadcast
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
@@ -63,21 +63,30 @@ def restore(location: Location, ranks: Ranks, options: LoadOptions, *, map_weigh
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
     """
-    place = placement(options.map_location)
-    with _opened(location, ranks, options) as (own, view):
+    with _opened(location, ranks, options) as (archive, view):
         views = ranks.gather(view)
-        receivers = _receivers(views, options, location)
-        with received(own, ranks, receivers, name=location.url) as archive:
+        is_mapped, how = _choose(views, options, location)
+        place = placement(options.map_location)
 
-            def check_and_read() -> Any:
-                if options.verify:
-                    number, count = _position(views, receivers, ranks.rank)
-                    refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
-                mapped = map_weights and options.map_location is None
-                return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
+        def read_own() -> Any:
+            assert archive is not None, "a rank without the file cannot map it"
+            if options.verify:
+                number, count = _position_on_host(views, ranks.rank)
+                refuse_damage(archive, share_of(archive.tensor_data, number, count), threads=threads_for(count))
+            mapped = map_weights and options.map_location is None
+            return read(archive, place, weights_only=options.weights_only, map_weights=mapped)
 
-            value = ranks.on_every_rank(check_and_read, f"reading {location.url}")
-    how = f"sent from rank 0 to {len(receivers)} of {len(views)} ranks" if receivers else "read by every rank"
+        if is_mapped:
+            value = ranks.on_every_rank(read_own, f"reading {location.url}")
+        else:
+            value = broadcast(
+                archive if ranks.rank == 0 else None,
+                ranks,
+                place,
+                name=location.url,
+                weights_only=options.weights_only,
+                verify=options.verify,
+            )
     return Restored(value, how, is_checked=views[0].has_checksums or not options.verify)
 
 
@@ -118,29 +127,30 @@ def _opened(location: Location, ranks: Ranks, options: LoadOptions) -> Iterator[
             yield archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
-def _receivers(views: list[_View], options: LoadOptions, location: Location) -> dict[int, str]:
-    """The hosts of those ranks to which rank 0 is to send the file."""
+def _choose(views: list[_View], options: LoadOptions, location: Location) -> tuple[bool, str]:
+    """Whether every rank maps the file, and a sentence on that."""
     first = views[0]
     if first.error is not None:
         raise first.error
-    others = {rank: view for rank, view in enumerate(views) if rank > 0}
-    if options.mode == "broadcast":
-        return {rank: view.host for rank, view in others.items()}
-    blind = {rank: view for rank, view in others.items() if view.content != first.content}
-    for rank, view in blind.items() if options.mode == "map" else ():
+    blind = [rank for rank, view in enumerate(views) if view.content != first.content]
+    if options.mode == "map" and blind:
+        rank, view = blind[0], views[blind[0]]
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
             f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    return {rank: view.host for rank, view in blind.items()}
+    if options.mode == "broadcast" or blind:
+        why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
+        return False, f"sent from rank 0 to all ({why})"
+    return True, "mapped by every rank"
 
 
-def _position(views: list[_View], receivers: dict[int, str], rank: int) -> tuple[int, int]:
-    """This rank's number among those of its host that read the same file, and how many these are."""
-    files = [(view.host, None if number in receivers else view.file) for number, view in enumerate(views)]
-    peers = [number for number, file in enumerate(files) if file == files[rank]]
+def _position_on_host(views: list[_View], rank: int) -> tuple[int, int]:
+    """This rank's number among those of its host that see the same file, and how many these are."""
+    mine = (views[rank].host, views[rank].file)
+    peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
     return peers.index(rank), len(peers)
 
 

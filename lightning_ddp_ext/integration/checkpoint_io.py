@@ -48,9 +48,8 @@ class RankZeroCheckpointIO(CheckpointIO):
             switched off; a file without is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
-        restore: how ranks read together. ``"map"``: each maps the file that it sees. ``"broadcast"``: rank 0 sends it,
-            and one of the others on each host keeps it in the temporary directory meanwhile. ``"auto"``: rank 0 sends
-            it to those that do not see it.
+        restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
+            ``"auto"``: map where all see the same file, else broadcast.
         on_save_error: ``"raise"``, or ``"warn"`` and train on: errors of saves within ``fit`` cannot be caught.
 
     Raises:

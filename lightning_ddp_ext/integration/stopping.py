@@ -120,7 +120,9 @@ class Stops:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
-        if self._noted is not None and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+        is_unheard = self._noted is not None and not self._signals.has_passed_on
+        if is_unheard and self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            assert self._noted is not None
             deliver(self._noted)  # too late for any place: whoever handles it now is to know
 
     def _hear(self, signum: int) -> None:

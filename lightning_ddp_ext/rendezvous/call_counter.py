@@ -80,7 +80,8 @@ class CallCounter:
 
     def is_complete(self, call: Call, world_size: int) -> bool:
         """Whether all ranks have begun this call, under one name each."""
-        return len(self._begun.get(call.number, [])) == world_size
+        calls = self._begun.get(call.number, [])
+        return len(calls) == world_size and all(each.name == call.name for each in calls)
 
     def contradicts(self, call: Call) -> bool:
         """Whether another rank has begun a call of the same ordinal under another name."""

@@ -63,10 +63,11 @@ class Channel:
         self._actions: deque[Callable[[], None]] = deque()
         self._lock = threading.RLock()
         self._is_closing = False
-        self._accepts_again: threading.Timer | None = None
+        self._has_warned = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)  # a full pipe wakes the reader, too
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._drain_wakes)
         self._thread = threading.Thread(target=self._serve, name="ddpx-channel", daemon=True)
         self._thread.start()
@@ -208,7 +209,10 @@ class Channel:
         with suppress(OSError):
             self._wake_reader.recv(1 << 12)
         while self._actions:
-            self._actions.popleft()()
+            try:
+                self._actions.popleft()()
+            except Exception:
+                _logger.exception("the control channel goes on after an error")
 
     def _register(self, connection: Connection) -> None:
         with suppress(OSError, ValueError):
@@ -295,15 +299,15 @@ class Channel:
 
     def _pause_accepting(self, listener: socket.socket) -> None:
         """Make room: a listener that is always ready would otherwise keep this thread busy."""
-        _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+        if not self._has_warned:
+            _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+            self._has_warned = True
         if self._pending:
             self._end(next(iter(self._pending)))
         self._selector.unregister(listener)
-        self._accepts_again = threading.Timer(
-            _PAUSE_WITHOUT_DESCRIPTORS, self._run, [lambda: self._watch_listener(listener)]
-        )
-        self._accepts_again.daemon = True
-        self._accepts_again.start()
+        again = threading.Timer(_PAUSE_WITHOUT_DESCRIPTORS, self._run, [lambda: self._watch_listener(listener)])
+        again.daemon = True
+        again.start()
 
     # The end.
 

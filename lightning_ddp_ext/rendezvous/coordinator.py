@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import secrets
 import socket
 import threading
@@ -61,6 +62,7 @@ class Coordinator:
         left = endpoint.look_up(deadline)
         if left is not None and left.nonce:
             self._refuse_second(left)
+        _raise_limit_of_descriptors()
         listener, self._address = self._listen()
         with sockets_opened() as self.store_sockets:
             self.store, self._store_port = host_store(listener.getsockname()[0])
@@ -86,13 +88,15 @@ class Coordinator:
             RendezvousError: a rank ended or gave up.
         """
         try:
-            while not self._is_decided(_POLL):
+            is_decided = False
+            while not is_decided:
                 sentence = absence()
-                if self._deadline.expired:
-                    self._refuse(self._missing())
-                elif sentence is not None:
+                if sentence is not None:
                     self._refuse(RendezvousError(sentence))
-                else:
+                is_decided = self._is_decided(_POLL)
+                if self._deadline.expired:
+                    self._refuse_missing()
+                elif not is_decided:
                     self._republish()
         except BaseException as error:
             self._refuse(gave_up(self._hello.info, error))
@@ -125,7 +129,7 @@ class Coordinator:
         found = None if address is None else self._challenge(address)
         if found is None:
             return
-        other = RankInfo(**found["info"])
+        other = found["info"]
         if found["state"] == "starting":
             raise _duplicate(self._hello.info, other)
         raise _too_late(self._hello, RankTable("", (other,) * int(found["world_size"])))
@@ -134,13 +138,13 @@ class Coordinator:
         """Ask who listens at an address; ``None`` if it is no rank 0 with this nonce."""
         line = encode({"topic": "challenge", "body": {"nonce": address.nonce, "info": vars(self._hello.info)}})
         for host in address.candidates(self._hello.info.network):
-            with suppress(OSError, KeyError):
+            with suppress(OSError, KeyError, TypeError, ValueError):
                 seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
                 with socket.create_connection((host, address.port), timeout=seconds) as connected:
                     connected.sendall(line)
                     answer = decode(connected.makefile("rb").readline(MAX_HELLO))
                     if answer is not None and answer["topic"] == "challenge":
-                        return dict(answer["body"])
+                        return {**answer["body"], "info": RankInfo(**answer["body"]["info"])}
         return None
 
     def _republish(self) -> None:
@@ -215,9 +219,7 @@ class Coordinator:
             self.table = RankTable(secrets.token_hex(8), infos)
             self._state = "running"
             self._changed.notify_all()
-        ranks = [[info.host, info.pid, info.network] for info in infos]
-        welcome = {"start_id": self.table.start_id, "ranks": ranks, "route": self.route}
-        self._channel.send("handshake", {"welcome": welcome})
+        self._channel.send("handshake", {"welcome": welcome_of(self.table, self.route)})
 
     def _on_closed(self, rank: int, reason: str) -> None:
         info = self._present[rank].info
@@ -227,7 +229,7 @@ class Coordinator:
 
     def _hear(self, body: Message) -> None:
         if "overdue" in body:
-            self._refuse(self._missing())
+            self._refuse_missing()
         elif "gave_up" in body:
             self._refuse(RendezvousError(str(body["gave_up"])))
 
@@ -256,15 +258,26 @@ class Coordinator:
             if late <= self._told:
                 break
 
-    def _missing(self) -> MissingRanksError:
-        present = [self._present[rank].info for rank in sorted(self._present)]
-        missing = sorted(set(range(self._hello.world_size)) - set(self._present))
-        return MissingRanksError(
-            f"{ranks_in_words(missing)} of {self._hello.world_size} did not come within init_timeout "
-            f"{self._deadline.seconds:g} s to {self._hello.init_method}; present: {', '.join(map(str, present))}; "
-            "check that every rank is started and can reach it, or raise init_timeout",
-            tuple(missing),
+    def _refuse_missing(self) -> None:
+        present = [self._present[rank].info for rank in sorted(self._present.copy())]
+        missing = sorted(set(range(self._hello.world_size)) - {info.rank for info in present})
+        if not missing:  # the last one has come this moment
+            return
+        self._refuse(
+            MissingRanksError(
+                f"{ranks_in_words(missing)} of {self._hello.world_size} did not come within init_timeout "
+                f"{self._deadline.seconds:g} s to {self._hello.init_method}; present: {', '.join(map(str, present))}; "
+                "check that every rank is started and can reach it, or raise init_timeout",
+                tuple(missing),
+            )
         )
+
+
+def _raise_limit_of_descriptors() -> None:
+    """Each rank takes rank 0 some: for the channel, the store and the groups."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
@@ -277,6 +290,21 @@ def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
 def _refusal(error: RendezvousError) -> Message:
     missing = list(getattr(error, "missing", ()))
     return {"refused": {"kind": type(error).__name__, "sentence": str(error), "missing": missing}}
+
+
+def welcome_of(table: RankTable, route: str) -> Message:
+    """What every rank is told of all others; each host is written once, as there may be thousands of ranks."""
+    hosts = {(info.host, info.network): None for info in table.ranks}
+    numbers = {host: number for number, host in enumerate(hosts)}
+    ranks = [[numbers[info.host, info.network], info.pid] for info in table.ranks]
+    return {"start_id": table.start_id, "hosts": list(hosts), "ranks": ranks, "route": route}
+
+
+def table_in(welcome: Message) -> RankTable:
+    """The table that rank 0 has sent."""
+    hosts = welcome["hosts"]
+    infos = [RankInfo(rank, hosts[at][0], pid, hosts[at][1]) for rank, (at, pid) in enumerate(welcome["ranks"])]
+    return RankTable(welcome["start_id"], tuple(infos))
 
 
 def error_in(refused: Message) -> RendezvousError:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -37,10 +36,6 @@ class Deadline:
     def expired(self) -> bool:
         """Whether no time is left."""
         return self.remaining == 0.0
-
-    def sooner(self, seconds: float) -> Deadline:
-        """A deadline ``seconds`` from now, or this one where it comes first."""
-        return Deadline(min(seconds, self.remaining))
 
     def as_timedelta(self) -> timedelta:
         """What is left, at least a second, as stores and groups count in whole seconds."""
@@ -80,10 +75,3 @@ class Deadline:
         if error is not None:
             raise error
         return outcome.result()
-
-
-def answer_within(seconds: float, question: Callable[[], T]) -> T | None:
-    """The answer to ``question``, asked in a thread; ``None`` if it raises or is late, and nobody waits for it then."""
-    with suppress(Exception):
-        return Deadline(seconds).bound(question)
-    return None

@@ -198,8 +198,10 @@ class FileEndpoint(_Published):
         try:
             with open(self.path, "rb") as file:
                 return file.read(_LONGEST_ADDRESS)
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
+                return None
+            raise StoreError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
 
 
 class StoreEndpoint(_Published):
@@ -207,7 +209,7 @@ class StoreEndpoint(_Published):
 
     Args:
         where: the store's host and port.
-        key: what no other start of this run uses.
+        key: what no other run of this launcher uses.
     """
 
     def __init__(self, where: Tcp, key: str) -> None:

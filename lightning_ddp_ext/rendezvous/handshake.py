@@ -13,11 +13,11 @@ from torch.distributed import TCPStore
 from lightning_ddp_ext.errors import RendezvousError, StoreError
 from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up
+from lightning_ddp_ext.rendezvous.coordinator import error_in, gave_up, table_in
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, TcpEndpoint, unresolvable
-from lightning_ddp_ext.rendezvous.peer_event import event_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
+from lightning_ddp_ext.rendezvous.peer_event import event_of, reason_of
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankTable
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.sockets import Sockets, sockets_opened
 from lightning_ddp_ext.rendezvous.store import connect_store
@@ -78,7 +78,9 @@ class Handshake:
             table = self._table_in(self._answers["welcome"])
             return table, self._await_store(table)
         except BaseException as error:
-            if "refused" not in self._answers:
+            if "welcome" in self._answers:
+                self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
+            elif "refused" not in self._answers:
                 self._channel.send("handshake", {"gave_up": str(gave_up(self._hello.info, error))})
             raise
 
@@ -109,8 +111,11 @@ class Handshake:
             self._answers, self._closed = {}, None
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
-        # Rank 0 may be busy, so nothing but the end of the connection or of the start ends this wait.
-        self._wait_for("heard", self._deadline)
+        # Rank 0 may be busy, so only the end of the connection or of the start, or another address, ends this wait.
+        is_published = True
+        while is_published and not self._is_answered("heard") and not self._deadline.expired:
+            is_published = self._endpoint_says(address)
+            self._wait_for("heard", self._deadline if not address.nonce else Deadline(_RETRY))
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if "heard" in self._answers:
@@ -119,7 +124,12 @@ class Handshake:
         self._obstacle = self._no_answer()
         return False
 
+    def _endpoint_says(self, address: Address) -> bool:
+        return not address.nonce or self._endpoint.look_up(self._deadline) == address
+
     def _no_answer(self) -> str:
+        if self._closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
+            return "another program answers there"
         if self._closed == MALFORMED:
             raise StoreError(
                 f"what listens at {self._where} is not rank 0: it is another program; choose a port that no other "
@@ -177,10 +187,10 @@ class Handshake:
         return self._store.result()
 
     def _table_in(self, welcome: Message) -> RankTable:
-        ranks = tuple(RankInfo(rank, *entry) for rank, entry in enumerate(welcome["ranks"]))
-        if self._hello.info.network == ranks[0].network:
+        table = table_in(welcome)
+        if self._hello.info.network == table[0].network:
             self.route = welcome["route"]
-        return RankTable(welcome["start_id"], ranks)
+        return table
 
     def _await_welcome(self) -> None:
         self._wait_for("welcome", self._deadline)

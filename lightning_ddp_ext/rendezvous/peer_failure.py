@@ -72,14 +72,22 @@ class PeerFailure:
         self._ended: set[int] = set()
         self._has_raised = False
         self._exit_timer: threading.Timer | None = None
-        if channel is not None:
-            channel.listen("event", self._hear)
-            channel.on_closed(self._on_closed)
+
+    def start(self) -> None:
+        """Hear of events from now on, and of those that have come before."""
+        if self._channel is not None:
+            self._channel.listen("event", self._hear)
+            self._channel.on_closed(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
         """The cause, or else the first rank that has left in good order."""
         return self.cause or self._departed
+
+    @property
+    def unheard_cause(self) -> PeerEvent | None:
+        """The cause, if the main thread has not raised because of it."""
+        return None if self._has_raised else self.cause
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store
 
 from lightning_ddp_ext.at_exit import at_exit
-from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
+from lightning_ddp_ext.errors import DDPExtError, GroupInUseError, RendezvousError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel, Listener
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
@@ -115,7 +115,7 @@ class ProcessContext:
                 f"to be rank {request.world.rank} of {request.world.world_size}; give every Trainer of a script the "
                 "same devices and num_nodes, or run the other one in a script of its own"
             )
-        if request.is_explicit and request.init_method != self._request.init_method:
+        if len(self.table) > 1 and request.is_explicit and request.init_method != self._request.init_method:
             raise GroupInUseError(
                 f"this process's group was formed with init_method {self._request.init_method!r}, and this Trainer "
                 f"asks for {request.init_method!r}; use one init method in a script"
@@ -316,10 +316,22 @@ def join(request: Request) -> ProcessContext | None:
     elif _context.is_usable:
         _context.reuse(request)
     else:
-        before = _context
-        _context = _joined(before.prepare_restart(request))
-        before.close()
+        _context = _joined_again(_context, request)
     return _context
+
+
+def _joined_again(before: ProcessContext, request: Request) -> ProcessContext:
+    """Start anew among processes that have lived through a failure."""
+    unheard = before.peers.unheard_cause
+    try:
+        context = _joined(before.prepare_restart(request))
+    except RendezvousError:
+        if unheard is None or not before.peers.has_ended(unheard.rank):
+            raise
+        error = unheard.to_error()  # it is why that rank does not come, and this process has not been told so far
+        raise error from error.__cause__
+    before.close()
+    return context
 
 
 def _joined(request: Request) -> ProcessContext:
@@ -332,6 +344,7 @@ def _joined(request: Request) -> ProcessContext:
         raise
     context = ProcessContext(request, start)
     try:
+        context.peers.start()
         context.form_group(deadline)
     except BaseException as error:
         cause = _cause_of_broken_start(context, error)

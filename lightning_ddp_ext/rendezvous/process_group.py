@@ -93,9 +93,10 @@ class ProcessGroups:
             is_broken: whether other ranks may have abandoned a collective. NCCL's groups are aborted then: to destroy
                 one is to wait for its kernels.
         """
-        if not self._is_open or not dist.is_initialized():
+        was_open, self._is_open = self._is_open, False
+        if not was_open or not dist.is_initialized():
+            self._others.clear()
             return
-        self._is_open = False
         # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
         # their owner and abort the process at its end: 9 of 50 processes without these two lines.
         gc.collect()

@@ -55,8 +55,10 @@ class Hello:
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
         """The hello that was sent as JSON; raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is none."""
-        info = RankInfo(**values["info"])
-        return Hello(info, int(values["world_size"]), str(values["init_method"]), dict(values["versions"]))
+        info, world_size = RankInfo(**values["info"]), int(values["world_size"])
+        if type(info.rank) is not int or not 0 <= info.rank < world_size:
+            raise ValueError(f"rank {info.rank!r} of {world_size}")
+        return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]))
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:

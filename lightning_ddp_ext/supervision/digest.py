@@ -1,119 +1,80 @@
-"""Which bits are in these tensors, in eight bytes each?
+"""Compute an eight-byte digest of the bits of each tensor, on the tensor's own device.
 
-Tensors are read where they are, as 32-bit words. Rows of 1,024 words are multiplied by odd 64-bit constants, one for
-each column, and added up with wraparound: multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is
-fast", 2014). What comes out is mixed with the row's number and added up for each tensor. Integers alone are added, so
-neither the number of threads nor the device makes a difference.
+Rows of 1,024 32-bit words are multiplied by odd 64-bit constants, one for each column, and added up with wraparound:
+multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Each sum is mixed with the
+row's number, and a tensor's sums are added up. Integer sums do not depend on the number of threads or the device.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _COLUMNS = 1024
-_ROWS = {"cpu": 256}  # a page of these fits into a CPU's cache
-_ROWS_ELSEWHERE = 4096
-_GOLDEN = 0x9E3779B97F4A7C15  # the increment of SplitMix64
-_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # its finaliser: shift, multiply
+_PAGE_ON_CPU = 1 << 15  # words that are multiplied at a time: so few that the allocator reuses their memory
+_PAGE_ELSEWHERE = 1 << 22
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the increment of SplitMix64
+_FINALISER = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))  # shift, factor
 
 
 def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Fingerprints of the elements' bits, of any dtype, in whatever way they lie in memory.
+    """Return a digest of each tensor's elements, whatever their dtype and layout in memory.
 
-    One bit that flips, or two elements that change places, change it; all bits equal, NaN or not, are the same one on
-    every device. Two tensors that differ otherwise have the same one by a chance of about 1 in 2**32. Neither dtype nor
-    shape is in it. Memory: a page of 2 MiB on CPU, of 32 MiB elsewhere, and a copy of one tensor at a time if it is not
-    contiguous.
-
-    Returns:
-        for each tensor a number from -2**63 to 2**63 - 1; 0 for an empty one.
+    A flipped bit or two swapped elements change it; equal bits, NaN or not, have equal digests on every device. Two
+    tensors that differ otherwise share a digest with a probability of about 1 in 2**32. An empty tensor's digest is 0.
+    Memory: a page of 256 KiB on CPU, of 32 MiB elsewhere, and a copy of a tensor that is not contiguous.
 
     >>> one, other, empty = digests([torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0]), torch.tensor([])])
     >>> one == other, empty
     (False, 0)
-    >>> digests([torch.tensor(0.0)]) == digests([torch.tensor(-0.0)])
-    False
     """
     found = [0] * len(tensors)
     for device in {tensor.device for tensor in tensors}:
-        places = [place for place, tensor in enumerate(tensors) if tensor.device == device]
-        for place, digest in zip(places, _digests_on(device, [tensors[place] for place in places]), strict=True):
-            found[place] = digest
+        indices = [index for index, tensor in enumerate(tensors) if tensor.device == device]
+        row_sums = [_row_sums(_words(tensors[index])) for index in indices]
+        for index, digest in zip(indices, _combine(row_sums), strict=True):
+            found[index] = digest
     return found
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The elements as bytes, flat; the tensor's own memory if it is contiguous."""
+def _words(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # A view would keep the stride of a single element, and then has no bytes.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    # A flattened view would keep the stride of a single element, and then cannot be viewed as bytes.
+    data = _padded(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8), 4)
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
-@torch.no_grad()
-def _digests_on(device: torch.device, tensors: list[Tensor]) -> list[int]:
-    rows = [_rows_of(tensor) for tensor in tensors]
-    if not sum(rows):
-        return [0] * len(tensors)
-    sums = torch.cat([_row_sums(page) for page in _pages(device, tensors, sum(rows))])
-    counts = torch.tensor(rows)
-    owners = torch.arange(len(rows)).repeat_interleave(counts)
-    numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners] + 1
-    mixed = _mix(sums + numbers.to(device) * _signed(_GOLDEN))
-    return sums.new_zeros(len(rows)).index_add_(0, owners.to(device), mixed).tolist()
+def _row_sums(words: Tensor) -> Tensor:
+    page_size = _PAGE_ON_CPU if words.device.type == "cpu" else _PAGE_ELSEWHERE
+    rows = [_padded(page, _COLUMNS).view(-1, _COLUMNS) for page in words.split(page_size)]
+    return torch.cat([each.to(torch.int64).mul_(_constants(words.device)).sum(1) for each in rows])
 
 
-def _rows_of(tensor: Tensor) -> int:
-    return math.ceil(tensor.numel() * tensor.element_size() / (4 * _COLUMNS))
-
-
-def _pages(device: torch.device, tensors: list[Tensor], rows: int) -> Iterator[Tensor]:
-    """The words of all tensors, each from a new row on; the same memory every time."""
-    page = torch.empty(min(rows, _ROWS.get(device.type, _ROWS_ELSEWHERE)), _COLUMNS, dtype=torch.int64, device=device)
-    flat, used = page.view(-1), 0
-    for tensor in tensors:
-        words, done = _words_of(tensor), 0
-        while done < len(words):
-            end = min(used + len(words) - done, len(flat))
-            flat[used:end].copy_(words[done : done + end - used])
-            done += end - used
-            used = math.ceil(end / _COLUMNS) * _COLUMNS
-            flat[end:used].zero_()
-            if used == len(flat):
-                yield page
-                used = 0
-    if used:
-        yield page[: used // _COLUMNS]
-
-
-def _words_of(tensor: Tensor) -> Tensor:
-    data = bytes_of(tensor)
-    if len(data) % 4 or data.storage_offset() % 4:
-        padded = data.new_zeros(math.ceil(len(data) / 4) * 4)
-        padded[: len(data)] = data
-        data = padded
-    return data.view(torch.int32)
-
-
-def _row_sums(page: Tensor) -> Tensor:
-    return page.mul_(_constants(page.device)).sum(1)
+def _combine(row_sums: Sequence[Tensor]) -> list[int]:
+    counts = [len(sums) for sums in row_sums]
+    sums = torch.cat(list(row_sums))
+    numbers = torch.cat([torch.arange(1, count + 1) for count in counts])
+    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    mixed = _mix(sums + numbers.to(sums.device) * _GOLDEN)
+    return sums.new_zeros(len(counts)).index_add_(0, owners.to(sums.device), mixed).tolist()
 
 
 @cache
 def _constants(device: torch.device) -> Tensor:
-    return (_mix(torch.arange(1, _COLUMNS + 1) * _signed(_GOLDEN)) | 1).to(device)
+    return (_mix(torch.arange(1, _COLUMNS + 1) * _GOLDEN) | 1).to(device)
 
 
 def _mix(values: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: every bit of a value depends on all of them, and no two become the same."""
-    for shift, factor in _FACTORS:
-        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    """SplitMix64's finaliser: each bit depends on all bits of the value, and no two values become the same."""
+    for shift, factor in _FINALISER:
+        values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return values
 
 
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+def _padded(values: Tensor, multiple: int) -> Tensor:
+    missing = -len(values) % multiple
+    return pad(values, (0, missing)) if missing else values

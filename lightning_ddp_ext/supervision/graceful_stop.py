@@ -198,7 +198,9 @@ class GracefulStop:
         """The same where no other place follows: whatever signal came before is heeded here. Collective."""
         self._make_sure_that_it_is_known()
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_asked_here or self._context.peers.cause)
+            self._changed.wait_for(
+                lambda: not self._is_asked_here or self._is_holding or self._context.peers.cause_or_departure
+            )
         # Callbacks may take long at the end, and their rank answers all the same.
         self._context.barriers.enter("the end of its work", patience=self._survey.check_that_all_answer)
         # Who is asked only now must not wait for that to come round: rank 0 may be gone from here, and never answer.

@@ -42,6 +42,8 @@ class StopSignals:
         self._note = note
         self._before: dict[int, Any] = {}
         self._noted: set[int] = set()
+        self.has_passed_on = False
+        """Whether a handler that was there before has been called."""
         self._writer: socket.socket | None = None
         self._listener: threading.Thread | None = None
         self._former_descriptor = -1
@@ -50,6 +52,7 @@ class StopSignals:
         """Take these signals over, but for those that are ignored. Outside of the main thread this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self.has_passed_on = False
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._former_descriptor = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -102,6 +105,7 @@ class StopSignals:
         self._noted.add(signum)
         self._note(signum)
         if callable(before) and before is not signal.default_int_handler:
+            self.has_passed_on = True
             before(signum, frame)
 
 

@@ -56,8 +56,8 @@ class Survey:
         self._mine = context.table[self._rank]
         self._seconds = context.timeouts.answer
         self._has_come_out = False  # of its collective, which was in vain
-        self._is_asked = False
-        self._is_over = True
+        self._is_under_way = False
+        self._over: set[str] = set()
         self._requested: dict[Kind, str] = {}
         self._is_surveying = False
         self._reports: dict[int, Report] = {}
@@ -101,14 +101,15 @@ class Survey:
         if self._peers.cause_or_departure is not None and kind == "hang":
             return None  # the ranks are ending already
         with self._peers.arrived:
-            self._is_asked, self._is_over = False, False
+            self._over.discard(kind)
         if self._rank == 0:
             self._request(kind, wait)
         else:
             self._context.send(_TOPIC, {"request": kind, "wait": wait})
-        self._await(lambda: self._is_asked, self._seconds)
-        self._await(lambda: self._is_over, 4 * self._seconds if self._is_asked else 0.0)
-        if not self._is_over and self._peers.cause is None:
+            self._await(lambda: self._is_under_way or kind in self._over, self._seconds)
+        # One of another kind may come first.
+        self._await(lambda: kind in self._over, 4 * self._seconds if self._is_under_way or self._rank == 0 else 0.0)
+        if self._rank != 0 and kind not in self._over and self._peers.cause_or_departure is None:
             self._blame_rank_zero(kind, wait)
         return self._peers.cause_or_departure
 
@@ -121,7 +122,7 @@ class Survey:
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait until it is so, or something has happened to a rank, which says more."""
         with self._peers.arrived:
-            self._peers.arrived.wait_for(lambda: condition() or self._peers.cause is not None, seconds)
+            self._peers.arrived.wait_for(lambda: condition() or self._peers.cause_or_departure is not None, seconds)
 
     # On the channel's thread.
 
@@ -129,18 +130,19 @@ class Survey:
         if "request" in message:
             self._request(message["request"], message["wait"])
         elif "question" in message:
-            self._note(is_asked=True)
+            self._note(under_way=True)
             report = self.describe() if message["question"] == "hang" else self._brief_report()
             self._context.send(_TOPIC, {"report": asdict(report)})
         elif "report" in message:
             self._take(Report.of(message["report"]))
         elif "over" in message:
-            self._note(is_over=True)
+            self._note(under_way=False, over=message["over"])
 
-    def _note(self, *, is_asked: bool = False, is_over: bool = False) -> None:
+    def _note(self, *, under_way: bool, over: str | None = None) -> None:
         with self._peers.arrived:
-            self._is_asked = self._is_asked or is_asked
-            self._is_over = self._is_over or is_over
+            self._is_under_way = under_way
+            if over is not None:
+                self._over.add(over)
             self._peers.arrived.notify_all()
 
     def _brief_report(self) -> Report:
@@ -172,7 +174,7 @@ class Survey:
                     self._conclude(Findings(list(self._reports.values()), silences))
             else:
                 self._name_missing(kind, wait)
-            self._note(is_over=True)  # before the others, which may ask again
+            self._note(under_way=False, over=kind)  # before the others, which may ask again
             self._context.send(_TOPIC, {"over": kind})
 
     def _name_missing(self, kind: Kind, wait: str) -> None:
@@ -192,7 +194,7 @@ class Survey:
 
     def _collect(self, kind: Kind) -> list[int]:
         """Ask all ranks for a report; returns those that have not answered."""
-        self._note(is_asked=True)
+        self._note(under_way=True)
         everyone = {info.rank for info in self._table.ranks if not self._peers.has_ended(info.rank)}
         mine = self.describe() if kind == "hang" else self._brief_report()
         with self._peers.arrived:

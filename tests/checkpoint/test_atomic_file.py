@@ -147,17 +147,6 @@ def test_what_is_younger_than_an_hour_is_not_removed(tmp_path: Path, age: float)
     assert rest.exists()
 
 
-def test_a_scratch_file_is_there_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only its owner may read it; what a killed process has left in that directory goes when the next begins."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    rest = leftover(tmp_path)
-    with module.scratch_file() as (path, sink):
-        sink.write(b"copy")
-        assert not rest.exists()
-        assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"copy", 0o600)
-    assert names(tmp_path) == []
-
-
 def test_a_link_in_place_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
     """Whatever somebody else may have put into a shared directory, only files of ours are looked at and removed."""
     (tmp_path / "precious").write_bytes(b"precious")

@@ -131,12 +131,8 @@ def everything(trainer: L.Trainer, keeper: Keeper | None = None) -> dict[str, An
 
 
 def mapped_checkpoints() -> list[str]:
-    """Checkpoint files, and copies of them, that are mapped into this process."""
-    return [
-        line.rstrip()
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if ".ckpt" in line or ".ddpx-" in line
-    ]
+    """Checkpoint files that are mapped into this process."""
+    return [line.rstrip() for line in Path("/proc/self/maps").read_text().splitlines() if ".ckpt" in line]
 
 
 def strategy_for(side: Side, directory: Path, **options: Any) -> DDPStrategy:

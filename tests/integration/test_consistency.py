@@ -48,11 +48,6 @@ def nudge_weight(model: Any) -> None:
 
 
 @torch.no_grad()
-def nudge_momentum(model: Any) -> None:
-    model.trainer.optimizers[0].state[model.layers[3].bias]["momentum_buffer"].neg_()
-
-
-@torch.no_grad()
 def nudge_statistics(model: Any) -> None:
     model.layers[1].running_var[0] *= 2
 
@@ -223,18 +218,11 @@ CASES = {
     "no batch that steps": Case(trainer={"accumulate_grad_batches": 3, "val_check_interval": 2}),
     "half precision": Case(trainer={"precision": "bf16-true"}),
     "own buffers": Case(Constant, strategy=lambda: {"broadcast_buffers": False}),
-    "constant buffers": Case(Constant),
-    "frozen": Case(Frozen),
     "two optimisers": Case(Gan, strategy=lambda: {"find_unused_parameters": True}),
     "sharded": Case(Sharded),
     "a weight": Case(
         nudge=(0, 2, nudge_weight),
         said=("after step 2, and did not after step 1: rank 1 in parameter layers.0.weight",),
-    ),
-    "momentum": Case(
-        nudge=(1, 3, nudge_momentum),
-        every=4,
-        said=("after step 4, and did not at the start of training: rank 1 in parameter layers.3.bias",),
     ),
     "a rate": Case(
         nudge=(1, 2, set_rate),

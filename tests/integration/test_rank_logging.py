@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ class Talking(Net):
         log.info("epoch %d", self.current_epoch)
         log.warning("careful")
         logging.getLogger("lightning.pytorch.user").info("as Lightning does")
-        warnings.warn("warned", UserWarning, stacklevel=1)
 
     def train_dataloader(self) -> DataLoader[Any]:
         workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
@@ -86,7 +84,6 @@ def test_lines_of_two_fits(kind: Kind, tmp_path: Path) -> None:
 
         assert count("INFO.between", console) == 2
         assert count(rf"WARNING.{prefix}careful", console) == 2
-        assert count(rf"{prefix}.*: UserWarning: warned", console) == 1, "Python shows it once"
         assert count(rf"WARNING.{prefix}in a worker", console) == 4
         assert count(rf"INFO.{prefix}epoch 0", console) == count(rf".*{prefix}as Lightning does", console)
         assert count(rf"INFO.{prefix}epoch 0", console) == (0 if rank else 2)
@@ -94,7 +91,6 @@ def test_lines_of_two_fits(kind: Kind, tmp_path: Path) -> None:
         for line in ("INFO tests.user: epoch 0", "WARNING tests.user: careful"):
             assert count(rf"\d.* {line}", file) == 2
         assert count(r"\d.* INFO lightning.pytorch.user: as Lightning does", file) == 2
-        assert count(r"\d.* WARNING py.warnings: .*: UserWarning: warned", file) == 1
         assert count(r"\d.* WARNING tests.user: in a worker", file) == 4
         assert count(rf"\d.* rank {rank} of 2 on [^ ]+, process \d+", file) == 2
 
@@ -139,11 +135,11 @@ def assert_error(outcome: Outcome, type_name: str, pattern: str) -> None:
     ("name", "value", "message"),
     [
         ("directory", "s3://bucket/logs", "directory must be on a file system of each rank's host (got 's3://"),
-        ("console", "rank 0", "console must be one of all, rank_zero (got 'rank 0'); write console='rank_zero', say"),
-        ("level", "loud", "level must be one of logging's, by name or number (got 'loud'); write level='INFO', say"),
-        ("level", 1.5, "level must be one of logging's, by name or number (got 1.5)"),
-        ("format", "%(message", "format must be one for logging.Formatter (got '%(message': "),
-        ("format", 7, "format must be one for logging.Formatter (got 7: "),
+        ("console", "rank 0", "console must be one of all, rank_zero (got 'rank 0'); write console='rank_zero'"),
+        ("level", "loud", "level and format must be what logging takes (got level='loud' and format="),
+        ("level", 1.5, "level and format must be what logging takes (got level=1.5 and format="),
+        ("format", "%(message", "level and format must be what logging takes (got level=0 and format='%(message': "),
+        ("format", 7, "level and format must be what logging takes (got level=0 and format=7: "),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(name: str, value: Any, message: str) -> None:

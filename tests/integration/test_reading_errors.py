@@ -198,7 +198,7 @@ def fails_while_restoring(rank: int, world_size: int, directory: Path, path: Pat
     elif rank == victim and "after" in moment:
         broadcast.send = striking(broadcast.send, after=True)
     elif rank == victim and "unpacking" in moment:
-        restore.read = striking(restore.read)
+        broadcast.UntypedStorage = striking(broadcast.UntypedStorage)  # type: ignore[attr-defined]
     trainer = make_trainer(
         strategy_for("strategy", directory), plugins=[RankZeroCheckpointIO(restore="broadcast")], devices=3
     )

@@ -43,12 +43,6 @@ def test_what_remains_shrinks_to_nothing(clock: Clock) -> None:
     assert (deadline.remaining, deadline.expired) == (0.0, True)
 
 
-def test_the_sooner_of_two_deadlines_counts(clock: Clock) -> None:
-    """A part of the work may have less time than the whole, never more."""
-    assert Deadline(10.0).sooner(4.0).remaining == 4.0
-    assert Deadline(3.0).sooner(4.0).remaining == 3.0
-
-
 def test_torch_gets_a_whole_second_at_least(clock: Clock) -> None:
     """Stores and groups count whole seconds, and take zero for no limit or refuse it."""
     assert Deadline(7.5).as_timedelta() == timedelta(seconds=7.5)

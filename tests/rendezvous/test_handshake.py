@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from lightning_ddp_ext.errors import (
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
 from tests.ranks import free_port
+from tests.rendezvous.strangers import server, silent, web
 
 LONG = 30.0
 Result = RankTable | BaseException
@@ -219,3 +220,25 @@ def test_strangers_do_not_disturb_a_start(sent: bytes, tmp_path: Path) -> None:
     stranger.sendall(sent)
     assert all(isinstance(table, RankTable) for table in results([zero, Process(1, 2, endpoint)]))
     stranger.close()
+
+
+@pytest.mark.parametrize("answer", [silent, web])
+def test_a_stale_address_at_which_another_program_listens(
+    answer: Callable[[socket.socket], None], tmp_path: Path
+) -> None:
+    """A rank that has read it goes on to look into the file."""
+    endpoint = FileEndpoint(str(tmp_path / "run"))
+    with server(answer) as where:
+        info = RankInfo(0, "host", 1, "network")
+        endpoint.publish(Address((where.host,), where.port, "of a killed run", info))
+        early = Process(1, 2, endpoint)
+        zero = Process(0, 2, endpoint)
+        assert all(isinstance(table, RankTable) for table in results([early, zero]))
+
+
+def test_a_rank_beyond_its_own_world_is_no_rank(endpoint: Endpoint) -> None:
+    """Whoever sends that does not disturb the start."""
+    zero, stranger = Process(0, 2, endpoint), Process(1, 2, endpoint)
+    assert all(isinstance(table, RankTable) for table in results([zero, stranger]))
+    with pytest.raises(ValueError, match="rank 7 of 4"):
+        Hello.of({"info": vars(RankInfo(7)), "world_size": 4, "init_method": "", "versions": {}})

@@ -289,3 +289,33 @@ def test_a_rank_that_is_needed_after_it_has_left_is_named(tmp_path: Path) -> Non
     assert leaving.exit_code == 0
     message = sentence(needing, RankLeftError)
     assert message.startswith(f"{process(1, leaving.pid)} has finished and gone, but this rank still needs it")
+
+
+def join_after_destroying(rank: int, world_size: int, where: Tcp | str) -> float:
+    """Destroy the group as a user may, and join again."""
+    join(request(rank, world_size, where))
+    dist.barrier()
+    dist.destroy_process_group()
+    join(request(rank, world_size, where))
+    return add_ones()
+
+
+@kinds
+def test_a_group_that_the_user_has_destroyed_is_formed_again(kind: str, tmp_path: Path) -> None:
+    """And the new one stays."""
+    assert run_ranks(join_after_destroying, 2, place(kind, tmp_path)) == [2.0, 2.0]
+
+
+def join_alone_in_turn(rank: int, world_size: int, directory: str) -> list[float]:
+    """One-rank Trainers with an init method each, which is of no use to them."""
+    found = []
+    for name in ("first", "second"):
+        join(request(0, 1, f"{directory}/{name}"))
+        found.append(add_ones())
+    return found
+
+
+def test_a_rank_that_is_alone_may_name_any_init_method(tmp_path: Path) -> None:
+    """It opens nothing."""
+    assert run_ranks(join_alone_in_turn, 1, str(tmp_path)) == [[1.0, 1.0]]
+    assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ NAMES = (
     "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
 )
 DTYPES = [getattr(torch, name) for name in NAMES.split() if hasattr(torch, name)]
-ROW, PAGE = 1024, 256 * 1024  # words of 32 bits
+ROW, PAGE = 1024, 32 * 1024  # words of 32 bits
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -53,24 +53,6 @@ def test_two_elements_that_change_places_change_it(dtype: torch.dtype, size: int
     swapped = elements.clone()
     swapped[[one, other]] = elements[[other, one]]
     assert (digest(swapped) == digest(elements)) == torch.equal(swapped, elements)
-
-
-@given(st.lists(st.integers(0, 3 * ROW - 1), min_size=1, max_size=4, unique=True))
-def test_signs_of_zeros_count(places: list[int]) -> None:
-    """Of one, and of several together, wherever they are."""
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        zeros = torch.zeros(3 * ROW, dtype=dtype)
-        signed = zeros.clone()
-        signed[places] = -0.0
-        assert digest(signed) != digest(zeros)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=50), st.data())
-def test_a_bool_that_changes_changes_it(values: list[bool], data: st.DataObject) -> None:
-    """These have one byte each."""
-    changed = list(values)
-    changed[data.draw(st.integers(0, len(values) - 1))] ^= True
-    assert digest(torch.tensor(values)) != digest(torch.tensor(changed))
 
 
 def test_rows_that_change_places_change_it() -> None:
@@ -121,27 +103,6 @@ def test_together_they_have_the_same_as_alone(device: str) -> None:
     assert [found == 0 for found in together] == [size == 0 for size in sizes] + [False]
     assert len(set(together)) == len(tensors) - 1
     assert digests([]) == []
-
-
-def test_it_is_what_the_description_says() -> None:
-    """Sums of products with wraparound, in Python's own integers: what any device must come to."""
-    words = content(torch.int32, 2 * ROW + 5)
-    expected = 0
-    for number, row in enumerate(words.split(ROW), start=1):
-        products = (word * (mixed(column * GOLDEN) | 1) for column, word in enumerate(row.tolist(), start=1))
-        expected += mixed(sum(products) + number * GOLDEN)
-    assert digest(words) % 2**64 == expected % 2**64
-
-
-GOLDEN = 0x9E3779B97F4A7C15
-
-
-def mixed(value: int) -> int:
-    """SplitMix64's finaliser, as published."""
-    value %= 2**64
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
-    return value ^ (value >> 31)
 
 
 @contextmanager

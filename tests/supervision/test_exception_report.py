@@ -49,7 +49,7 @@ def fit(rank: int, world_size: int, terminal: Path, *faults: Fault, catches: boo
 def read(terminal: Path) -> list[str]:
     """The lines, without warnings and without what torch puts in front of those of a traceback."""
     text = re.sub(r"^\[rank\d+\]: ?", "", terminal.read_text(), flags=re.MULTILINE)
-    return [line for line in text.splitlines() if line.strip() and "LeafSpec" not in line]
+    return [line for line in text.splitlines() if line.strip() and "deprecated" not in line]
 
 
 def told(rank: int, culprit: Outcome, reason: str) -> str:

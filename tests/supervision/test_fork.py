@@ -95,9 +95,9 @@ def test_ranks_that_end_in_the_middle_with_status_0() -> None:
     assert last.startswith(f"lightning_ddp_ext.errors.RankFailedError: {error}"), outcome.output
 
 
-def test_a_kill_of_the_launching_process_ends_all() -> None:
-    """Ranks that are left alone say why they end."""
-    with RankProcesses(train, 1, endless=True) as launching:
+def test_a_kill_of_the_launching_process_ends_all(tmp_path: Path) -> None:
+    """Ranks that are left alone say why they end; torch interrupts them, too, so they may come to save."""
+    with RankProcesses(train, 1, endless=True, directory=tmp_path) as launching:
         pids = pids_of_ranks(launching, "in step 3")
         ranks = [psutil.Process(pid) for pid in pids.values()]
         launching.kill(0)

@@ -11,7 +11,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,10 @@ import torch.multiprocessing
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import own_logger
-from lightning_ddp_ext.supervision.rank_logging import RankLines, open_file
+from lightning_ddp_ext.supervision.rank_logging import RankFile, prefixed_console
 from tests.ranks import run_ranks
 
 PREFIX = f"[rank 1/4 {socket.gethostname()}] "
-FUNCTIONS = [(logging.Handler, "format"), (logging.Handler, "handle"), (logging.Logger, "callHandlers")]
 
 log = logging.getLogger("tests.user")
 Captured = pytest.CaptureFixture[str]
@@ -32,7 +31,7 @@ Captured = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def as_it_was(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test leaves `logging` and `warnings` exactly as they were."""
+    """Each test leaves handlers, formatters, filters, and what is to be done at the end of the process as they were."""
     monkeypatch.setattr(logging.root, "handlers", [caplog.handler])  # none that an import has left on a closed stream
     before = what_is_there()
     yield
@@ -55,9 +54,10 @@ def console(capsys: Captured) -> Iterator[logging.StreamHandler[Any]]:
 
 
 def what_is_there() -> list[object]:
-    """What ours stand in front of, and what is to be done at the end of the process."""
-    functions = [vars(owner)[name] for owner, name in FUNCTIONS]
-    return [*functions, warnings.showwarning, dict(multiprocessing.util._finalizer_registry)]  # type: ignore[attr-defined]
+    """What is changed while lines have a prefix or a file."""
+    handlers: list[Any] = [*log.handlers, logging.lastResort]
+    at_the_end = dict(multiprocessing.util._finalizer_registry)  # type: ignore[attr-defined]
+    return [*((each, each.formatter, list(each.filters)) for each in handlers), at_the_end]
 
 
 @contextmanager
@@ -82,7 +82,7 @@ class Json(logging.Formatter):
 def test_a_line_has_its_rank_in_front_of_its_message(capsys: Captured) -> None:
     """Whatever the handler's formatter puts around the message; before and afterwards it has not."""
     log.info("before")
-    with RankLines(1, 4):
+    with prefixed_console(PREFIX):
         log.info("step %d of %s", 7, "9")
     log.info("after")
     assert capsys.readouterr().err == f"INFO|before\nINFO|{PREFIX}step 7 of 9\nINFO|after\n"
@@ -91,7 +91,7 @@ def test_a_line_has_its_rank_in_front_of_its_message(capsys: Captured) -> None:
 @pytest.mark.usefixtures("console")
 def test_every_line_of_a_message_and_of_a_traceback_has_it(capsys: Captured) -> None:
     """With several ranks on one console the next line may be another rank's."""
-    with RankLines(1, 4):
+    with prefixed_console(PREFIX):
         try:
             raise ValueError("two\nlines")
         except ValueError:
@@ -111,7 +111,7 @@ def test_other_handlers_get_the_record_as_it_is(tmp_path: Path, caplog: pytest.L
     elsewhere.setFormatter(Json())
     with handling(log, elsewhere):
         log.info("step %d", 7, extra={"mine": 1})
-        with RankLines(1, 4, file=open_file(tmp_path, 1, 4)):
+        with prefixed_console(PREFIX), closing(RankFile(tmp_path, 1, 4)):
             log.info("step %d", 7, extra={"mine": 1})
     assert [(record.msg, record.args) for record in caplog.records] == [("step %d", (7,))] * 2
     before, within = map(json.loads, stream.getvalue().splitlines())
@@ -122,7 +122,7 @@ def test_other_handlers_get_the_record_as_it_is(tmp_path: Path, caplog: pytest.L
 def test_structured_lines_on_the_console_stay_readable(console: logging.Handler, capsys: Captured) -> None:
     """One object a line still is one, with the rank in its text; a message that is a mapping stays as it is."""
     console.setFormatter(Json())
-    with RankLines(1, 4):
+    with prefixed_console(PREFIX):
         log.info("step %d", 7)
         log.info({"step": 7})
     first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
@@ -130,58 +130,30 @@ def test_structured_lines_on_the_console_stay_readable(console: logging.Handler,
     assert second["msg"] == {"step": 7}
 
 
-def test_what_comes_later_is_no_different(capsys: Captured) -> None:
-    """Handlers and formatters that are set meanwhile, and loggers that have no handler at all."""
+def test_each_handler_of_the_console_has_it(capsys: Captured) -> None:
+    """Those of any logger, and what logging shows where there is none; a formatter that is set meanwhile stays."""
     alone = logging.getLogger("tests.alone")
     alone.propagate = False
     handler = logging.StreamHandler(sys.stdout)
-    with RankLines(1, 4):
+    with handling(log, handler), prefixed_console(PREFIX):
         alone.warning("nobody")
-        with handling(log, handler):
-            log.info("none")
-            handler.setFormatter(logging.Formatter("%(message)s!"))
-            log.info("later")
+        log.info("none")
+        handler.setFormatter(logging.Formatter("%(message)s!"))
     assert handler.formatter is not None
     assert handler.formatter._fmt == "%(message)s!"
-    assert capsys.readouterr() == (f"{PREFIX}none\n{PREFIX}later!\n", f"{PREFIX}nobody\n")
+    assert capsys.readouterr() == (f"{PREFIX}none\n", f"{PREFIX}nobody\n")
 
 
 @pytest.mark.usefixtures("console")
 def test_it_is_there_once(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it has been asked for twice, the first that asked is the first to go, or the line has it already."""
+    """Also when it has been asked for twice, or the line has it already."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    first, second = RankLines(1, 4), RankLines(1, 4)
-    first.open()
-    second.open()
-    log.info("both")
-    first.close()
-    own_logger("tests.user.ours").warning("%s of them", "one")
-    second.close()
-    second.close()
-    log.info("none")
-    assert capsys.readouterr().err == f"INFO|{PREFIX}both\nWARNING|{PREFIX}one of them\nINFO|none\n"
-
-
-@pytest.mark.usefixtures("console")
-def test_somebody_who_puts_himself_in_front_stays(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What another library has changed since is not undone, and ours behind it does nothing any more."""
-    functions = [(owner, name, vars(owner)[name]) for owner, name in FUNCTIONS]
-    with RankLines(1, 4):
-        behind, calls_behind = logging.Handler.format, logging.Logger.callHandlers
-        monkeypatch.setattr(logging.Handler, "format", lambda self, record: f"<{behind(self, record)}>")
-        monkeypatch.setattr(logging.Logger, "callHandlers", lambda self, record: calls_behind(self, record))
-    log.info("after")
-    with RankLines(1, 4, file=open_file(tmp_path, 1, 4, format="%(message)s")):
-        log.info("again")
-    assert capsys.readouterr().err == f"<INFO|after>\n<INFO|{PREFIX}again>\n"
-    assert (tmp_path / "rank-1.log").read_text().count("again") == 1
-    monkeypatch.undo()
-    assert (logging.Handler.format, logging.Logger.callHandlers) == (behind, calls_behind)
-    for function in functions:
-        setattr(*function)
+    with prefixed_console(PREFIX):
+        with prefixed_console(PREFIX):
+            log.info("both\nlines")
+        own_logger("tests.user.ours").warning("%s of them", "one")
+    assert capsys.readouterr().err == f"INFO|{PREFIX}both\n{PREFIX}lines\nWARNING|{PREFIX}one of them\n"
 
 
 @pytest.mark.usefixtures("console")
@@ -189,19 +161,11 @@ def test_lines_below_the_consoles_level_are_left_out_there_alone(
     capsys: Captured, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other handlers get them."""
-    with RankLines(1, 4, console_level=logging.WARNING):
+    with prefixed_console(PREFIX, level=logging.WARNING):
         log.info("a detail")
         log.warning("a warning")
     assert capsys.readouterr().err == f"WARNING|{PREFIX}a warning\n"
     assert caplog.messages == ["a detail", "a warning"]
-
-
-@pytest.mark.usefixtures("console")
-def test_one_rank_is_not_named(capsys: Captured) -> None:
-    """Where there is nobody to be told apart from."""
-    with RankLines(0, 1):
-        log.info("alone")
-    assert capsys.readouterr().err == "INFO|alone\n"
 
 
 def test_a_rich_handler_shows_it(capsys: Captured) -> None:
@@ -209,17 +173,17 @@ def test_a_rich_handler_shows_it(capsys: Captured) -> None:
     rich_logging, rich_console = pytest.importorskip("rich.logging"), pytest.importorskip("rich.console")
     for markup in (False, True):
         on_stderr = rich_console.Console(stderr=True, width=200)
-        with RankLines(1, 4), handling(log, rich_logging.RichHandler(console=on_stderr, markup=markup)):
+        with handling(log, rich_logging.RichHandler(console=on_stderr, markup=markup)), prefixed_console(PREFIX):
             log.info("rich")
     assert capsys.readouterr().err.count(f"{PREFIX}rich") == 2
 
 
-def test_the_file_has_all_that_loggers_let_through(tmp_path: Path, capsys: Captured) -> None:
+def test_the_file_has_all_that_loggers_let_through(tmp_path: Path) -> None:
     """At once: lines that the console leaves out, and those of loggers that keep theirs from the root."""
     alone = logging.getLogger("tests.alone")
     alone.propagate = False
-    file = open_file(tmp_path / "a" / "b", 3, 12)
-    with RankLines(3, 12, console_level=logging.ERROR, file=file), handling(log, logging.NullHandler()):
+    file = RankFile(tmp_path / "a" / "b", 3, 12)
+    with closing(file), prefixed_console(PREFIX, level=logging.ERROR), handling(log, logging.NullHandler()):
         log.debug("step %d", 7)
         alone.warning("kept")
         alone.info("not let through")
@@ -229,14 +193,26 @@ def test_the_file_has_all_that_loggers_let_through(tmp_path: Path, capsys: Captu
     opening, *rest = (re.sub(time, "", line) for line in lines)
     assert opening.startswith("INFO lightning_ddp_ext.supervision.rank_logging: rank 3 of 12 on ")
     assert rest == ["DEBUG tests.user: step 7", "WARNING tests.alone: kept"]
-    assert capsys.readouterr().err == ""
+
+
+def test_the_console_shows_what_it_shows_without_the_file(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logging shows warnings for which there is no handler, and the file is none of those; others are shown once."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with closing(RankFile(tmp_path, 0, 2)), closing(RankFile(tmp_path, 1, 2)), handling(log, OnStderr()):
+        logging.getLogger("tests.other").warning("nobody's")
+        log.warning("handled")
+    assert logging.root.handlers == []
+    assert capsys.readouterr().err == "nobody's\nhandled\n"
+    for rank in range(2):
+        assert (tmp_path / f"rank-{rank}.log").read_text().count("WARNING tests.other: nobody's") == 1
 
 
 def test_the_file_is_appended_to_from_its_level_on_and_closed(tmp_path: Path) -> None:
     """A second run goes on below the first; afterwards nothing is written."""
     (tmp_path / "rank-0.log").write_text("the first run\n")
-    file = open_file(tmp_path, 0, 2, level=logging.WARNING, format="%(message)s")
-    with RankLines(0, 2, file=file):
+    with closing(RankFile(tmp_path, 0, 2, level=logging.WARNING, format="%(message)s")) as file:
         log.info("a detail")
         log.warning("a warning")
     assert file.stream is None
@@ -246,11 +222,11 @@ def test_the_file_is_appended_to_from_its_level_on_and_closed(tmp_path: Path) ->
 
 def test_the_file_gets_a_traceback(tmp_path: Path) -> None:
     """Whatever its level."""
-    with RankLines(0, 2, file=open_file(tmp_path, 0, 2, level=logging.CRITICAL + 1)) as lines:
+    with closing(RankFile(tmp_path, 0, 2, level=logging.CRITICAL + 1)) as file:
         try:
             raise ValueError("the reason")
         except ValueError as error:
-            lines.write_exception(error)
+            file.write_exception(error)
     text = (tmp_path / "rank-0.log").read_text()
     assert text.endswith("ValueError: the reason\n")
     assert 'raise ValueError("the reason")' in text
@@ -260,61 +236,28 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """The message names argument, rule, rank, path, reason and remedy."""
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(ConfigurationError) as refused:
-        open_file(tmp_path / "logs", 3, 4)
+        RankFile(tmp_path / "logs", 3, 4)
     assert str(refused.value) == (
         f"directory must be one where each rank can write a log file (rank 3 on {socket.gethostname()} got "
         f"'{tmp_path}/logs/rank-3.log': File exists); name another one, or leave it out"
     )
 
 
-def test_warnings_are_lines(tmp_path: Path, capsys: Captured) -> None:
-    """They are shown as before, but for the rank, and are in the file; those that are caught are not shown."""
-    with warnings.catch_warnings(), ExitStack() as stack:
-        show_warnings()
-        stack.enter_context(RankLines(1, 4, file=open_file(tmp_path, 1, 4)))
-        warnings.warn("shown\nin two", UserWarning, stacklevel=1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.warn("caught", UserWarning, stacklevel=1)
-    first, second, *_ = shown = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(re.escape(PREFIX) + r".*test_rank_logging.py:\d+: UserWarning: shown", first)
-    assert second == f"{PREFIX}in two"
-    assert all(line.startswith(PREFIX) for line in shown)
-    text = (tmp_path / "rank-1.log").read_text()
-    assert re.search(r"WARNING py.warnings: .*UserWarning: shown\nin two\n", text)
-    assert [str(each.message) for each in caught] == ["caught"]
-    assert "caught" not in text
-
-
-def test_warnings_that_logging_has_captured_are_lines_already(tmp_path: Path, capsys: Captured) -> None:
-    """They are there once, wherever it was captured first."""
-    file = open_file(tmp_path, 1, 4, format="%(name)s")
-    stderr = logging.StreamHandler()
-    stderr.setFormatter(logging.Formatter("logged: %(message)s"))
-    with warnings.catch_warnings(), ExitStack() as stack:
-        show_warnings()
+def test_warnings_are_lines_once_logging_has_captured_them(tmp_path: Path, capsys: Captured) -> None:
+    """They are those of the logger ``py.warnings``."""
+    stderr = OnStderr()
+    with warnings.catch_warnings(), handling(logging.getLogger("py.warnings"), stderr):
+        warnings.simplefilter("always")
         logging.captureWarnings(True)
-        stack.callback(logging.captureWarnings, False)
-        stack.enter_context(handling(logging.getLogger("py.warnings"), stderr))
-        stack.enter_context(RankLines(1, 4, file=file))
-        warnings.warn("captured", UserWarning, stacklevel=1)
-    first, *others = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"logged: {re.escape(PREFIX)}.*UserWarning: captured", first)
-    assert not any("UserWarning: captured" in line for line in others)
-    assert (tmp_path / "rank-1.log").read_text().count("py.warnings\n") == 1
-
-
-def show_warnings() -> None:
-    """Have warnings written to stderr, where pytest collects them; undone by `catch_warnings`."""
-
-    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
-
-    warnings.resetwarnings()
-    warnings.showwarning = show
+        with closing(RankFile(tmp_path, 1, 4)), prefixed_console(PREFIX):
+            warnings.warn("captured", UserWarning, stacklevel=1)
+        logging.captureWarnings(False)
+    assert re.match(f"{re.escape(PREFIX)}.*UserWarning: captured\n", capsys.readouterr().err)
+    assert (tmp_path / "rank-1.log").read_text().count("WARNING py.warnings: ") == 1
 
 
 def ends_badly(rank: int, directory: Path) -> None:
-    RankLines(rank, 2, file=open_file(directory, rank, 2)).open()
+    RankFile(directory, rank, 2)
     raise ValueError("the reason")
 
 

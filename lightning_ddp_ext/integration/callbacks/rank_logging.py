@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,7 +13,8 @@ from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
-from lightning_ddp_ext.supervision.rank_logging import FORMAT, RankLines, open_file
+from lightning_ddp_ext.rank_logger import prefix_of
+from lightning_ddp_ext.supervision.rank_logging import FORMAT, RankFile, prefixed_console
 
 Console = Literal["all", "rank_zero"]
 
@@ -21,12 +23,13 @@ class RankLogging(Callback):
     """Has each log line say which rank it comes from, and on request keeps a file per rank.
 
     From the callback's ``setup`` to its ``teardown``, every line that ``logging`` writes to stdout or stderr begins its
-    message with ``[rank 1/4 host]``, whatever logger, handler and formatter it comes through, and so does every
-    warning. Other handlers get the records as they are. Put the callback first for the lines of other callbacks'
-    ``setup``. What is printed, and what C++ writes, is no log line. With one rank nothing is added.
+    message with ``[rank 1/4 host]``. That holds for the handlers that loggers have when ``setup`` is called, so
+    configure ``logging`` before, and put the callback first for the lines of other callbacks' ``setup``. Other handlers
+    get the records as they are. Python's warnings are log lines after ``logging.captureWarnings(True)``; what is
+    printed, and what C++ writes, is none. With one rank nothing is added.
 
-    A rank's file has all lines that loggers let through, also those that the console leaves out, warnings, and the
-    traceback of an exception that ends the rank.
+    A rank's file has all lines that loggers let through, also those that the console leaves out, and the traceback of
+    an exception that ends the rank.
 
     Args:
         directory: where each rank appends to a file, ``rank-3.log``, on its own host; made if need be. Never a URL.
@@ -51,24 +54,37 @@ class RankLogging(Callback):
         level: int | str = logging.NOTSET,
         format: str = FORMAT,
     ) -> None:
-        self._directory = None if directory is None else _directory_of(directory)
-        self._console = _console_of(console)
-        self._level = _level_of(level)
-        self._format = _format_of(format)
-        self._lines: RankLines | None = None
+        if directory is not None and "://" in os.fspath(directory):
+            raise ConfigurationError(
+                f"directory must be on a file system of each rank's host (got {directory!r}); write 'logs', say"
+            )
+        if console not in get_args(Console):
+            raise ConfigurationError(
+                f"console must be one of {', '.join(get_args(Console))} (got {console!r}); write console='rank_zero'"
+            )
+        try:
+            self._level = logging.Handler(level).level
+            logging.Formatter(format)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"level and format must be what logging takes (got level={level!r} and format={format!r}: {error});"
+                f" write level='INFO' and format={FORMAT!r}, say"
+            ) from None
+        self._directory = None if directory is None else Path(directory)
+        self._quiet_level = logging.WARNING if console == "rank_zero" else logging.NOTSET
+        self._format = format
+        self._file: RankFile | None = None
+        self._opened = ExitStack()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close()
         rank, world_size = trainer.global_rank, trainer.world_size
-        file = None
         if self._directory is not None:
-            file = open_file(self._directory, rank, world_size, level=self._level, format=self._format)
-        is_quiet = self._console == "rank_zero" and rank != 0
-        self._lines = RankLines(
-            rank, world_size, console_level=logging.WARNING if is_quiet else logging.NOTSET, file=file
-        )
-        self._lines.open()
+            self._file = RankFile(self._directory, rank, world_size, level=self._level, format=self._format)
+            self._opened.callback(self._file.close)
+        prefix = prefix_of(rank, world_size) if world_size > 1 else ""
+        self._opened.enter_context(prefixed_console(prefix, level=self._quiet_level if rank else logging.NOTSET))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,46 +92,10 @@ class RankLogging(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._lines is not None:
-            self._lines.write_exception(exception)
+        if self._file is not None:
+            self._file.write_exception(exception)
         self._close()
 
     def _close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-
-
-def _directory_of(directory: str | PathLike[str]) -> Path:
-    if "://" in os.fspath(directory):
-        raise ConfigurationError(
-            f"directory must be on a file system of each rank's host (got {os.fspath(directory)!r}); write 'logs', say"
-        )
-    return Path(directory)
-
-
-def _console_of(console: Console) -> Console:
-    if console not in get_args(Console):
-        raise ConfigurationError(
-            f"console must be one of {', '.join(get_args(Console))} (got {console!r}); write console='rank_zero', say"
-        )
-    return console
-
-
-def _level_of(level: int | str) -> int:
-    try:
-        return logging.Handler(level).level
-    except (TypeError, ValueError):
-        raise ConfigurationError(
-            f"level must be one of logging's, by name or number (got {level!r}); write level='INFO', say"
-        ) from None
-
-
-def _format_of(format: str) -> str:
-    try:
-        logging.Formatter(format)
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"format must be one for logging.Formatter (got {format!r}: {error}); write format={FORMAT!r}, say"
-        ) from None
-    return format
+        self._opened.close()
+        self._file = None
