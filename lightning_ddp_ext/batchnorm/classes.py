@@ -1,41 +1,118 @@
-"""Give a layer a class made from its own and a synchronising one, and give it its own class back."""
+"""The classes that make BatchNorm layers synchronise, and that keep what their own classes add."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConversionError
 
 _OWN = "_ddpx_own_class"  # in a made class: the class that it was made from
+_FUNCTIONS = {"batch_norm", "native_batch_norm"}
 
+
+class _SyncNormAct(SyncBatchNorm):
+    """For timm's BatchNorm layers with dropout and activation."""
+
+    drop: Module
+    act: Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+# By class, or by its name where importing it would be wrong.
+_registered: dict[type | str, type[SyncBatchNorm]] = {
+    "timm.layers.norm_act.BatchNormAct2d": _SyncNormAct,
+    "timm.models.layers.norm_act.BatchNormAct2d": _SyncNormAct,
+}
 # One class for all layers of a kind, which compilers and comparisons rely on.
 _made: dict[tuple[type, type], type] = {}
 
 
-def synchronised_class(own: type, core: type[SyncBatchNorm] = SyncBatchNorm) -> type:
-    """Return the class that layers of class ``own``, a BatchNorm, get.
+def register_converter(cls: type[_BatchNorm], to_sync: type[SyncBatchNorm]) -> None:
+    """Register how layers are synchronised that ``convert_sync_batchnorm`` would leave alone or get wrong.
 
-    What ``own`` adds stays: in the order of methods ``core`` comes after it, just before torch's common base of all
-    BatchNorm layers, so that ``super().forward(...)`` reaches it.
+    It counts for subclasses, too, that have the same ``forward``. A second call for a class replaces the first.
 
     Args:
-        own: the layer's class.
-        core: ``SyncBatchNorm``, or a subclass of it whose ``forward`` replaces that of ``own``.
+        cls: a subclass of BatchNorm, most likely one that calls ``torch.nn.functional.batch_norm`` itself.
+        to_sync: a subclass of :class:`SyncBatchNorm`. Converted layers stay the objects that they are and use its
+            ``forward`` instead of their own; its ``__init__`` is not called.
+
+    Raises:
+        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` no subclass of ``SyncBatchNorm``.
+
+    >>> import torch
+    >>> class NormAct(torch.nn.BatchNorm2d):
+    ...     def forward(self, input):
+    ...         mean, var = self.running_mean, self.running_var
+    ...         return torch.nn.functional.batch_norm(input, mean, var, self.weight, self.bias, self.training).relu()
+    >>> class SyncNormAct(SyncBatchNorm):
+    ...     def forward(self, input):
+    ...         return super().forward(input).relu()
+    >>> register_converter(NormAct, SyncNormAct)
+    """
+    if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
+        raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
+    if not (isinstance(to_sync, type) and issubclass(to_sync, SyncBatchNorm)):
+        raise ConversionError(
+            f"to_sync must be a subclass of SyncBatchNorm (got {to_sync!r}); "
+            "derive a class from lightning_ddp_ext.SyncBatchNorm, with a forward that calls super().forward(input)"
+        )
+    _registered[cls] = to_sync
+
+
+def core_for(own: Any) -> type[SyncBatchNorm] | None:
+    """Return the class that makes layers of a BatchNorm class synchronise; ``None``: nothing is known to do so."""
+    for base in own.__mro__:
+        core = _registered.get(base) or _registered.get(f"{base.__module__}.{base.__qualname__}")
+        if core is not None and base.forward is own.forward:
+            return core
+    return SyncBatchNorm if _reaches_base(own) else None
+
+
+def _reaches_base(own: type) -> bool:
+    """Whether a class's ``forward`` calls that of torch's BatchNorm by ``super()``, as far as its code tells.
+
+    Where a class calls ``F.batch_norm`` itself, or its base by name, nothing put in between is ever called.
+    """
+    for base in own.__mro__[: own.__mro__.index(_BatchNorm)]:
+        if any(_names_in(function) & _FUNCTIONS for function in vars(base).values()):
+            return False
+        if "forward" in vars(base) and not {"super", "forward"} <= _names_in(vars(base)["forward"]):
+            return False
+    return True
+
+
+def _names_in(function: object) -> set[str]:
+    """The names that a Python function uses; none for anything else."""
+    function = inspect.unwrap(function) if callable(function) else function
+    return _names_in_code(function.__code__) if isinstance(function, FunctionType) else set()
+
+
+def _names_in_code(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in_code, inner))
+
+
+def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
+    """Make a class of a layer's own class and a synchronising one, whose ``forward`` counts if it has one of its own.
+
+    In the order of methods ``core`` comes after ``own``, just before torch's common base of all BatchNorm layers: what
+    ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``.
 
     Raises:
         ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
-
-    >>> import torch
-    >>> class Scaled(torch.nn.BatchNorm2d):
-    ...     def forward(self, input):
-    ...         return 2 * super().forward(input)
-    >>> [made.__name__ for made in synchronised_class(Scaled).__mro__[:4]]
-    ['SyncScaled', 'Scaled', 'BatchNorm2d', 'SyncBatchNorm']
     """
     if (own, core) not in _made:
         _made[own, core] = _make_class(own, core)
@@ -70,8 +147,7 @@ def restore(layer: Module) -> None:
         ConversionError: the layer has been parametrised since it was converted.
     """
     if _OWN in vars(type(layer)):
-        own = vars(type(layer))[_OWN]
-        object.__setattr__(layer, "__class__", own)
+        object.__setattr__(layer, "__class__", vars(type(layer))[_OWN])
         vars(layer).pop(CONTEXT, None)
     elif hasattr(layer, _OWN):
         raise ConversionError(

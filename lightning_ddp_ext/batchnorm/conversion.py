@@ -14,8 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from lightning_ddp_ext.batchnorm.classes import restore, synchronise, synchronised_class
-from lightning_ddp_ext.batchnorm.converters import converter_for
+from lightning_ddp_ext.batchnorm.classes import core_for, restore, synchronise, synchronised_class
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection, batchnorm_layers, is_scripted, not_chosen
@@ -136,11 +135,11 @@ def convert(
             left_alone[name] = reason
             impossible.append(f"{name or 'the module'} ({type(layer).__name__}): {reason}")
         else:
-            core = converter_for(type(layer))
+            core = core_for(type(layer))
             assert core is not None
             converted[name or type(layer).__name__] = layer, synchronised_class(type(layer), core)
-    length = max((1 + 2 * layer.num_features for layer, _ in converted.values()), default=0)
-    context = SyncContext(process_group, tuple(converted), length=length)
+    widest = max((layer.num_features for layer, _ in converted.values()), default=0)
+    context = SyncContext(process_group, tuple(converted), num_features=widest)
     for index, (layer, made) in enumerate(converted.values()):
         synchronise(layer, made, replace(context, index=index))
     return Conversion(tuple(converted), left_alone, impossible, context.world_size)
@@ -172,4 +171,4 @@ def _why_impossible(layer: Module) -> str:
         return "it is lazy (run a first batch before the conversion)"
     if "forward" in vars(layer):
         return "its forward has been replaced on the object"
-    return "" if converter_for(type(layer)) else "its forward may normalise by itself"
+    return "" if core_for(type(layer)) else "its forward may normalise by itself"

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
-from lightning_ddp_ext.batchnorm.double_backward import differentiable_gradients, only_needed
 from lightning_ddp_ext.batchnorm.statistics import Running, at_least_float32, dense
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
@@ -27,7 +26,7 @@ def batch_norm(
     mean, var = [value.to(dtype) for value in kept] or input.new_zeros((2, input.size(1)), dtype=dtype)
     group = context.process_group or dist.group.WORLD
     output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, mean, var, eps, running.momentum, group, context.world_size
+        x, weight, bias, mean, var, eps, running.momentum, group, context.world_size, context
     )
     for value, updated in zip(kept, (mean, var), strict=False):
         value.copy_(updated)
@@ -35,26 +34,25 @@ def batch_norm(
 
 
 class _Normalise(TorchSyncBatchNorm):
-    """Torch's function, for gradients in any memory format, and differentiable twice."""
+    """Torch's function, for gradients in any memory format and for empty batches."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.strides, ctx.eps, ctx.context = arguments[0].stride(), arguments[5], SyncContext(arguments[7])
-        output: Tensor = TorchSyncBatchNorm.forward(ctx, *arguments)
+        *arguments_of_torch, ctx.context = arguments
+        ctx.strides = arguments[0].stride()
+        output: Tensor = TorchSyncBatchNorm.forward(ctx, *arguments_of_torch)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        # Saved tensors are for torch's function: under activation checkpointing they can be read once.
+        ctx.context.refuse_double_backward()
         dy = grad_outputs[0]
-        if torch.is_grad_enabled():  # create_graph=True
-            input, weight = ctx.saved_tensors[:2]
-            gradients = differentiable_gradients(dy, input, weight, eps=ctx.eps, context=ctx.context)
-        else:
-            gradients = TorchSyncBatchNorm.backward(ctx, _with_strides(dy, ctx.strides))[:3]
-            if dy.numel() == 0:  # for which torch has none
-                gradients = dy, dy.new_zeros(dy.size(1)), dy.new_zeros(dy.size(1))
-        return only_needed(gradients, ctx)
+        gradients = TorchSyncBatchNorm.backward(ctx, _with_strides(dy, ctx.strides))[:3]
+        if dy.numel() == 0:  # for which torch has none
+            gradients = dy, dy.new_zeros(dy.size(1)), dy.new_zeros(dy.size(1))
+        needed, others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:]
+        wanted = (value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True))
+        return *wanted, *[None] * len(others)
 
 
 def _with_strides(gradient: Tensor, strides: Sequence[int]) -> Tensor:

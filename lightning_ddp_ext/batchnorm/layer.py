@@ -67,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
-        self._ddpx_context = SyncContext(process_group, length=1 + 2 * num_features)
+        self._ddpx_context = SyncContext(process_group, num_features=num_features)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -82,11 +82,15 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise a batch (N, C, ...). In training collective: every rank must call it, and its backward."""
         if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
+        output: Tensor = self._normalise(input)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph ends here, as it does at torch's own SyncBatchNorm
+    def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         self._check_channels_and_device(input)
-        # A compiled model is split here, as the CPU looks at what the ranks exchange. Elsewhere that would cost time.
-        normalise = _normalise_uncompiled if torch.compiler.is_compiling() else _normalise
-        return normalise(self, input)
+        batch_norm = cpu.batch_norm if input.device.type == "cpu" else cuda.batch_norm
+        return batch_norm(input, self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context)
 
     def _check_channels_and_device(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
@@ -111,11 +115,3 @@ class SyncBatchNorm(_BatchNorm):
             if momentum is None:  # a cumulative average
                 momentum = 1.0 / float(self.num_batches_tracked)
         return Running(self.running_mean, self.running_var, momentum or 0.0)
-
-
-def _normalise(layer: SyncBatchNorm, input: Tensor) -> Tensor:
-    batch_norm = cpu.batch_norm if input.device.type == "cpu" else cuda.batch_norm
-    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._ddpx_context)
-
-
-_normalise_uncompiled = torch.compiler.disable(_normalise)

@@ -51,25 +51,23 @@ def not_chosen(model: Module, include: Selection, exclude: Selection, predicate:
 
 
 def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
-    """The layers that a selection fits, by themselves or by a module around them."""
+    """The modules that a selection fits, and those inside of them."""
     if selection is None:
         return set()
     is_several = isinstance(selection, Iterable) and not isinstance(selection, (str, type))
-    selectors: list[Any] = list(selection) if is_several else [selection]  # type: ignore[arg-type]
-    for selector in selectors:
-        if not isinstance(selector, (str, type)):
-            raise ConversionError(
-                f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
-                "for anything else there is predicate="
-            )
-    fitting: set[Module] = set()
-    return fitting.union(*(_fitting(model, selector, field) for selector in selectors))
+    selectors: Iterable[Any] = selection if is_several else [selection]  # type: ignore[assignment]
+    return {module for selector in selectors for module in _fitting(model, selector, field)}
 
 
-def _fitting(model: Module, selector: Selector, field: str) -> set[Module]:
-    layers = batchnorm_layers(model)
+def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
+    if not isinstance(selector, (str, type)):
+        raise ConversionError(
+            f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
+            "for anything else there is predicate="
+        )
     modules = model.named_modules(remove_duplicate=False)
     fitting = {layer for name, module in modules if _fits(selector, name, module) for layer in module.modules()}
+    layers = batchnorm_layers(model)
     if layers and fitting.isdisjoint(layers):
         names = ", ".join(name or "the module" for name in list(layers.values())[:5])
         more = ", …" if len(layers) > 5 else ""

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.errors import BatchNormMismatchError
+from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
 
 _HEADER = 2  # the layer's index, and the phase
 
@@ -33,13 +34,13 @@ class SyncContext:
         process_group: the ranks whose batches are joined; ``None`` for all.
         names: the model's synchronised layers, in the same order on every rank.
         index: the layer's position in ``names``.
-        length: how many numbers the longest message of these layers has.
+        num_features: the channels of the widest of these layers.
     """
 
     process_group: dist.ProcessGroup | None = None
     names: Sequence[str] = ("",)
     index: int = 0
-    length: int = 0
+    num_features: int = 0
 
     @property
     def world_size(self) -> int:
@@ -54,38 +55,51 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    def gather(self, numbers: Tensor, phase: Phase) -> Tensor:
-        """Return the vectors (n) of all ranks, (ranks, n). Collective, for tensors on CPU.
+    def gather(self, phase: Phase, *vectors: Tensor) -> Tensor:
+        """Join the vectors, and return what all ranks have joined, (ranks, n) in float64. Collective, on CPU.
 
         Raises:
             BatchNormMismatchError: another rank is in another layer or phase.
         """
-        message = numbers.new_empty(_HEADER + max(self.length, len(numbers)))
-        message[:_HEADER] = numbers.new_tensor([self.index, phase])
-        message[_HEADER : _HEADER + len(numbers)] = numbers
+        header = torch.tensor([self.index, phase], dtype=torch.float64)
+        numbers = torch.cat([header, *vectors])
+        message = numbers.new_zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
+        message[: len(numbers)] = numbers
         received = message.new_empty(self.world_size, len(message))
         # With a list of tensors torch copies everything once more.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(received.view(-1), message, group=self.process_group)
-        self._check(received[:, :_HEADER])
-        return received[:, _HEADER : _HEADER + len(numbers)]
+        self._check(received[:, :_HEADER].tolist())
+        return received[:, _HEADER : len(numbers)]
 
-    def _check(self, headers: Tensor) -> None:
-        if bool((headers == headers[0]).all()):
+    def _check(self, headers: list[list[float]]) -> None:
+        if all(header == headers[0] for header in headers):
             return
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         positions = ", ".join(
             f"rank {rank} is in the {Phase(int(phase)).name.lower()} pass of {self.names[int(index)] or 'the layer'}"
-            for rank, (index, phase) in zip(ranks, headers.tolist(), strict=True)
+            for rank, (index, phase) in zip(ranks, headers, strict=True)
         )
         raise BatchNormMismatchError(
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
             "order, so leave those that only some ranks run out of the conversion (exclude=)"
         )
 
+    def refuse_double_backward(self) -> None:
+        """Refuse a backward pass that is to be differentiated again.
+
+        Raises:
+            BatchNormError: gradients are enabled, as they are in the backward pass with ``create_graph=True`` alone.
+        """
+        if torch.is_grad_enabled():
+            raise BatchNormError(
+                f"{self.name} synchronises, and so cannot be differentiated twice (create_graph=True); "
+                "leave it out of the conversion (exclude=)"
+            )
+
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group cannot be pickled: in another process the layer joins the batches of all ranks.
-        return SyncContext, (None, self.names, self.index, self.length)
+        return SyncContext, (None, self.names, self.index, self.num_features)

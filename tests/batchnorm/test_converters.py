@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, register_converter, restore_batchnorm
-from lightning_ddp_ext.batchnorm import converters
+from lightning_ddp_ext.batchnorm import classes
 from lightning_ddp_ext.batchnorm.conversion import convert
 from lightning_ddp_ext.errors import ConversionError
 from tests.batchnorm import kinds
@@ -45,7 +45,7 @@ class BelowWithForward(Functional):
 
 @pytest.fixture(autouse=True)
 def _no_converters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converters, "_registered", {})
+    monkeypatch.setattr(classes, "_registered", dict(classes._registered))
 
 
 def left_alone(model: nn.Module) -> list[str]:

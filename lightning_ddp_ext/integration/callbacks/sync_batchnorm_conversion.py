@@ -19,6 +19,9 @@ class SyncBatchNormConversion(Callback):
     in between stay synchronised: ``restore_batchnorm`` restores them, too. Layers that are added later are not
     converted. Rank 0 logs in one line what has been converted. With one rank nothing is done.
 
+    DDP sends rank 0's running statistics to all ranks before each step, which changes nothing where all ranks have the
+    same; for groups of ranks with statistics of their own, turn it off with ``broadcast_buffers=False``.
+
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
 
