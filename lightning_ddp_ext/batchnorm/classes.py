@@ -106,10 +106,10 @@ def _names_in_code(code: CodeType) -> set[str]:
 
 
 def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
-    """Make a class of a layer's own class and a synchronising one, whose ``forward`` counts if it has one of its own.
+    """Make a class of a layer's own class and a synchronising one.
 
     In the order of methods ``core`` comes after ``own``, just before torch's common base of all BatchNorm layers: what
-    ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``.
+    ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``. A registered ``core`` replaces ``forward``.
 
     Raises:
         ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
@@ -121,7 +121,7 @@ def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
 
 def _make_class(own: type, core: type[SyncBatchNorm]) -> type:
     names: dict[str, Any] = {"__module__": own.__module__, "__doc__": own.__doc__, _OWN: own}
-    if core is not SyncBatchNorm:
+    if core is not SyncBatchNorm or not _reaches_base(own):
         names["forward"] = core.forward
     try:
         made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)

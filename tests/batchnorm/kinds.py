@@ -24,10 +24,6 @@ class ScaledTwice(Scaled):
         return 3 * super(ScaledTwice, self).forward(input)  # noqa: UP008 - how it used to be written
 
 
-class ScaledByAnother(Scaled):
-    gain = 5.0
-
-
 def added_one(forward: Forward) -> Forward:
     @functools.wraps(forward)
     def wrapped(self: Any, input: Tensor) -> Tensor:
@@ -56,10 +52,6 @@ class Named:
 
 
 class Mixed(Named, Squared, nn.BatchNorm2d):
-    pass
-
-
-class MixedLast(nn.BatchNorm2d, Named):
     pass
 
 
@@ -155,17 +147,9 @@ class ByName(nn.BatchNorm2d):
         return nn.BatchNorm2d.forward(self, input)
 
 
-class Alias(nn.BatchNorm2d):
-    forward = nn.BatchNorm2d.forward
-
-
 class BelowFunctional(Functional):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
-
-
-class Unwrapped(nn.BatchNorm2d):
-    forward = staticmethod(len)  # type: ignore[assignment]
 
 
 class NormAct(nn.BatchNorm2d):
