@@ -34,7 +34,7 @@ def batch_norm(
     if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
         x = x.double()
         mean, var = mean_and_var(x)
-    count = torch.tensor([x.numel() / x.size(1)], dtype=torch.float64)
+    count = mean.new_tensor([x.numel() / x.size(1)], dtype=torch.float64)
     joint = merge(context.gather(Phase.FORWARD, count, mean, var))
     if joint.count == 1:
         raise BatchNormInputError(

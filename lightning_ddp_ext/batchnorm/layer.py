@@ -27,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
     DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
-    joined batch where all ranks have equally many samples.
+    joined batch where all ranks have equally many samples. It cannot be differentiated twice.
 
     Args:
         num_features: C.
@@ -39,6 +39,7 @@ class SyncBatchNorm(_BatchNorm):
         BatchNormInputError: all batches together have one value per channel (on CPU), or an input has other channels
             than the layer, or is on a device that is neither.
         BatchNormMismatchError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
+        BatchNormError: a backward pass with ``create_graph=True``, where there are several ranks.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -85,7 +86,8 @@ class SyncBatchNorm(_BatchNorm):
         output: Tensor = self._normalise(input)
         return output
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled graph ends here, as it does at torch's own SyncBatchNorm
+    # A compiled graph ends here, as it does in torch's own SyncBatchNorm.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         self._check_channels_and_device(input)

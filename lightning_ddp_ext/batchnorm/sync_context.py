@@ -61,7 +61,7 @@ class SyncContext:
         Raises:
             BatchNormMismatchError: another rank is in another layer or phase.
         """
-        header = torch.tensor([self.index, phase], dtype=torch.float64)
+        header = vectors[0].new_tensor([self.index, phase], dtype=torch.float64)
         numbers = torch.cat([header, *vectors])
         message = numbers.new_zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
         message[: len(numbers)] = numbers

@@ -88,6 +88,13 @@ class Manual(Classifier):
         optimizer.step()
 
 
+class Twice(Classifier):
+    """Two forward passes for one backward pass."""
+
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        return self.loss(batch) + 0.5 * self.loss([batch[0].flip(-1), batch[1]])
+
+
 class Lbfgs(Classifier):
     """Several forward and backward passes a step."""
 
@@ -112,7 +119,7 @@ class Compiled(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.compile(self.layers, backend="eager")
+        self.layers = torch.compile(self.layers, backend="aot_eager")
 
 
 class Validated(Classifier):
@@ -141,7 +148,9 @@ FEATURES = {
     "unused parameters": Feature(Unused, strategy={"find_unused_parameters": True}),
     "gradients as views": Feature(strategy={"gradient_as_bucket_view": True}),
     "static graph": Feature(strategy={"static_graph": True}),
+    "buffers that DDP does not send": Feature(Validated, strategy={"broadcast_buffers": False}),
     "manual optimisation": Feature(Manual),
+    "two forward passes": Feature(Twice),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
     "clipping": Feature(trainer={"gradient_clip_val": 0.1}),
     "closures": Feature(Lbfgs),
@@ -383,46 +392,35 @@ def test_whatever_ends_fit_the_model_is_what_it_was(tmp_path: Path) -> None:
         assert ranks == [[], []]
 
 
-def ask_for_too_much(kind: Kind, directory: Path) -> list[str]:
+def refused(kind: Kind, directory: Path) -> list[str]:
     from lightning_ddp_ext import SyncBatchNormConversion
 
+    choices: list[tuple[str, dict[str, Any]]] = [
+        ("nothing", {"include": "backbone.*"}),
+        ("nothing", {"exclude": nn.BatchNorm3d}),
+        ("flag", {"exclude": "layers.2"}),
+        ("flag", {"process_group": 1}),
+    ]
     errors = []
-    for selection in ({"include": "backbone.*"}, {"exclude": nn.BatchNorm3d}):
-        conversion = SyncBatchNormConversion(**selection)
+    for by, choice in choices:
+        trainer = trainer_with(kind, directory, by=by, callbacks=[SyncBatchNormConversion(**choice)])
         with pytest.raises((ConversionError, RankFailedError)) as caught:
-            trainer_with(kind, directory, by="nothing", callbacks=[conversion]).fit(Classifier())
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_a_selection_that_fits_nothing_ends_fit_on_all_ranks(tmp_path: Path) -> None:
-    """When it begins, with the names of the layers that there are."""
-    layers_there = "choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
-    for selection, *errors in zip(
-        ("include='backbone.*'", "exclude=BatchNorm3d"), *on_ranks("ours", ask_for_too_much, tmp_path), strict=True
-    ):
-        assert all(error.endswith(f"{selection} fits no BatchNorm layer; {layers_there}") for error in errors), errors
-
-
-def contradict(kind: Kind, directory: Path) -> list[str]:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    errors = []
-    for choice in ({"exclude": "layers.2"}, {"process_group": 1}):
-        trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(**choice)])
-        with pytest.raises(ConversionError) as caught:
             trainer.fit(Classifier())
         errors.append(str(caught.value))
     trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Classifier())
     return errors
 
 
-def test_all_layers_and_some_of_them_cannot_both_be_meant(tmp_path: Path) -> None:
-    """The Trainer's flag beside a callback that chooses is refused on every rank, before anything is converted."""
-    for errors in on_ranks("ours", contradict, tmp_path):
-        assert [error.partition(",")[0] for error in errors] == 2 * [
-            "sync_batchnorm=True converts all layers over all ranks"
-        ]
+def test_choices_that_cannot_be_meant_end_fit_on_all_ranks(tmp_path: Path) -> None:
+    """A selection that fits nothing, which names the layers that there are, and one beside the Trainer's flag."""
+    layers_there = (
+        "fits no BatchNorm layer; choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
+    )
+    for errors in on_ranks("ours", refused, tmp_path):
+        assert errors[0].endswith(f"include='backbone.*' {layers_there}")
+        assert errors[1].endswith(f"exclude=BatchNorm3d {layers_there}")
+        for error in errors[2:]:
+            assert "sync_batchnorm=True converts all layers over all ranks" in error
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
