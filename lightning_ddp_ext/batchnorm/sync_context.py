@@ -62,15 +62,15 @@ class SyncContext:
             BatchNormMismatchError: another rank is in another layer or phase.
         """
         header = vectors[0].new_tensor([self.index, phase], dtype=torch.float64)
-        numbers = torch.cat([header, *vectors])
-        message = numbers.new_zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
-        message[: len(numbers)] = numbers
+        length = sum(map(len, vectors))
+        padding = header.new_zeros(max(0, 1 + 2 * self.num_features - length))
+        message = torch.cat([header, *vectors, padding])
         received = message.new_empty(self.world_size, len(message))
         # With a list of tensors torch copies everything once more.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(received.view(-1), message, group=self.process_group)
         self._check(received[:, :_HEADER].tolist())
-        return received[:, _HEADER : len(numbers)]
+        return received[:, _HEADER : _HEADER + length]
 
     def _check(self, headers: list[list[float]]) -> None:
         if all(header == headers[0] for header in headers):
