@@ -34,17 +34,16 @@ def batch_norm(
     if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
         x = x.double()
         mean, var = mean_and_var(x)
-    count = mean.new_tensor([x.numel() / x.size(1)], dtype=torch.float64)
-    joint = merge(context.gather(Phase.FORWARD, count, mean, var))
+    joint = merge(context.gather(Phase.FORWARD, [x.numel() / x.size(1)], mean, var))
     if joint.count == 1:
         raise BatchNormInputError(
             f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together have "
             "1); use larger batches, or drop the last incomplete one"
         )
     running.update(joint)
-    mean, var = joint.mean.to(x.dtype), joint.var.to(x.dtype)
+    statistics = (torch.from_numpy(each).to(x.dtype) for each in (joint.mean, joint.var))
     weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
-    output: Tensor = _Normalise.apply(x, weight, bias, mean, var, joint.count, eps, context)  # type: ignore[no-untyped-call]
+    output: Tensor = _Normalise.apply(x, weight, bias, *statistics, joint.count, eps, context)  # type: ignore[no-untyped-call]
     return output.to(input.dtype)
 
 
@@ -81,11 +80,12 @@ class _Normalise(torch.autograd.Function):
         grad_weight, grad_bias = _parameter_gradients(grad_outputs[0], x, mean, var, ctx.eps)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = ctx.context.gather(Phase.BACKWARD, grad_weight, grad_bias).sum(0)
+            sums = ctx.context.gather(Phase.BACKWARD, grad_weight.numpy(), grad_bias.numpy()).sum(0)
+            means = torch.from_numpy(sums / max(ctx.count, 1.0)).to(x.dtype).view(2, -1)
             scale = (var + ctx.eps).rsqrt()
             scale = scale if weight is None else scale * weight
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with means over all ranks' batches.
-            factor, shift = -scale * (sums / ctx.count).to(x.dtype).view(2, -1)
+            factor, shift = -scale * means
             by_channel = scale.view([1, -1] + [1] * (x.dim() - 2))
             grad_x = _normalised(x, factor, shift, mean, var, ctx.eps).addcmul_(grad_outputs[0], by_channel)
         _, needs_weight, needs_bias, *others = ctx.needs_input_grad

@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Vector = NDArray[np.float64]
 
 # Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _HALF = (torch.float16, torch.bfloat16)
+_AS_TORCH = np.errstate(all="ignore")  # which does not warn of infinities in a network that diverges
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -25,49 +30,49 @@ def dense(input: Tensor) -> Tensor:
     return input if is_channels_last else input.contiguous()
 
 
-@torch.no_grad()
-def mean_and_var(input: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_var(input: Tensor) -> tuple[Vector, Vector]:
     """Mean and biased variance (C) of a batch (N, C, ...) on CPU, in float32 or float64; zeros for an empty batch."""
     if input.numel() == 0:
-        zeros = input.new_zeros(input.size(1))
-        return zeros, zeros
-    return torch.batch_norm_update_stats(input, None, None, 0.0)
+        return np.zeros(input.size(1)), np.zeros(input.size(1))
+    mean, var = torch.batch_norm_update_stats(input.detach(), None, None, 0.0)
+    return mean.numpy().astype(np.float64), var.numpy().astype(np.float64)
 
 
-def has_large_offset(mean: Tensor, var: Tensor, *, eps: float) -> bool:
+@_AS_TORCH
+def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
     """Whether a channel's mean is too large beside its deviation for float32."""
-    return bool((mean.square() > _LARGE_OFFSET**2 * (var + eps)).any())
+    return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Per channel: ``mean`` (C) and biased ``var`` (C), in float64, of ``count`` values each."""
+    """Per channel: ``mean`` (C) and biased ``var`` (C) of ``count`` values each."""
 
-    mean: Tensor
-    var: Tensor
+    mean: Vector
+    var: Vector
     count: float
 
 
-def merge(parts: Tensor) -> Statistics:
+@_AS_TORCH
+def merge(parts: Vector) -> Statistics:
     """The statistics of several batches together.
 
     The pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances" (1979), for any number of parts: nothing large is subtracted from something large.
 
     Args:
-        parts: a row for each batch, (parts, 1 + 2C) in float64: values per channel, means, and biased variances.
+        parts: a row for each batch, (parts, 1 + 2C): values per channel, means, and biased variances.
 
-    >>> parts = torch.tensor([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]])  # three values around 1, and a 5
-    >>> joint = merge(parts.double())
+    >>> joint = merge(np.array([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]]))  # three values around 1, and a 5
     >>> joint.count, joint.mean.item(), joint.var.item()
     (4.0, 2.0, 3.375)
     """
-    channels = parts.size(1) // 2
-    counts, means, variances = parts.split([1, channels, channels], dim=1)
+    channels = parts.shape[1] // 2
+    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
-    weights = (counts / max(count, 1.0)).T
-    mean = (weights @ means)[0]
-    var = (weights @ (variances + (means - mean).square()))[0]
+    weights = counts / max(count, 1.0)
+    mean = (weights * means).sum(0)
+    var = (weights * (variances + (means - mean) ** 2)).sum(0)
     return Statistics(mean, var, count)
 
 
@@ -83,6 +88,6 @@ class Running(NamedTuple):
         if self.mean is None or self.var is None or joint.count == 0:
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
-        # In float64, so that half precision is rounded once.
-        self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
-        self.var.copy_(self.var.double().lerp(unbiased, self.momentum))
+        for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
+            # In float64, so that half precision is rounded once.
+            kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))

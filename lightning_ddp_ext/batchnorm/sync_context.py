@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from numpy.typing import ArrayLike, NDArray
 
 from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
 
@@ -28,7 +29,8 @@ class SyncContext:
     """The ranks that a layer shares its statistics with, and which of the model's layers it is.
 
     On CPU all layers of a model send messages of one length that begin with the layer's index and the phase, so ranks
-    in different layers notice it. Messages of different lengths would end in an abort, or in a wait without end.
+    in different layers notice it. Messages of different lengths would end in an abort, or in a wait without end. The
+    few numbers of a layer are NumPy arrays, for which a call costs a third of what it costs for a tensor.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
@@ -55,26 +57,24 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    def gather(self, phase: Phase, *vectors: Tensor) -> Tensor:
-        """Join the vectors, and return what all ranks have joined, (ranks, n) in float64. Collective, on CPU.
+    def gather(self, phase: Phase, *vectors: ArrayLike) -> NDArray[np.float64]:
+        """Join the vectors, and return what all ranks have joined, (ranks, n). Collective, on CPU.
 
         Raises:
             BatchNormMismatchError: another rank is in another layer or phase.
         """
-        header = vectors[0].new_tensor([self.index, phase], dtype=torch.float64)
-        length = sum(map(len, vectors))
-        padding = header.new_zeros(max(0, 1 + 2 * self.num_features - length))
-        message = torch.cat([header, *vectors, padding])
-        received = message.new_empty(self.world_size, len(message))
+        numbers = np.concatenate([[self.index, phase], *vectors])
+        message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
+        message[: len(numbers)] = numbers
+        received = np.empty((self.world_size, len(message)))
         # With a list of tensors torch copies everything once more.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(received.view(-1), message, group=self.process_group)
-        self._check(received[:, :_HEADER].tolist())
-        return received[:, _HEADER : _HEADER + length]
+        gather(torch.from_numpy(received).view(-1), torch.from_numpy(message), group=self.process_group)
+        if (received[:, :_HEADER] != message[:_HEADER]).any():
+            self._refuse(received[:, :_HEADER].tolist())
+        return received[:, _HEADER : len(numbers)]
 
-    def _check(self, headers: list[list[float]]) -> None:
-        if all(header == headers[0] for header in headers):
-            return
+    def _refuse(self, headers: list[list[float]]) -> NoReturn:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         positions = ", ".join(
             f"rank {rank} is in the {Phase(int(phase)).name.lower()} pass of {self.names[int(index)] or 'the layer'}"

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -364,21 +365,17 @@ def test_state_dict_of_batchnorm(options: dict[str, Any]) -> None:
 )
 def test_merge(sizes: list[int], offset: float, spread: float, seed: int) -> None:
     """Parts of any size, none included, have the statistics of all their values together, also far from zero."""
-    generator = torch.Generator().manual_seed(seed)
-    parts = [torch.randn(size, 3, generator=generator, dtype=torch.float64) * spread + offset for size in sizes]
-    zeros = torch.zeros(3, dtype=torch.float64)
-    means = torch.stack([part.mean(0) if len(part) else zeros for part in parts])
-    variances = torch.stack([part.var(0, correction=0) if len(part) else zeros for part in parts])
-    counts = torch.tensor(sizes, dtype=torch.float64).unsqueeze(1)
-    joint = merge(torch.cat([counts, means, variances], dim=1))
+    generator = np.random.default_rng(seed)
+    parts = [generator.standard_normal((size, 3)) * spread + offset for size in sizes]
+    rows = [np.concatenate([[len(part)], part.mean(0), part.var(0)]) if len(part) else np.zeros(7) for part in parts]
+    joint = merge(np.stack(rows))
 
-    joined = torch.cat(parts) if sum(sizes) else torch.zeros(1, 3, dtype=torch.float64)
+    joined = np.concatenate(parts) if sum(sizes) else np.zeros((1, 3))
     assert joint.count == sum(sizes)
     # Means have been rounded to the last place that the offset leaves them.
-    last_place = 4 * torch.finfo(torch.float64).eps * (abs(offset) + spread)
-    torch.testing.assert_close(joint.mean, joined.mean(0), rtol=0, atol=last_place)
-    atol = last_place * (spread + last_place)
-    torch.testing.assert_close(joint.var, joined.var(0, correction=0), rtol=1e-10, atol=4 * atol)
+    last_place = 4 * np.finfo(float).eps * (abs(offset) + spread)
+    np.testing.assert_allclose(joint.mean, joined.mean(0), rtol=0, atol=last_place)
+    np.testing.assert_allclose(joint.var, joined.var(0), rtol=1e-10, atol=4 * last_place * (spread + last_place))
 
 
 @pytest.mark.parametrize("process_group", ["node", 2])
