@@ -80,8 +80,8 @@ class _Normalise(torch.autograd.Function):
         grad_weight, grad_bias = _parameter_gradients(grad_outputs[0], x, mean, var, ctx.eps)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            sums = ctx.context.gather(Phase.BACKWARD, grad_weight.numpy(), grad_bias.numpy()).sum(0)
-            means = torch.from_numpy(sums / max(ctx.count, 1.0)).to(x.dtype).view(2, -1)
+            gathered = torch.from_numpy(ctx.context.gather(Phase.BACKWARD, grad_weight.numpy(), grad_bias.numpy()))
+            means = (gathered.sum(0) / ctx.count).to(x.dtype).view(2, -1)
             scale = (var + ctx.eps).rsqrt()
             scale = scale if weight is None else scale * weight
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with means over all ranks' batches.

@@ -15,7 +15,6 @@ Vector = NDArray[np.float64]
 # Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _HALF = (torch.float16, torch.bfloat16)
-_AS_TORCH = np.errstate(all="ignore")  # which does not warn of infinities in a network that diverges
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -38,10 +37,10 @@ def mean_and_var(input: Tensor) -> tuple[Vector, Vector]:
     return mean.numpy().astype(np.float64), var.numpy().astype(np.float64)
 
 
-@_AS_TORCH
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
     """Whether a channel's mean is too large beside its deviation for float32."""
-    return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
+    with np.errstate(all="ignore"):  # torch does not warn of infinities in a network that diverges either
+        return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Statistics:
     count: float
 
 
-@_AS_TORCH
 def merge(parts: Vector) -> Statistics:
     """The statistics of several batches together.
 
@@ -71,8 +69,9 @@ def merge(parts: Vector) -> Statistics:
     counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    mean = (weights * means).sum(0)
-    var = (weights * (variances + (means - mean) ** 2)).sum(0)
+    with np.errstate(all="ignore"):
+        mean = (weights * means).sum(0)
+        var = (weights * (variances + (means - mean) ** 2)).sum(0)
     return Statistics(mean, var, count)
 
 

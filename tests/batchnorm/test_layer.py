@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -209,6 +210,15 @@ def is_copied(rank: int, world_size: int) -> None:
         torch.testing.assert_close(other.state_dict(), original.state_dict(), rtol=0, atol=0)
 
 
+def diverges_without_a_warning(rank: int, world_size: int) -> None:
+    share = torch.tensor([[torch.inf], [-torch.inf]], requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SyncBatchNorm(1)(share).sum().backward()
+    assert share.grad is not None
+    assert share.grad.isnan().all()
+
+
 def refuses_to_be_differentiated_twice(rank: int, world_size: int) -> None:
     share = _inputs(world_size)[rank].requires_grad_()
     output = SyncBatchNorm(3, dtype=torch.float64)(share)
@@ -269,6 +279,7 @@ _USES: list[Callable[[int, int], None]] = [
     trains_in_ddp,
     is_checkpointed,
     is_copied,
+    diverges_without_a_warning,
     refuses_to_be_differentiated_twice,
     is_alone_in_evaluation,
     is_alone_outside_the_group,
