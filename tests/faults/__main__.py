@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 import time
@@ -19,6 +20,8 @@ from tests.network import network, why_unavailable
 def main() -> int:
     """Do them all, whatever is wrong with one of them; 1 if anything was."""
     options = _parse()
+    # A shell's background ignores Ctrl-C, and the ranks would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     done: Counter[tuple[str, str]] = Counter()
     failed: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:

@@ -63,6 +63,8 @@ def named_by(plan: Injection, ending: Ending) -> Iterator[int]:
     """The ranks that must say who is to blame: those that a failure of another one has ended."""
     if plan.kind == "slow" or plan.stops_together:
         return
+    if (plan.launch, plan.hook, plan.culprit) == ("script", "begin", 0):  # the script had not started the others yet
+        return
     for rank in ending.stories:
         status = ending.statuses.get(rank, 0 if plan.is_late else 1)
         if status != 0 and (rank != plan.culprit or plan.kind == "cut"):
@@ -80,7 +82,7 @@ def _patterns(plan: Injection, suspect: int) -> Iterator[str]:
     if plan.hook in ON_RANK_ZERO:
         yield rf"\bon rank {suspect} during"  # what rank 0 does for all fails on all
     if plan.is_unmet:
-        yield rf"\brank {suspect} of \d+ did not come"
+        yield rf"\branks? (\d+, )*{suspect}(, \d+)* of \d+ did not come"
         if suspect == 0:  # where the others have not found its store, or not for long
-            yield r"\bno answer from rank 0 at|\brank 0 (at \S+|or its host) has gone away"
+            yield r"\bfound no rank 0 at \S+ within|\brank 0 (at \S+|or its host) has gone away"
             yield r"\brank 0's process is stopped"
