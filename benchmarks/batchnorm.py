@@ -190,13 +190,6 @@ class Network(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class KeepBroadcasts(ddpx.SyncBatchNormConversion):
-    """As it would be if DDP went on sending the buffers before each forward pass."""
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._layers.convert(pl_module)
-
-
 def one_run(kind: str, directory: Path, steps: int, batch_size: int) -> float:
     """Milliseconds a step."""
     strategies: dict[str, tuple[Any, list[L.Callback]]] = {
@@ -205,10 +198,6 @@ def one_run(kind: str, directory: Path, steps: int, batch_size: int) -> float:
         "ours, converted": (
             ddpx.DDPExtStrategy(init_method=f"file://{directory}/store"),
             [ddpx.SyncBatchNormConversion()],
-        ),
-        "converted, buffers broadcast": (
-            ddpx.DDPExtStrategy(init_method=f"file://{directory}/store"),
-            [KeepBroadcasts()],
         ),
     }
     strategy, callbacks = strategies[kind]
@@ -223,7 +212,7 @@ def one_run(kind: str, directory: Path, steps: int, batch_size: int) -> float:
     return (time.perf_counter() - model.began) / steps * 1000
 
 
-KINDS = ["stock, no conversion", "ours, no conversion", "ours, converted", "converted, buffers broadcast"]
+KINDS = ["stock, no conversion", "ours, no conversion", "ours, converted"]
 
 
 def network(steps: int, repeats: int) -> None:

@@ -11,8 +11,8 @@ __version__ = "0.1.0"
 if _sys.platform == "win32":
     raise ImportError("lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2")
 
+from lightning_ddp_ext.batchnorm.classes import register_converter
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
-from lightning_ddp_ext.batchnorm.converters import register_converter
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper

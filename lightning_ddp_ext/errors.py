@@ -9,7 +9,7 @@
     │   ├── DurationError                    timeout, init_timeout
     │   ├── OptionError                      an argument that does not exist, or that this torch lacks
     │   ├── SamplerError                     an argument of a sampler, or a state that is not its own
-    │   └── ConversionError                  layers that were named, or what a converter returned
+    │   └── ConversionError                  layers that were named, or a converter
     ├── RendezvousError (RuntimeError)       the ranks could not find each other
     │   ├── StoreError                       the store cannot be opened, reached or believed
     │   ├── MissingRanksError                ranks that did not come within init_timeout
@@ -76,7 +76,7 @@ class SamplerError(ConfigurationError):
 
 
 class ConversionError(ConfigurationError):
-    """BatchNorm layers cannot be converted as was asked: a name that no layer has, or what a converter returns, say."""
+    """BatchNorm layers cannot be converted as was asked: a name that no layer has, say."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):

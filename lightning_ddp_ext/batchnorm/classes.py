@@ -1,129 +1,175 @@
-"""The classes that layers get to be synchronised ones: made from their own, and given back exactly."""
+"""The classes that make BatchNorm layers synchronise, and that keep what their own classes add."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.batchnorm.exchange import Peers
-from lightning_ddp_ext.batchnorm.layer import PEERS, SyncBatchNorm
+from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConversionError
 
-_OWN = "_ddpx_own"  # the class that a synchronising one was made from
-_FRONT = "_ddpx_front"  # the class of a parametrised layer that another one was made from
+_OWN = "_ddpx_own_class"  # in a made class: the class that it was made from
+_FUNCTIONS = {"batch_norm", "native_batch_norm"}
 
-# By own class and core: one class for all layers of a kind, which compilers and comparisons rely on.
+
+class _SyncNormAct(SyncBatchNorm):
+    """For timm's BatchNorm layers with dropout and activation."""
+
+    drop: Module
+    act: Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+# By class, or by its name where importing it would be wrong.
+_registered: dict[type | str, type[SyncBatchNorm]] = {
+    "timm.layers.norm_act.BatchNormAct2d": _SyncNormAct,
+    "timm.models.layers.norm_act.BatchNormAct2d": _SyncNormAct,
+}
+# One class for all layers of a kind, which compilers and comparisons rely on.
 _made: dict[tuple[type, type], type] = {}
 
 
-def synchronised(own: type, core: type[SyncBatchNorm] = SyncBatchNorm) -> type:
-    """The class that layers of class ``own``, a BatchNorm, become.
+def register_converter(cls: type[_BatchNorm], to_sync: type[SyncBatchNorm]) -> None:
+    """Register how layers are synchronised that ``convert_sync_batchnorm`` would leave alone or get wrong.
 
-    What ``own`` adds stays: in the order of methods ``core`` comes after it, just before torch's common base of all
-    BatchNorm layers, so that ``super().forward(...)`` reaches it.
+    It counts for subclasses, too, that have the same ``forward``. A second call for a class replaces the first.
 
     Args:
-        own: the layer's class.
-        core: ``SyncBatchNorm``, or a subclass of it whose ``forward`` takes the place of that of ``own``.
+        cls: a subclass of BatchNorm, most likely one that calls ``torch.nn.functional.batch_norm`` itself.
+        to_sync: a subclass of :class:`SyncBatchNorm`. Converted layers stay the objects that they are and use its
+            ``forward`` instead of their own; its ``__init__`` is not called.
+
+    Raises:
+        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` no subclass of ``SyncBatchNorm``.
+
+    >>> import torch
+    >>> class NormAct(torch.nn.BatchNorm2d):
+    ...     def forward(self, input):
+    ...         mean, var = self.running_mean, self.running_var
+    ...         return torch.nn.functional.batch_norm(input, mean, var, self.weight, self.bias, self.training).relu()
+    >>> class SyncNormAct(SyncBatchNorm):
+    ...     def forward(self, input):
+    ...         return super().forward(input).relu()
+    >>> register_converter(NormAct, SyncNormAct)
+    """
+    if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
+        raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
+    if not (isinstance(to_sync, type) and issubclass(to_sync, SyncBatchNorm)):
+        raise ConversionError(
+            f"to_sync must be a subclass of SyncBatchNorm (got {to_sync!r}); "
+            "derive a class from lightning_ddp_ext.SyncBatchNorm, with a forward that calls super().forward(input)"
+        )
+    _registered[cls] = to_sync
+
+
+def core_for(own: Any) -> type[SyncBatchNorm] | None:
+    """Return the class that makes layers of a BatchNorm class synchronise; ``None``: nothing is known to do so."""
+    for base in own.__mro__:
+        core = _registered.get(base) or _registered.get(f"{base.__module__}.{base.__qualname__}")
+        if core is not None and base.forward is own.forward:
+            return core
+    return SyncBatchNorm if _reaches_base(own) else None
+
+
+def _reaches_base(own: type) -> bool:
+    """Whether a class's ``forward`` calls that of torch's BatchNorm by ``super()``, as far as its code tells.
+
+    Where a class calls ``F.batch_norm`` itself, or its base by name, nothing put in between is ever called.
+    """
+    for base in own.__mro__[: own.__mro__.index(_BatchNorm)]:
+        if any(_names_in(function) & _FUNCTIONS for function in vars(base).values()):
+            return False
+        if "forward" in vars(base) and not {"super", "forward"} <= _names_in(vars(base)["forward"]):
+            return False
+    return True
+
+
+def _names_in(function: object) -> set[str]:
+    """The names that a Python function uses; none for anything else."""
+    function = inspect.unwrap(function) if callable(function) else function
+    return _names_in_code(function.__code__) if isinstance(function, FunctionType) else set()
+
+
+def _names_in_code(code: CodeType) -> set[str]:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*map(_names_in_code, inner))
+
+
+def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
+    """Make a class of a layer's own class and a synchronising one.
+
+    In the order of methods ``core`` comes after ``own``, just before torch's common base of all BatchNorm layers: what
+    ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``. A registered ``core`` replaces ``forward``.
 
     Raises:
         ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
-
-    >>> import torch
-    >>> class Scaled(torch.nn.BatchNorm2d):
-    ...     def forward(self, input):
-    ...         return 2 * super().forward(input)
-    >>> [made.__name__ for made in synchronised(Scaled).__mro__[:4]]
-    ['SyncScaled', 'Scaled', 'BatchNorm2d', 'SyncBatchNorm']
     """
     if (own, core) not in _made:
-        _made[own, core] = _make(own, core)
+        _made[own, core] = _make_class(own, core)
     return _made[own, core]
 
 
-def _make(own: type, core: type[SyncBatchNorm]) -> type:
+def _make_class(own: type, core: type[SyncBatchNorm]) -> type:
     names: dict[str, Any] = {"__module__": own.__module__, "__doc__": own.__doc__, _OWN: own}
-    if core is not SyncBatchNorm:
+    if core is not SyncBatchNorm or not _reaches_base(own):
         names["forward"] = core.forward
-    becomes = getattr(own, "cls_to_become", None) if issubclass(own, LazyModuleMixin) else None
-    if becomes is not None:
-        names["cls_to_become"] = synchronised(becomes, core)
     try:
         made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
     except TypeError as error:
         raise ConversionError(
             f"no class can be made of {own.__name__} and {core.__name__}: {error}; "
-            "register a function with register_converter, or leave its layers out with exclude="
+            "register another class with register_converter, or leave its layers out with exclude="
         ) from error
-    made.__reduce_ex__ = _reduced_as(own, core, made)
+    made.__reduce_ex__ = _reduce_of(made, own, core)
     return made  # type: ignore[no-any-return]
 
 
-def is_synchronised(layer: Module) -> bool:
-    """Whether the layer has such a class, for the time being."""
-    return any(_OWN in vars(kind) for kind in type(layer).__mro__)
+def synchronise(layer: Module, made: type, context: SyncContext) -> None:
+    """Give a layer a class that ``synchronised_class`` made, and its context."""
+    object.__setattr__(layer, "__class__", made)
+    vars(layer)[CONTEXT] = context  # a class may refuse attributes that it does not know
 
 
-def synchronise(layer: Module, core: type[SyncBatchNorm] = SyncBatchNorm) -> None:
-    """Give a BatchNorm layer a synchronising class."""
-    _change_class(layer, lambda own: synchronised(own, core))
+def restore(layer: Module) -> None:
+    """Give a converted layer its own class back; other layers stay as they are.
 
-
-def desynchronise(layer: Module) -> None:
-    """Give a layer its own class back."""
-    _change_class(layer, lambda made: vars(made).get(_OWN, made))
-
-
-def plain_class(layer: Module) -> type:
-    """The layer's class, without the one that ``torch.nn.utils.parametrize`` puts in front of it."""
-    kind = type(layer)
-    return kind.__bases__[0] if parametrize.is_parametrized(layer) else kind
-
-
-def _change_class(layer: Module, change: Callable[[type], type]) -> None:
-    kind, plain = type(layer), plain_class(layer)
-    changed = change(plain)
-    if kind is not plain:
-        changed = _in_front_of(changed, kind)
-    object.__setattr__(layer, "__class__", changed)
-
-
-def _in_front_of(plain: type, parametrized: type) -> type:
-    """The class of a parametrised layer once more, in front of another one.
-
-    When its last parametrisation is removed, a layer gets the class that is behind; its properties go with the front.
+    Raises:
+        ConversionError: the layer has been parametrised since it was converted.
     """
-    before: type | None = vars(parametrized).get(_FRONT)
-    if before is not None and before.__bases__ == (plain,) and _properties(before) == _properties(parametrized):
-        return before
-    left_out = ("__dict__", "__weakref__", "__slotnames__", _FRONT)
-    names = {name: value for name, value in vars(parametrized).items() if name not in left_out}
-    return type(parametrized)(parametrized.__name__, (plain,), names | {_FRONT: parametrized})
+    if _OWN in vars(type(layer)):
+        object.__setattr__(layer, "__class__", vars(type(layer))[_OWN])
+        vars(layer).pop(CONTEXT, None)
+    elif hasattr(layer, _OWN):
+        raise ConversionError(
+            f"a {type(layer).__name__} was parametrised while it was synchronised, and cannot be restored; "
+            "call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
 
 
-def _properties(kind: type) -> set[str]:
-    return {name for name, value in vars(kind).items() if isinstance(value, property)}
-
-
-def _reduced_as(own: type, core: type[SyncBatchNorm], made: Any) -> Callable[..., Any]:
-    """Return a ``__reduce_ex__`` for copies and pickles, as nobody can import the class that has been made."""
+def _reduce_of(made: Any, own: type, core: type[SyncBatchNorm]) -> Callable[..., Any]:
+    """Return a ``__reduce_ex__`` for copies and pickles, as a class that was made cannot be imported."""
 
     def reduce(layer: Module, protocol: Any) -> Any:
         function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
         function, *arguments = (own if part is made else part for part in (function, *arguments))
-        return (_made_anew, (core, layer._ddpx_peers, function, arguments), *rest)
+        return (_make_again, (core, layer._ddpx_context, function, arguments), *rest)
 
     return reduce
 
 
-def _made_anew(
-    core: type[SyncBatchNorm], peers: Peers, function: Callable[..., Module], arguments: list[object]
+def _make_again(
+    core: type[SyncBatchNorm], context: SyncContext, function: Callable[..., Module], arguments: list[object]
 ) -> Module:
     layer = function(*arguments)
-    object.__setattr__(layer, "__class__", synchronised(type(layer), core))
-    vars(layer)[PEERS] = peers  # which a class may leave out of its state
+    synchronise(layer, synchronised_class(type(layer), core), context)
     return layer

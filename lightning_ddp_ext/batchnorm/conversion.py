@@ -1,59 +1,68 @@
-"""Which layers of a model become synchronised ones, what became of each, and the way back."""
+"""Make the BatchNorm layers of a model synchronise, report what became of each, and undo it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
-from lightning_ddp_ext.batchnorm.classes import desynchronise, is_synchronised, plain_class, synchronise
-from lightning_ddp_ext.batchnorm.converters import converter_for, reaches_core
-from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
+from lightning_ddp_ext.batchnorm.classes import core_for, restore, synchronise, synchronised_class
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
-from lightning_ddp_ext.batchnorm.layer import PEERS, SyncBatchNorm
-from lightning_ddp_ext.batchnorm.replacing import put_back, replace
-from lightning_ddp_ext.batchnorm.selection import Places, Predicate, Selection, check_predicate, not_chosen
+from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
+from lightning_ddp_ext.batchnorm.selection import Predicate, Selection, batchnorm_layers, is_scripted, not_chosen
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 ModuleT = TypeVar("ModuleT", bound=Module)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of a BatchNorm layer: ``why_not`` is empty for one that has been converted.
-
-    ``is_left_out`` is true for one that should have been, but cannot.
-    """
-
-    name: str
-    kind: str
-    why_not: str = ""
-    is_left_out: bool = False
-
-
-@dataclass(frozen=True)
 class Conversion:
-    """A model with synchronised layers.
+    """What became of a model's BatchNorm layers.
 
     Args:
-        module: the model; another object only if it was a layer itself, and a converter made a new one.
-        verdicts: on each BatchNorm layer, in the model's order.
-        exchange: what the converted layers have in common.
+        converted: the names of those that synchronise now.
+        left_alone: those that do not, or did already, and why, by name.
+        impossible: the layers of ``left_alone`` that were asked for and cannot be converted, with their classes.
+        world_size: how many ranks join their batches.
     """
 
-    module: Module
-    verdicts: tuple[Verdict, ...]
-    exchange: Exchange
+    converted: Sequence[str]
+    left_alone: Mapping[str, str]
+    impossible: Sequence[str]
+    world_size: int
 
-    @property
-    def converted(self) -> list[Verdict]:
-        """Those on the layers that have been converted."""
-        return [verdict for verdict in self.verdicts if not verdict.why_not]
+    def summary(self) -> str:
+        """Say in one line how many layers were converted, and why the others were not.
+
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
+        >>> convert(model, exclude="0").summary()
+        'SyncBatchNorm: 1 of 2 layers, statistics over 1 rank; not: 1 in exclude'
+        """
+        total = len(self.converted) + len(self.left_alone)
+        if total == 0:
+            return "SyncBatchNorm: the model has no BatchNorm layers"
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        line = f"SyncBatchNorm: {len(self.converted)} of {total} layers, statistics over {ranks}"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(self.left_alone.values()).items())
+        return f"{line}; not: {reasons}" if reasons else line
+
+    def warning(self) -> str | None:
+        """Name the layers that cannot be converted; ``None`` without any."""
+        if not self.impossible:
+            return None
+        named = "; ".join(self.impossible)
+        return (
+            f"BatchNorm layers that stay as they are, with statistics of each rank's own: {named}. "
+            "Say how with lightning_ddp_ext.register_converter, or leave them out with exclude="
+        )
 
 
 def convert_sync_batchnorm(
@@ -65,11 +74,10 @@ def convert_sync_batchnorm(
 ) -> ModuleT:
     """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes it exactly.
 
-    Each layer stays the object that it is, with its parameters, buffers, hooks, parametrisations, mode, device and
-    dtype, and gets a class made from its own class and :class:`SyncBatchNorm`, so what a subclass adds stays, too.
-    Call it on every rank, before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise
-    already are not touched. A layer whose class has a class method ``convert_sync_batchnorm(layer, process_group)``, as
-    torch's own, is converted by it.
+    Each layer stays the object that it is, with its parameters, buffers, hooks, mode, device and dtype, and gets a
+    class made from its own class and :class:`SyncBatchNorm`, so what a subclass adds stays, too. Call it on every
+    rank, before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise already are not
+    touched.
 
     Args:
         module: the model, or a layer.
@@ -82,20 +90,14 @@ def convert_sync_batchnorm(
             must have been opened, and the call is collective.
 
     Returns:
-        ``module`` itself; a new module if it is a layer for which a converter makes one.
+        ``module`` itself.
 
     Warns:
-        UserWarning: a layer calls ``F.batch_norm`` itself and would not be synchronised, so it has been left alone.
+        UserWarning: layers that cannot be converted have been left alone: they call ``F.batch_norm`` themselves, are
+            scripted, parametrised or lazy, or have had their ``forward`` replaced.
 
     Raises:
-        ConversionError: a selector fits no layer, ``process_group`` makes no sense, or a converter's result does.
-
-    Under torchrun, for example::
-
-        torch.distributed.init_process_group()
-        model = DistributedDataParallel(convert_sync_batchnorm(Net()))
-        ...  # train
-        net = restore_batchnorm(model.module)
+        ConversionError: a selector fits no layer, or ``process_group`` makes no sense.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -103,100 +105,70 @@ def convert_sync_batchnorm(
     >>> type(restore_batchnorm(model)[1]) is torch.nn.BatchNorm2d
     True
     """
-    conversion = convert(module, include, exclude, predicate, group_of(process_group))
-    warning = warning_of(conversion.verdicts)
+    group = group_of(process_group)
+    conversion = convert(module, include=include, exclude=exclude, predicate=predicate, process_group=group)
+    warning = conversion.warning()
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
-    return conversion.module  # type: ignore[return-value]
-
-
-def warning_of(verdicts: Iterable[Verdict]) -> str | None:
-    """A sentence on the layers that should have been converted, and cannot."""
-    left_out = [verdict for verdict in verdicts if verdict.is_left_out]
-    if not left_out:
-        return None
-    layers = "; ".join(f"{verdict.name or 'the module'} ({verdict.kind}): {verdict.why_not}" for verdict in left_out)
-    return (
-        f"BatchNorm layers that stay as they are, with statistics of each rank's own: {layers}. Say how with "
-        "lightning_ddp_ext.register_converter, or leave them out with exclude="
-    )
+    return module
 
 
 def convert(
     module: Module,
+    *,
     include: Selection = None,
     exclude: Selection = None,
     predicate: Predicate | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Conversion:
-    """As ``convert_sync_batchnorm``, for a group that is there; says what became of each layer, and does not warn."""
-    places = Places(module, is_layer=lambda layer: isinstance(layer, _BatchNorm) or _is_scripted(layer))
-    check_predicate(predicate)
-    left_out = not_chosen(places, include, exclude, predicate)
-    verdicts = {layer: _verdict(places.names[layer][0], layer, left_out.get(layer, "")) for layer in places.layers}
-    converted = [layer for layer, verdict in verdicts.items() if not verdict.why_not]
-    names = [places.names[layer][0] or type(layer).__name__ for layer in converted]
-    longest = max((1 + 2 * layer.num_features for layer in converted), default=0)
-    exchange = Exchange(process_group, names, longest)
-    try:
-        for number, layer in enumerate(converted):
-            become = _convert_layer(layer, Peers(exchange, number))
-            if become is not layer:
-                module = places.put(become, layer)
-    except BaseException:  # a converter's
-        restore_batchnorm(module)
-        raise
-    return Conversion(module, tuple(verdicts.values()), exchange)
+    """As ``convert_sync_batchnorm``, for a group that exists; returns what became of each layer, and does not warn."""
+    reasons = not_chosen(module, include, exclude, predicate)
+    converted: dict[str, tuple[Any, type]] = {}
+    left_alone: dict[str, str] = {}
+    impossible: list[str] = []
+    for layer, name in batchnorm_layers(module).items():
+        if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
+            left_alone[name] = "synchronises already"
+        elif layer in reasons:
+            left_alone[name] = reasons[layer]
+        elif reason := _why_impossible(layer):
+            left_alone[name] = reason
+            impossible.append(f"{name or 'the module'} ({type(layer).__name__}): {reason}")
+        else:
+            core = core_for(type(layer))
+            assert core is not None
+            converted[name or type(layer).__name__] = layer, synchronised_class(type(layer), core)
+    widest = max((layer.num_features for layer, _ in converted.values()), default=0)
+    context = SyncContext(process_group, tuple(converted), num_features=widest)
+    for index, (layer, made) in enumerate(converted.values()):
+        synchronise(layer, made, replace(context, index=index))
+    return Conversion(tuple(converted), left_alone, impossible, context.world_size)
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
-    """Undo ``convert_sync_batchnorm``: each layer is again what stood there before, with the weights that it has now.
+    """Undo ``convert_sync_batchnorm``: each layer is again what it was before, with the weights that it has now.
 
     Layers that were written as synchronised ones stay. Copies that were made of converted layers are converted ones,
     too: restore them as well. Not collective.
 
     Returns:
-        ``module`` itself; the layer that was there if a converter had made a new module of it.
+        ``module`` itself.
+
+    Raises:
+        ConversionError: a layer has been parametrised since it was converted.
     """
-    places = Places(module, is_layer=lambda layer: True)
-    for layer in places.layers:
-        before = put_back(layer)
-        if before is not None:
-            module = places.put(before, layer)
-        elif is_synchronised(layer):
-            desynchronise(layer)
-            vars(layer).pop(PEERS, None)
+    for layer in module.modules():
+        restore(layer)
     return module
 
 
-def _verdict(name: str, layer: Any, not_chosen: str) -> Verdict:
-    kind = plain_class(layer)
-    if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
-        return Verdict(name, kind.__name__, "synchronises already")
-    if not_chosen:
-        return Verdict(name, kind.__name__, not_chosen)
-    why_not = _why_impossible(layer, kind)
-    return Verdict(name, kind.__name__, why_not, is_left_out=bool(why_not))
-
-
-def _why_impossible(layer: Module, kind: type) -> str:
-    if _is_scripted(layer):
+def _why_impossible(layer: Module) -> str:
+    if is_scripted(layer):
         return "it has been scripted before it could be converted"
+    if parametrize.is_parametrized(layer):
+        return "it is parametrised (remove the parametrisation first)"
+    if isinstance(layer, LazyModuleMixin):
+        return "it is lazy (run a first batch before the conversion)"
     if "forward" in vars(layer):
         return "its forward has been replaced on the object"
-    if converter_for(kind) is None and not reaches_core(kind):
-        return "its forward may normalise by itself"
-    return ""
-
-
-def _is_scripted(layer: Module) -> bool:
-    return isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", "")
-
-
-def _convert_layer(layer: Any, peers: Peers) -> Module:
-    to_sync: Any = converter_for(plain_class(layer)) or SyncBatchNorm
-    if not isinstance(to_sync, type):
-        return replace(layer, to_sync, peers)
-    synchronise(layer, to_sync)
-    vars(layer)[PEERS] = peers  # a class may refuse attributes that it does not know
-    return layer  # type: ignore[no-any-return]
+    return "" if core_for(type(layer)) else "its forward may normalise by itself"

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.batchnorm import on_device, on_host
-from lightning_ddp_ext.batchnorm.exchange import Exchange, Peers
+from lightning_ddp_ext.batchnorm import cpu, cuda
+from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import Running
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormInputError, ConversionError
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-PEERS = "_ddpx_peers"  # the attribute that layers get when they become synchronised ones
+CONTEXT = "_ddpx_context"  # the attribute that layers get when they are converted
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -30,7 +27,7 @@ class SyncBatchNorm(_BatchNorm):
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
     DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
-    joined batch where all ranks have equally many samples.
+    joined batch where all ranks have equally many samples. It cannot be differentiated twice.
 
     Args:
         num_features: C.
@@ -39,14 +36,17 @@ class SyncBatchNorm(_BatchNorm):
         bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
 
     Raises:
-        BatchNormInputError: all batches together have one value a channel (on CPU), or an input has other channels
+        BatchNormInputError: all batches together have one value per channel (on CPU), or an input has other channels
             than the layer, or is on a device that is neither.
         BatchNormMismatchError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
+        BatchNormError: a backward pass with ``create_graph=True``, where there are several ranks.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
     True
     """
+
+    _ddpx_context: SyncContext
 
     def __init__(
         self,
@@ -61,22 +61,19 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        asked: Any = process_group
-        if isinstance(asked, str) or (isinstance(asked, int) and asked > 0):  # below is torch's word for no member
+        if process_group is not None and not is_group(process_group):
             raise ConversionError(
                 f"process_group of a layer must be None or a ProcessGroup (got {process_group!r}); "
                 "'node' and numbers are for convert_sync_batchnorm"
             )
         options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
-        self._ddpx_peers = Peers(Exchange(process_group, longest=1 + 2 * num_features))
-
-    _ddpx_peers: Peers  # also given to the layers that become synchronised ones
+        self._ddpx_context = SyncContext(process_group, num_features=num_features)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The ranks whose batches are joined; ``None``: all there are."""
-        return self._ddpx_peers.exchange.process_group
+        return self._ddpx_context.process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not 2 <= input.dim() <= 5:
@@ -84,29 +81,34 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch (N, C, ...). In training collective: every rank must call it, and its backward."""
-        if not self.training or self._ddpx_peers.world_size == 1:
+        if not self.training or self._ddpx_context.world_size == 1:
             return super().forward(input)
-        self._check_input_dim(input)
-        self._check_kind(input)
-        # Asked here, because the way around the compiler takes time in every layer.
-        normalise = _with_peers_uncompiled if torch.compiler.is_compiling() else _with_peers
-        return normalise(self, input)
+        output: Tensor = self._normalise(input)
+        return output
 
-    def _check_kind(self, input: Tensor) -> None:
+    # A compiled graph ends here, as it does in torch's own SyncBatchNorm.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _normalise(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        self._check_channels_and_device(input)
+        batch_norm = cpu.batch_norm if input.device.type == "cpu" else cuda.batch_norm
+        return batch_norm(input, self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context)
+
+    def _check_channels_and_device(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
         if input.size(1) != self.num_features:
             raise BatchNormInputError(
-                f"{self._ddpx_peers.name} takes inputs of {self.num_features} channels "
+                f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "
                 f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
             )
         if input.device.type not in ("cpu", "cuda"):
             raise BatchNormInputError(
-                f"{self._ddpx_peers.name} takes inputs on cpu or cuda (got one on {input.device}); "
+                f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
                 "convert without it (exclude=)"
             )
 
     def _count_batch(self) -> Running:
-        """The running statistics to be updated, and the weight of this batch in them."""
+        """Count a batch; returns the running statistics to be updated, and the weight of the batch in them."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum = self.momentum
@@ -115,20 +117,3 @@ class SyncBatchNorm(_BatchNorm):
             if momentum is None:  # a cumulative average
                 momentum = 1.0 / float(self.num_batches_tracked)
         return Running(self.running_mean, self.running_var, momentum or 0.0)
-
-
-def _with_peers(layer: SyncBatchNorm, input: Tensor) -> Tensor:
-    batch_norm = on_host.batch_norm if input.device.type == "cpu" else on_device.batch_norm
-    return batch_norm(input, layer.weight, layer.bias, layer._count_batch(), layer.eps, layer._ddpx_peers)
-
-
-def _not_compiled(function: F) -> F:
-    """Let a compiled model be split here: what the ranks exchange is looked at on the host."""
-    disable: Any = torch.compiler.disable
-    if "reason" not in inspect.signature(disable).parameters:  # torch < 2.7
-        return disable(function)  # type: ignore[no-any-return]
-    why = "statistics are exchanged with other ranks here, so compile without fullgraph=True"
-    return disable(function, reason=why)  # type: ignore[no-any-return]
-
-
-_with_peers_uncompiled = _not_compiled(_with_peers)

@@ -5,97 +5,88 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-# A mean so many times the deviation leaves float32 too few digits for the rest; torch's own error is then 1e-6 or more.
+Vector = NDArray[np.float64]
+
+# Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """Of a batch, per channel: ``mean`` (C) and biased ``var`` (C) in float64, of ``count`` values each."""
-
-    mean: Tensor
-    var: Tensor
-    count: float
-
-
-def dtype_of(input: Tensor) -> torch.dtype:
-    """In what torch computes with a batch of this type."""
-    return torch.float32 if input.dtype in _HALF else input.dtype
-
-
-def values_a_channel(input: Tensor) -> int:
-    """How many values each channel of a batch (N, C, ...) has."""
-    return input.numel() // input.size(1)
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half precision as float32, which torch computes it in, too; anything else as it is."""
+    return tensor.float() if tensor.dtype in _HALF else tensor
 
 
 def dense(input: Tensor) -> Tensor:
-    """The batch in a memory format that torch's kernels are fast for."""
+    """The batch in a memory format that torch's kernels are fast for: contiguous, or channels last."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    wanted = formats.get(input.dim())
-    if input.is_contiguous() or (wanted is not None and input.is_contiguous(memory_format=wanted)):
-        return input
-    return input.contiguous()
+    is_channels_last = input.is_contiguous(memory_format=formats.get(input.dim(), torch.contiguous_format))
+    return input if is_channels_last else input.contiguous()
 
 
-def statistics_of(input: Tensor) -> Statistics:
-    """Those of a batch (N, C, ...) in CPU memory; zeros for an empty one."""
-    count = values_a_channel(input)
-    channels = input.size(1)
-    if count == 0:
-        return Statistics(torch.zeros(channels).double(), torch.zeros(channels).double(), 0.0)
-    # Stand-ins for running statistics, which stay as they are, make the kernel compute half precision in float32.
-    stand_in = torch.zeros(channels, dtype=dtype_of(input))
-    mean, var = torch.batch_norm_update_stats(input, stand_in, stand_in.clone(), 0.0)
-    return Statistics(mean.double(), var.double(), float(count))
+def mean_and_var(input: Tensor) -> tuple[Vector, Vector]:
+    """Mean and biased variance (C) of a batch (N, C, ...) on CPU, in float32 or float64; zeros for an empty batch."""
+    if input.numel() == 0:
+        return np.zeros(input.size(1)), np.zeros(input.size(1))
+    mean, var = torch.batch_norm_update_stats(input.detach(), None, None, 0.0)
+    return mean.numpy().astype(np.float64), var.numpy().astype(np.float64)
 
 
-def has_large_offset(statistics: Statistics, eps: float) -> bool:
-    """Whether a channel's mean is so large beside its deviation that float32 has too few digits for what is left."""
-    return bool((statistics.mean.square() > _LARGE_OFFSET**2 * (statistics.var + eps)).any())
+def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
+    """Whether a channel's mean is too large beside its deviation for float32."""
+    with np.errstate(all="ignore"):  # torch does not warn of infinities in a network that diverges either
+        return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
-def merge(counts: Tensor, means: Tensor, variances: Tensor) -> Statistics:
+@dataclass(frozen=True)
+class Statistics:
+    """Per channel: ``mean`` (C) and biased ``var`` (C) of ``count`` values each."""
+
+    mean: Vector
+    var: Vector
+    count: float
+
+
+def merge(parts: Vector) -> Statistics:
     """The statistics of several batches together.
 
     The pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances" (1979), for any number of parts: nothing large is subtracted from something large.
 
     Args:
-        counts: values a channel in each part, (parts, 1), in float64.
-        means: (parts, C), in float64.
-        variances: biased, (parts, C), in float64.
+        parts: a row for each batch, (parts, 1 + 2C): values per channel, means, and biased variances.
 
-    >>> parts = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 60.0]]).double()
-    >>> counts = torch.tensor([[3.0], [3.0]]).double()
-    >>> joint = merge(counts, parts.mean(1, keepdim=True), parts.var(1, keepdim=True, correction=0))
-    >>> joint.count, torch.allclose(joint.mean, parts.mean()), torch.allclose(joint.var, parts.var(correction=0))
-    (6.0, True, True)
+    >>> joint = merge(np.array([[3.0, 1.0, 0.5], [1.0, 5.0, 0.0]]))  # three values around 1, and a 5
+    >>> joint.count, joint.mean.item(), joint.var.item()
+    (4.0, 2.0, 3.375)
     """
+    channels = parts.shape[1] // 2
+    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
-    if count == 0:
-        return Statistics(means[0], variances[0], 0.0)
-    weights = (counts / count).T
-    mean = (weights @ means)[0]
-    var = (weights @ (variances + (means - mean).square()))[0]
+    weights = counts / max(count, 1.0)
+    with np.errstate(all="ignore"):
+        mean = (weights * means).sum(0)
+        var = (weights * (variances + (means - mean) ** 2)).sum(0)
     return Statistics(mean, var, count)
 
 
 class Running(NamedTuple):
-    """A layer's running statistics (C), and the weight of a new batch in them; ``None``: the layer keeps none."""
+    """A layer's running statistics (C), ``None`` without any, and the weight of a new batch in them."""
 
     mean: Tensor | None
     var: Tensor | None
     momentum: float
 
     def update(self, joint: Statistics) -> None:
-        """Take a batch in, by its unbiased variance, as torch does."""
+        """Add a batch, with its unbiased variance, as torch does."""
         if self.mean is None or self.var is None or joint.count == 0:
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
-        # Rounded once, to what may be half precision.
-        self.mean.copy_(self.mean.double().lerp(joint.mean, self.momentum))
-        self.var.copy_(self.var.double().lerp(unbiased, self.momentum))
+        for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
+            # In float64, so that half precision is rounded once.
+            kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))

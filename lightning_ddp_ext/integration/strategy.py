@@ -38,6 +38,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     SLURMEnvironment,
     StrategyRegistry,
     TorchElasticEnvironment,
+    TorchSyncBatchNorm,
     Trainer,
     lightning_name,
     lightning_version,
@@ -572,16 +573,9 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._layer_sync = RanksLayerSync.in_place_of(self._layer_sync)
+        if type(self._layer_sync) is TorchSyncBatchNorm:
+            self._layer_sync = RanksLayerSync()
         super().setup(trainer)
-        if isinstance(self._layer_sync, RanksLayerSync):
-            self._layer_sync.layers.stop_broadcasts(self.model)
-
-    @override
-    def pre_backward(self, closure_loss: Any) -> None:
-        if isinstance(self._layer_sync, RanksLayerSync):
-            self._layer_sync.layers.before_backward()
-        super().pre_backward(closure_loss)
 
     # DDP.
 

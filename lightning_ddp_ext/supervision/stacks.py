@@ -15,7 +15,7 @@ _LONGEST = 1 << 15
 _WAITING = {"torch.autograd", "torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.named_barrier"}
 # Those that wait in C++, and that call code of the user's as well.
 _WAITING_ITSELF = {
-    "lightning_ddp_ext.batchnorm.exchange",
+    "lightning_ddp_ext.batchnorm.sync_context",
     "lightning_ddp_ext.data.shortest",
     "torch.distributed.utils",
     "torch.nn.parallel.distributed",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 Forward = Callable[[Any, Tensor], Tensor]
 
@@ -23,10 +22,6 @@ class Scaled(nn.BatchNorm2d):
 class ScaledTwice(Scaled):
     def forward(self, input: Tensor) -> Tensor:
         return 3 * super(ScaledTwice, self).forward(input)  # noqa: UP008 - how it used to be written
-
-
-class ScaledByAnother(Scaled):
-    gain = 5.0
 
 
 def added_one(forward: Forward) -> Forward:
@@ -57,10 +52,6 @@ class Named:
 
 
 class Mixed(Named, Squared, nn.BatchNorm2d):
-    pass
-
-
-class MixedLast(nn.BatchNorm2d, Named):
     pass
 
 
@@ -135,14 +126,6 @@ class Split(nn.BatchNorm2d):
         return torch.cat([super().forward(first), self.second(second)], dim=2)
 
 
-class Double(nn.Module):
-    def forward(self, value: Tensor) -> Tensor:
-        return 2 * value
-
-    def right_inverse(self, value: Tensor) -> Tensor:
-        return value / 2
-
-
 class Functional(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training and self.num_batches_tracked is not None:
@@ -164,17 +147,9 @@ class ByName(nn.BatchNorm2d):
         return nn.BatchNorm2d.forward(self, input)
 
 
-class Alias(nn.BatchNorm2d):
-    forward = nn.BatchNorm2d.forward
-
-
 class BelowFunctional(Functional):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).relu()
-
-
-class Unwrapped(nn.BatchNorm2d):
-    forward = staticmethod(len)  # type: ignore[assignment]
 
 
 class NormAct(nn.BatchNorm2d):
@@ -228,10 +203,4 @@ def hooked(layer: nn.Module) -> nn.Module:
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
     layer.register_forward_hook(lambda _, __, output: 2 * output)
     layer.register_full_backward_hook(lambda _, gradients, __: (3 * gradients[0],))
-    return layer
-
-
-def parametrized(layer: nn.Module, *names: str) -> nn.Module:
-    for name in names:
-        parametrize.register_parametrization(layer, name, Double())
     return layer

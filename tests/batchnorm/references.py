@@ -21,15 +21,6 @@ _EXACT = {torch.float64: 1e-10, torch.float32: 1e-6, **{dtype: torch.finfo(dtype
 Results = dict[str, Tensor]
 
 
-class Formula(nn.BatchNorm1d):
-    """BatchNorm of rows as its definition says, differentiable as often as one likes."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        centred = input - input.mean(0)
-        normalised = centred / (centred.square().mean(0) + self.eps).sqrt()
-        return normalised * self.weight + self.bias
-
-
 def of_layer(
     case: Case, kind: type[SyncBatchNorm], rank: int, world_size: int, device: str
 ) -> tuple[Results, list[str]]:

@@ -15,7 +15,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -89,6 +88,13 @@ class Manual(Classifier):
         optimizer.step()
 
 
+class Twice(Classifier):
+    """Two forward passes for one backward pass."""
+
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        return self.loss(batch) + 0.5 * self.loss([batch[0].flip(-1), batch[1]])
+
+
 class Lbfgs(Classifier):
     """Several forward and backward passes a step."""
 
@@ -113,7 +119,7 @@ class Compiled(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.compile(self.layers, backend="eager")
+        self.layers = torch.compile(self.layers, backend="aot_eager")
 
 
 class Validated(Classifier):
@@ -142,7 +148,9 @@ FEATURES = {
     "unused parameters": Feature(Unused, strategy={"find_unused_parameters": True}),
     "gradients as views": Feature(strategy={"gradient_as_bucket_view": True}),
     "static graph": Feature(strategy={"static_graph": True}),
+    "buffers that DDP does not send": Feature(Validated, strategy={"broadcast_buffers": False}),
     "manual optimisation": Feature(Manual),
+    "two forward passes": Feature(Twice),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
     "clipping": Feature(trainer={"gradient_clip_val": 0.1}),
     "closures": Feature(Lbfgs),
@@ -384,46 +392,35 @@ def test_whatever_ends_fit_the_model_is_what_it_was(tmp_path: Path) -> None:
         assert ranks == [[], []]
 
 
-def ask_for_too_much(kind: Kind, directory: Path) -> list[str]:
+def refused(kind: Kind, directory: Path) -> list[str]:
     from lightning_ddp_ext import SyncBatchNormConversion
 
+    choices: list[tuple[str, dict[str, Any]]] = [
+        ("nothing", {"include": "backbone.*"}),
+        ("nothing", {"exclude": nn.BatchNorm3d}),
+        ("flag", {"exclude": "layers.2"}),
+        ("flag", {"process_group": 1}),
+    ]
     errors = []
-    for selection in ({"include": "backbone.*"}, {"exclude": nn.BatchNorm3d}):
-        conversion = SyncBatchNormConversion(**selection)
+    for by, choice in choices:
+        trainer = trainer_with(kind, directory, by=by, callbacks=[SyncBatchNormConversion(**choice)])
         with pytest.raises((ConversionError, RankFailedError)) as caught:
-            trainer_with(kind, directory, by="nothing", callbacks=[conversion]).fit(Classifier())
-        errors.append(str(caught.value))
-    return errors
-
-
-def test_a_selection_that_fits_nothing_ends_fit_on_all_ranks(tmp_path: Path) -> None:
-    """When it begins, with the names of the layers that there are."""
-    layers_there = "choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
-    for selection, *errors in zip(
-        ("include='backbone.*'", "exclude=BatchNorm3d"), *on_ranks("ours", ask_for_too_much, tmp_path), strict=True
-    ):
-        assert all(error.endswith(f"{selection} fits no BatchNorm layer; {layers_there}") for error in errors), errors
-
-
-def contradict(kind: Kind, directory: Path) -> list[str]:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    errors = []
-    for choice in ({"exclude": "layers.2"}, {"process_group": 1}):
-        trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(**choice)])
-        with pytest.raises(ConversionError) as caught:
             trainer.fit(Classifier())
         errors.append(str(caught.value))
     trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Classifier())
     return errors
 
 
-def test_all_layers_and_some_of_them_cannot_both_be_meant(tmp_path: Path) -> None:
-    """The Trainer's flag beside a callback that chooses is refused on every rank, before anything is converted."""
-    for errors in on_ranks("ours", contradict, tmp_path):
-        assert [error.partition(",")[0] for error in errors] == 2 * [
-            "sync_batchnorm=True converts all layers over all ranks"
-        ]
+def test_choices_that_cannot_be_meant_end_fit_on_all_ranks(tmp_path: Path) -> None:
+    """A selection that fits nothing, which names the layers that there are, and one beside the Trainer's flag."""
+    layers_there = (
+        "fits no BatchNorm layer; choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
+    )
+    for errors in on_ranks("ours", refused, tmp_path):
+        assert errors[0].endswith(f"include='backbone.*' {layers_there}")
+        assert errors[1].endswith(f"exclude=BatchNorm3d {layers_there}")
+        for error in errors[2:]:
+            assert "sync_batchnorm=True converts all layers over all ranks" in error
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -488,12 +485,12 @@ class Lines(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def said(kind: Kind, directory: Path, level: int) -> list[list[str]]:
+def said(kind: Kind, directory: Path) -> list[list[str]]:
     """What a fit has logged and warned of about BatchNorm, by the callback and by the flag."""
     found = []
     for by in ("callback", "flag") if kind == "ours" else ("callback",):
         lines, ours = Lines(), logging.getLogger("lightning_ddp_ext")
-        ours.setLevel(level)
+        ours.setLevel(logging.INFO)
         for logger in (ours, logging.getLogger("lightning.pytorch")):
             logger.addHandler(lines)
         with warnings.catch_warnings(record=True) as caught:
@@ -508,8 +505,8 @@ def said(kind: Kind, directory: Path, level: int) -> list[list[str]]:
 
 
 def test_rank_zero_says_once_what_has_been_converted(tmp_path: Path) -> None:
-    """A line; at debug level a table; a warning that names the layer that cannot be. The other ranks are silent."""
-    for kind, (first, second) in zip(KINDS, on_both(said, tmp_path, logging.INFO), strict=True):
+    """A line, and a warning that names the layer that cannot be. The other ranks are silent."""
+    for kind, (first, second) in zip(KINDS, on_both(said, tmp_path), strict=True):
         assert second == [[]] * len(first)
         assert len(first) == (2 if kind == "ours" else 1)
         for summary, warning in first:
@@ -520,108 +517,21 @@ def test_rank_zero_says_once_what_has_been_converted(tmp_path: Path) -> None:
             assert "layers.2.5 (OnItsOwn): its forward may normalise by itself" in warning
 
 
-def test_at_debug_level_there_is_a_table(tmp_path: Path) -> None:
-    """A row for each layer, on rank 0 alone: its name, its type, and whether it has been converted or why not."""
-    first, second = on_ranks("ours", said, tmp_path, logging.DEBUG)
-    assert second == [[], []]
-    for _, table, _ in first:
-        rows = [line.split() for line in table.splitlines() if "layers." in line or "frozen" in line]
-        names = [next(word for word in row if "." in word or word == "frozen") for row in rows]
-        assert names == ["layers.0.1", "layers.1.1", *(f"layers.2.{index}" for index in (1, 4, 5, 6)), "frozen"]
-        assert "Doubling" in table
-        assert "converted" in table
+# --- groups of ranks ------------------------------------------------------------------------------
 
 
-# --- what DDP sends -------------------------------------------------------------------------------
-
-
-class Marked(Classifier):
-    """In each step rank 1 puts something of its own into buffers, and looks whether it stays in the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("marker", torch.zeros(1))
-        self.kept: list[tuple[bool, bool]] = []
-
-    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor | None:
-        statistics = self.layers[1][1].running_mean
-        if self.global_rank == 1:
-            self.kept.append((bool(self.marker == 1), bool(statistics.max() > 50)))
-        return super().training_step(batch, index)
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if self.global_rank == 1:
-            self.marker.fill_(1)
-            self.layers[1][1].running_mean.fill_(100)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.layers[1][1].running_mean.zero_()
-
-
-SELECTIONS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "all, as one group": {"process_group": 2},
-    "all, of one node": {"process_group": "node"},
-    "alone": {"process_group": 1},
-    "others": {"exclude": "layers.1.*"},
-    "only this": {"include": "layers.1.*"},
-}
-
-
-def sent(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Whether rank 1's own (marker, running mean) stayed after the first step."""
+def in_pairs(kind: Kind, directory: Path) -> Tensor:
     from lightning_ddp_ext import SyncBatchNormConversion
 
-    found = {}
-    trainers = {
-        name: trainer_with(kind, directory, by="nothing", callbacks=[SyncBatchNormConversion(**selection)])
-        for name, selection in SELECTIONS.items()
-    }
-    if kind == "ours":
-        trainers["flag"] = trainer_with(kind, directory, by="flag")
-    trainers["nothing"] = trainer_with(kind, directory, by="nothing")
-    for name, trainer in trainers.items():
-        model = Marked()
-        trainer.fit(model)
-        found[name] = set(model.kept[1:])
-    model = Marked()
-    model.layers[1][1] = on_its_own(model.layers[1][1].num_features)
-    trainer_with(kind, directory, by="nothing", callbacks=[SyncBatchNormConversion()]).fit(model)
-    found["the rest, this was written for one rank"] = set(model.kept[1:])
-    return found
+    model = Classifier()
+    callbacks = [SyncBatchNormConversion(process_group=2)]
+    trainer_with(kind, directory, by="nothing", devices=4, callbacks=callbacks).fit(model)
+    return model.layers[0][1].running_mean
 
 
-def on_its_own(num_features: int) -> nn.Module:
-    """A layer for the statistics of this rank, as a user may write it."""
-    from lightning_ddp_ext import SyncBatchNorm
-
-    groups = [dist.new_group([rank]) for rank in range(2)]
-    return SyncBatchNorm(num_features, process_group=groups[dist.get_rank()])
-
-
-def test_ddp_no_longer_sends_what_is_the_same_everywhere(tmp_path: Path) -> None:
-    """Running statistics of all ranks stay out of DDP's broadcasts; other buffers, and those of groups, do not."""
-    for kind, (_, second) in zip(KINDS, on_both(sent, tmp_path), strict=True):
-        by_us = ["all", "all, as one group", "all, of one node", "only this", *(["flag"] if kind == "ours" else [])]
-        expected = {name: {(False, name in by_us)} for name in second}
-        assert second == expected
-
-
-def in_pairs(kind: Kind, directory: Path) -> tuple[set[tuple[bool, bool]], Tensor]:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    model = Marked()
-    trainer = trainer_with(
-        kind, directory, by="nothing", devices=4, callbacks=[SyncBatchNormConversion(process_group=2)]
-    )
-    trainer.fit(model)
-    return set(model.kept[1:]), model.layers[0][1].running_mean
-
-
-def test_groups_have_statistics_of_their_own_which_ddp_goes_on_sending(tmp_path: Path) -> None:
-    """With `process_group=2` two ranks each have the same statistics, until DDP sends those of rank 0 to all."""
-    (_, first), (kept, second), (_, third), (_, fourth) = on_ranks("ours", in_pairs, tmp_path, world_size=4)
-    assert kept == {(False, False)}
+def test_groups_have_statistics_of_their_own(tmp_path: Path) -> None:
+    """With `process_group=2` two ranks each have the same statistics."""
+    first, second, third, fourth = on_ranks("ours", in_pairs, tmp_path, world_size=4)
     assert_same((first, third), (second, fourth))
     assert not torch.equal(first, third)
 

@@ -1,8 +1,7 @@
-"""A callback that trains a model with the BatchNorm statistics of all ranks, with any strategy."""
+"""A callback that synchronises BatchNorm while a model is trained, with any strategy."""
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import Ranks
@@ -12,14 +11,16 @@ from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModu
 
 
 class SyncBatchNormConversion(Callback):
-    """Gives BatchNorm layers the statistics of all ranks' batches while a model is trained.
+    """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
     When ``fit`` begins, layers become synchronised ones, on CPU and CUDA alike, and when training ends they are again
     what they were: ``on_train_end`` of the module and of callbacks that come after this one, exports, ``torch.jit`` and
     ``load_state_dict`` see plain BatchNorm. State dicts have the same keys all the time. Copies that are made of layers
     in between stay synchronised: ``restore_batchnorm`` restores them, too. Layers that are added later are not
-    converted. Rank 0 says in one line what has been converted, and in a table at debug level. With one rank nothing is
-    done.
+    converted. Rank 0 logs in one line what has been converted. With one rank nothing is done.
+
+    DDP sends rank 0's running statistics to all ranks before each step, which changes nothing where all ranks have the
+    same; for groups of ranks with statistics of their own, turn it off with ``broadcast_buffers=False``.
 
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
@@ -36,8 +37,8 @@ class SyncBatchNormConversion(Callback):
             have met before the Trainer is made.
 
     Raises:
-        ConversionError: ``process_group`` or ``predicate`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits
-            no layer, or ``sync_batchnorm=True`` was given, too.
+        ConversionError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer,
+            ``predicate`` is no function, or ``sync_batchnorm=True`` was given, too.
 
     Example::
 
@@ -56,29 +57,24 @@ class SyncBatchNormConversion(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._layers.refuse_to_contradict(getattr(trainer.strategy, "_layer_sync", None))
+            self._layers.check_layer_sync(getattr(trainer.strategy, "_layer_sync", None))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._layers.convert(pl_module)
-        self._layers.stop_broadcasts(trainer.strategy.model)
-
-    @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._layers.before_backward()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore(has_failed=False)
+        self._layers.restore()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore(has_failed=False)  # where nothing was left to be trained
+        self._layers.restore()  # where nothing was left to be trained
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._layers.restore(has_failed=False)  # where Lightning's Tuner has left early
+        self._layers.restore()  # where Lightning's Tuner has left early
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._layers.restore(has_failed=True)
+        self._layers.restore()
