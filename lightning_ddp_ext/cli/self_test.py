@@ -95,7 +95,7 @@ def run(*, devices: int, accelerator: str, init_method: str | None) -> Report | 
             enable_model_summary=False,
         )
 
-    with tempfile.TemporaryDirectory(prefix="ddpx-test-") as directory:
+    with tempfile.TemporaryDirectory(prefix="rank-test-") as directory:
         testing = _Run(Path(directory) / "test.ckpt")
         trainer = make_trainer(_STEPS, testing)
         trainer.fit(_Line())

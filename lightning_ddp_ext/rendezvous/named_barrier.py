@@ -82,8 +82,9 @@ class NamedBarriers:
 
     def _missed(self) -> Call | None:
         """A call that another rank waits in, and that this rank has gone past."""
-        waiting = self._waiting.get(self._made + 1)
-        return waiting[0] if waiting and self._steps > waiting[0].steps else None
+        waiting = self._waiting.get(self._made + 1, [])
+        earliest = min(waiting, key=lambda call: call.steps, default=None)
+        return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
         """Say that this rank begins a call that every rank must make. It need not wait, if the call makes ranks wait.
@@ -173,7 +174,7 @@ class NamedBarriers:
             calls = self._waiting.setdefault(call.number, [])
             calls.append(call)
             is_odd = self._rank == 0 and call.name != calls[0].name
-            is_complete = len(calls) == len(self._context.table)
+            is_complete = len(calls) == len(self._context.table) and len({each.name for each in calls}) == 1
             missed = self._missed()
         if is_odd:
             self._report_mismatch(calls)
