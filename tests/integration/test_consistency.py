@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_ddp_ext import ConfigurationError, DivergenceError, OptionError, RankConsistency
+from lightning_ddp_ext import ConfigurationError, DivergenceError, OptionError, RankConsistency, RankFailedError
 from tests.integration.training import (
     KINDS,
     Batch,
@@ -28,6 +29,7 @@ from tests.integration.training import (
     on_ranks,
     weights,
 )
+from tests.ranks import by_hand_env, launch_ranks, run_ranks
 
 
 class Nudge(L.Callback):
@@ -356,3 +358,36 @@ def test_numbers_of_steps_that_make_no_sense_are_refused(value: Any) -> None:
     """Fields, rule, value and remedy."""
     with pytest.raises(OptionError, match="every_n_steps must be a whole number, at least 1"):
         RankConsistency(value)
+
+
+class Overflowing(Net):
+    """Has a loss that is not finite, in one batch of one rank."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + math.inf if (self.global_rank, self.global_step) == (1, 2) else loss
+
+
+def overflow(rank: int, world_size: int, directory: Path, on_divergence: Any) -> tuple[int, list[str]]:
+    callback = RankConsistency(check_finite=True, on_divergence=on_divergence, ignore=["*"])
+    trainer = make_trainer(make_strategy("ours", directory), callbacks=[callback], max_epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Overflowing())
+    return trainer.global_step, [str(each.message) for each in caught if "the loss of rank" in str(each.message)]
+
+
+SENTENCE = "the loss of rank 1 is inf in step 2, batch 2 of epoch 0; look at that batch, or find the operation with"
+
+
+def test_a_loss_that_is_not_finite_is_named_with_rank_step_and_batch(tmp_path: Path) -> None:
+    """It is an error of that rank, which releases the others, or its warning."""
+    first, second = launch_ranks(overflow, 2, tmp_path, "raise", env=by_hand_env(2))
+    assert second.error is not None
+    assert second.error.message.startswith(SENTENCE)
+    assert first.error is not None
+    assert isinstance(first.error.exception, RankFailedError)
+    assert SENTENCE in first.error.message
+    (_, nothing), (steps, said) = run_ranks(overflow, 2, tmp_path, "warn", env=by_hand_env(2))
+    assert (nothing, steps) == ([], 4)
+    assert [sentence[: len(SENTENCE)] for sentence in said] == [SENTENCE]

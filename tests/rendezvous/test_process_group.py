@@ -48,7 +48,7 @@ def test_ranks_meet_and_end_in_good_order(kind: str, world_size: int, tmp_path: 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1:5])
 def test_ranks_may_start_in_any_order(order: Sequence[int], tmp_path: Path) -> None:
-    """Each rank looks for rank 0 before the next one is started."""
+    """A rank that is there before rank 0 waits for it."""
     with RankProcesses(join_and_add, 3, str(tmp_path / "store"), start=[], time_limit=30.0) as ranks:
         for rank in order:
             ranks.start(rank)

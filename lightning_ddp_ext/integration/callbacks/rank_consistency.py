@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.errors import ConfigurationError, OptionError
+from lightning_ddp_ext.errors import ConfigurationError, DivergenceError, OptionError
 from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Strategy, Trainer, rank_zero_warn
 from lightning_ddp_ext.supervision.replica_check import OnDivergence, ReplicaCheck
 from lightning_ddp_ext.supervision.replica_state import option_texts, structure_texts
@@ -55,12 +58,14 @@ class RankConsistency(Callback):
             names, dtypes or shapes are raised instead, as is all that differs before training begins.
         ignore: patterns (``fnmatch``) of what may differ, for names as messages have them or for their last word:
             ``"data_dir"``, ``"encoder.*"``, ``"optimizer 0: lr of *"``, ``"max_epochs"``.
+        check_finite: whether a rank whose loss is infinite or no number says so before its backward pass, with its
+            rank, step and batch. It needs no collective; on a GPU it waits for the loss.
 
     Raises:
         OptionError: an argument cannot work.
         ConfigurationError: in ``fit``: the strategy does not keep a whole model on each rank, or averages models only
             now and then (post-local SGD).
-        DivergenceError: in ``fit``: the ranks differ.
+        DivergenceError: in ``fit``: the ranks differ, or a loss is not finite.
 
     Example::
 
@@ -68,16 +73,24 @@ class RankConsistency(Callback):
     """
 
     def __init__(
-        self, every_n_steps: int = 100, on_divergence: OnDivergence = "raise", *, ignore: Sequence[str] = ()
+        self,
+        every_n_steps: int = 100,
+        on_divergence: OnDivergence = "raise",
+        *,
+        ignore: Sequence[str] = (),
+        check_finite: bool = False,
     ) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise OptionError(
                 f"every_n_steps must be a whole number, at least 1 (got {every_n_steps!r}); 100 costs little"
             )
         self.every_n_steps = every_n_steps
+        self.check_finite = check_finite
+        self._on_divergence = on_divergence
         self._check = ReplicaCheck(on_divergence=on_divergence, ignore=ignore, warn=rank_zero_warn)
         self._is_needed = False
         self._last_step = 0
+        self._batch_idx = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -93,6 +106,24 @@ class RankConsistency(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._compare(trainer, pl_module, when="at the start of training")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch_idx = batch_idx
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if not self.check_finite or bool(torch.isfinite(loss.detach()).all()):
+            return
+        rank = trainer.global_rank
+        text = (
+            f"the loss of rank {rank} is {float(loss.detach().sum())} in step {trainer.global_step}, batch "
+            f"{self._batch_idx} of epoch {trainer.current_epoch}; look at that batch, or find the operation with "
+            "Trainer(detect_anomaly=True)"
+        )
+        if self._on_divergence != "warn":
+            raise DivergenceError(text, ranks=(rank,), names=("loss",))
+        warnings.warn(text, stacklevel=2)
 
     @override
     def on_train_batch_end(
