@@ -39,34 +39,39 @@ def passed_on(state: State, *, first: int, adds: bool) -> State:
 
 
 def draw(world_size: int) -> str:
-    """Return the picture as SVG: a column a step, a row a rank, and in it a box for each chunk."""
-    columns = list(states(world_size))
-    column_width = world_size * CELL + GAP
-    width, height = LEFT + len(columns) * column_width, TOP + world_size * (CELL + 8) + 8
+    """Return the picture as SVG: the adding above the copying, a column a step, a row a rank, a box for each chunk."""
+    block_width, block_height = world_size * CELL + GAP, TOP + world_size * (CELL + 8)
+    width, height = LEFT + world_size * block_width, 2 * block_height + 8
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for rank in range(world_size):
-        parts.append(text(4, TOP + rank * (CELL + 8) + 20, f"rank {rank}", COLOURS[rank]))
     before: State | None = None
-    for number, (title, state) in enumerate(columns):
-        left = LEFT + number * column_width
-        parts.append(text(left, TOP - 16, title, "#333"))
-        parts += cells(left, state, before)
+    for number, (title, state) in enumerate(states(world_size)):
+        left, top = LEFT + number % world_size * block_width, TOP + number // world_size * block_height
+        if left == LEFT:
+            parts += names(world_size, top)
+        parts.append(text(left, top - 12, title, "#333"))
+        parts += cells(left, top, state, before)
         before = state
     return "\n".join([*parts, "</svg>", ""])
 
 
-def cells(left: int, state: State, before: State | None) -> Iterator[str]:
+def names(world_size: int, above: int) -> Iterator[str]:
+    """Name each row by its rank, in the rank's colour."""
+    for rank in range(world_size):
+        yield text(4, above + rank * (CELL + 8) + 20, f"rank {rank}", COLOURS[rank])
+
+
+def cells(left: int, above: int, state: State, before: State | None) -> Iterator[str]:
     """Draw all chunks of all ranks at one moment; what has just arrived has a dark frame."""
     for rank, chunks in enumerate(state):
-        top = TOP + rank * (CELL + 8)
+        top = above + rank * (CELL + 8)
         for number, chunk in enumerate(chunks):
             x = left + number * CELL
             is_new = before is not None and before[rank][number] != chunk
             for contributor in chunk:
-                stripe = CELL / len(state)
+                stripe = (CELL - 2) / len(state)
                 yield rectangle(x + contributor * stripe, top, stripe, CELL, fill=COLOURS[contributor])
             frame = 'stroke="#111" stroke-width="3"' if is_new else 'stroke="#999"'
             yield f'<rect x="{x}" y="{top}" width="{CELL - 2}" height="{CELL}" fill="none" {frame}/>'

@@ -76,7 +76,7 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
     assert [hit for page in pages for hit in re.findall(loaded, page.read_text())] == []
     styles = [style.read_text() for style in (tmp_path / "site").rglob("*.css")]
     assert [hit for style in styles for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)] == []
-    assert (tmp_path / "site/images/ring.svg").read_text().count(">rank ") == 4
+    assert (tmp_path / "site/images/ring.svg").read_text().count(">rank ") == 8
 
 
 def subclasses(cls: type[Exception]) -> Iterator[str]:
