@@ -20,7 +20,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test fast gpu soak coverage lint types test-lowest bench clean
+.PHONY: help venv demo docs test fast gpu soak coverage lint types test-lowest bench clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -30,6 +30,9 @@ venv: $(VENV)/$(INSTALLED) ## Make .venv and install the package with everything
 
 demo: venv ## Train on the UCI digits with two ranks, save and resume (under a minute once installed)
 	$(BIN)/python examples/digits.py
+
+docs: venv ## Build the documentation into site/ (to read it: python3 -m http.server -d site)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint types ## Lint, types, and all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" --numprocesses 3 --dist worksteal --durations 10
@@ -60,7 +63,7 @@ bench: venv ## Run the benchmarks and print their tables
 	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean: ## Remove what tests and builds leave behind; keeps the environments
-	rm -rf build dist htmlcov checkpoints lightning_logs .coverage .coverage.* \
+	rm -rf build dist site htmlcov checkpoints lightning_logs .coverage .coverage.* \
 	    .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lightning_ddp_ext tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 

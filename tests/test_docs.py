@@ -1,0 +1,118 @@
+"""The documentation builds, its code runs, and its lists are complete."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_ddp_ext
+from lightning_ddp_ext import DDPExtError
+from tests.integration.training import Net
+from tests.ranks import by_hand_env, free_port, run_ranks
+from tests.scripts import run_script
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+INTERNAL = {"DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE"}  # set by the package for the processes that it starts
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """Title and code of each block of Python in a page."""
+    return re.findall(r'^```python(?: title="([^"]*)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
+
+
+def page_of(name: str) -> str:
+    """A page's text, with what it includes."""
+    text = (DOCS / name).read_text()
+    return re.sub(r'^--8<-- "(.*)"$', lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
+
+
+PAGES = {str(path.relative_to(DOCS)): blocks(page_of(str(path.relative_to(DOCS)))) for path in DOCS.rglob("*.md")}
+README = (ROOT / "README.md").read_text()
+# A block with a title is a script of its own; what the README has, too, is run by test_readme.
+SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title and code not in README}
+
+
+def run_blocks(rank: int, world_size: int, directory: Path) -> None:
+    """Run each page's blocks on a rank, one after another; `model` and `loader` are there, as the pages say."""
+    os.chdir(directory)
+    for name, found in sorted(PAGES.items()):
+        model = Net()
+        known = {"__name__": "__main__", "model": model, "loader": model.train_dataloader()}
+        for title, code in found:
+            if not title:
+                exec(compile(code.replace("file:///shared", f"file://{directory}"), name, "exec"), known)
+
+
+def test_blocks_of_pages_run(tmp_path: Path) -> None:
+    """What a reader copies works, on two ranks; defaults of the Trainer keep it short."""
+    defaults = {"accelerator": "cpu", "max_epochs": "1", "limit_train_batches": "2", "enable_progress_bar": "False"}
+    short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
+    run_ranks(run_blocks, 2, tmp_path, time_limit=100, env={**by_hand_env(2, port=free_port()), **short})
+
+
+@pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
+def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
+    """A page's script ends with success."""
+    completed = run_script(code, cwd=tmp_path)
+    assert completed.returncode == 0, completed.output
+
+
+def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
+    """No broken link or reference; scripts, styles, fonts and pictures are the site's own."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    loaded = r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^>]+|<link[^>]+rel="?(?:style|preconnect)[^>]+//[^>]+'
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > len(PAGES)  # one more: 404.html
+    assert [hit for page in pages for hit in re.findall(loaded, page.read_text())] == []
+    styles = [style.read_text() for style in (tmp_path / "site").rglob("*.css")]
+    assert [hit for style in styles for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)] == []
+    assert (tmp_path / "site/images/ring.svg").read_text().count(">rank ") == 8
+
+
+def subclasses(cls: type[Exception]) -> Iterator[str]:
+    for child in cls.__subclasses__():
+        yield child.__name__
+        yield from subclasses(child)
+
+
+def test_every_error_has_a_cause_and_a_fix_under_its_anchor() -> None:
+    found = re.findall(r"^### (\w+) \{ #(\w+) \}\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S)
+    assert sorted(name for name, _, _ in found) == sorted(set(subclasses(DDPExtError)))
+    assert all(name == anchor for name, anchor, _ in found)
+    assert [name for name, _, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
+
+
+def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", page_of("reference/strategy.md"), re.MULTILINE)
+    shown = {name: default for names, default in rows for name in re.findall(r"\w+", names)}
+    parameters = inspect.signature(lightning_ddp_ext.DDPExtStrategy).parameters
+    assert sorted(shown) == sorted(parameters)
+    for name, default in shown.items():
+        if not default.endswith(" s"):  # the others are durations
+            assert default.strip("`").replace('"', "'") == repr(parameters[name].default), name
+
+
+def test_every_variable_of_ours_is_described() -> None:
+    """`DDPX_*` as the package's source has them, without those that are none of the user's business."""
+    sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
+    described = re.findall(r"^\| `(DDPX_\w+)`", page_of("reference/environment.md"), re.MULTILINE)
+    assert set(described) == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL
+
+
+def test_every_public_name_is_on_the_page_of_the_api() -> None:
+    shown = re.findall(r"^::: lightning_ddp_ext\.(\w+)$", page_of("reference/api.md"), re.MULTILINE)
+    assert sorted(shown) == sorted(name for name in lightning_ddp_ext.__all__ if not name.endswith("Error"))
+
+
+def test_citation_names_the_version() -> None:
+    assert f"\nversion: {lightning_ddp_ext.__version__}\n" in (ROOT / "CITATION.cff").read_text()
