@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError
+from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError, RankFailedError
 from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.foreign import adapted
@@ -110,9 +110,20 @@ class Checkpoints:
         """
         if self.is_interrupted or self._world_size == 1:
             return work() if self._strategy.is_global_zero else None
+
+        def settle() -> None:
+            context = current()
+            if context is not None:
+                with suppress(RankFailedError):
+                    context.barriers.enter(f"the end of {what}")
+
         with self._every_rank(what):
             return rank_zero_for_all(
-                work, is_rank_zero=self._strategy.is_global_zero, broadcast=self._strategy.broadcast, what=what
+                work,
+                is_rank_zero=self._strategy.is_global_zero,
+                broadcast=self._strategy.broadcast,
+                what=what,
+                settle=settle,
             )
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:

@@ -14,7 +14,12 @@ T = TypeVar("T")
 
 
 def rank_zero_for_all(
-    work: Callable[[], T], *, is_rank_zero: bool, broadcast: Callable[[Any], Any], what: str = "work"
+    work: Callable[[], T],
+    *,
+    is_rank_zero: bool,
+    broadcast: Callable[[Any], Any],
+    what: str = "work",
+    settle: Callable[[], object] = lambda: None,
 ) -> T:
     """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
 
@@ -25,6 +30,8 @@ def rank_zero_for_all(
         is_rank_zero: whether this is rank 0.
         broadcast: sends rank 0's object to every rank and returns it there, such as ``strategy.broadcast``.
         what: names the work in the note that other ranks add to the error.
+        settle: waits until every rank has the error. Without it the first rank that raises may release a slower one
+            from the broadcast that brings it the same.
 
     Raises:
         Exception: whatever ``work`` raised; on other ranks of the same type and with the same text where pickle keeps
@@ -36,6 +43,7 @@ def rank_zero_for_all(
     if not is_rank_zero:
         message = broadcast(None)
         if isinstance(message, _Failure):
+            settle()
             raise message.to_error(what, rank=0)
         return pickle.loads(message)  # type: ignore[no-any-return]
     try:
@@ -43,6 +51,7 @@ def rank_zero_for_all(
         pickled = pickle.dumps(result)
     except Exception as error:
         broadcast(_Failure.of(error))
+        settle()
         raise
     broadcast(pickled)
     return result
