@@ -20,21 +20,11 @@ from lightning_ddp_ext.rendezvous.nccl_options import misspelt
 from lightning_ddp_ext.world import read_world
 
 _PACKAGES = ("lightning-ddp-ext", "lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "psutil")
-_PREFIXES = (
-    "DDPX_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_NCCL_",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "OMPI_COMM_",
-    "PMI_",
-)
+_PREFIXES = ("DDPX_", "NCCL_", "GLOO_", "TORCH_NCCL_", "SLURM_NTASKS", "OMPI_COMM_", "PMI_")
 _VARIABLES = {
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK",
     "TORCHELASTIC_RUN_ID", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NNODES",
-    "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
 }  # fmt: skip
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from lightning_ddp_ext.errors import OptionError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
-_LEVELS = ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS")
 _CHOICES = {
-    "p2p_level": _LEVELS,
-    "gdr_level": _LEVELS,
+    "p2p_level": get_args(Level),
+    "gdr_level": get_args(Level),
     "algorithm": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"),
     "protocol": ("LL", "LL128", "Simple"),
     "debug": ("VERSION", "WARN", "INFO", "TRACE"),
@@ -160,8 +159,8 @@ class NCCLOptions:
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say the same."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _written(chosen[field]) for field, name in _VARIABLES.items() if chosen[field] is not None}
+        chosen = {variable: getattr(self, field) for field, variable in _VARIABLES.items()}
+        return {variable: _written(value) for variable, value in chosen.items() if value is not None}
 
 
 def _written(value: Any) -> str:
