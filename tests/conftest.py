@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.leaks import Snapshot
-from tests.network import Network, network, why_unavailable
-from tests.rank_run import measured_coverage
-from tests.ranks import start_server
-from tests.scripts import MARK
+from tests.harness.leaks import Snapshot
+from tests.harness.network import Network, network, why_unavailable
+from tests.harness.rank_run import measured_coverage
+from tests.harness.ranks import start_server
+from tests.harness.scripts import MARK
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ".pytest_shared"
-_HARNESS = {"tests.outcomes", "tests.rank_process", "tests.rank_run", "tests.leaks"}
+_HARNESS = {"tests.harness.outcomes", "tests.harness.rank_process", "tests.harness.rank_run", "tests.harness.leaks"}
 _RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
 
 
@@ -45,10 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _starts_processes(module: str) -> bool:
-    """Whether the module has imported something of ``tests.ranks`` or ``tests.scripts``, or of a helper that has."""
+    """Whether the module imports from the harness's ``ranks`` or ``scripts``, itself or through a helper."""
     origins = {getattr(value, "__module__", None) for value in vars(sys.modules[module]).values()}
     helpers = {str(origin) for origin in origins if str(origin).startswith("tests.")} - {module}
-    return bool(helpers & {"tests.ranks", "tests.scripts"}) or any(map(_starts_processes, helpers - _HARNESS))
+    return bool(helpers & {"tests.harness.ranks", "tests.harness.scripts"}) or any(
+        map(_starts_processes, helpers - _HARNESS)
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -14,9 +14,9 @@ import pytest
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
-from tests.integration.training import Net
-from tests.ranks import by_hand_env, free_port, run_ranks
-from tests.scripts import run_script
+from tests.harness.ranks import by_hand_env, free_port, run_ranks
+from tests.harness.scripts import run_script
+from tests.harness.training import Net
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -9,7 +9,7 @@ import nbclient
 import nbformat
 import pytest
 
-from tests.scripts import run_script
+from tests.harness.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

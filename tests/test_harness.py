@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.leaks import Snapshot
-from tests.network import Network, leftovers, network
-from tests.ranks import (
+from tests.harness.leaks import Snapshot
+from tests.harness.network import Network, leftovers, network
+from tests.harness.ranks import (
     RankProcesses,
     RanksFailed,
     RanksHung,
@@ -31,7 +31,7 @@ from tests.ranks import (
     launch_ranks,
     run_ranks,
 )
-from tests.scripts import ScriptFailed, ScriptHung, marked, run_script, start_script
+from tests.harness.scripts import ScriptFailed, ScriptHung, marked, run_script, start_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -293,7 +293,7 @@ def before_failure():
 
 TOY_TESTS = """\
 import atexit, threading
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 def work(rank, world_size):
     import toy

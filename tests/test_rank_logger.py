@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import own_logger, rank_logger
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}

@@ -9,7 +9,7 @@ import pytest
 
 import lightning_ddp_ext
 from lightning_ddp_ext import errors
-from tests.scripts import run_script
+from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -22,7 +22,7 @@ from lightning_ddp_ext.batchnorm.conversion import convert
 from lightning_ddp_ext.errors import ConversionError
 from tests.batchnorm import kinds
 from tests.batchnorm.kinds import NormAct, Scaled, hooked
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 

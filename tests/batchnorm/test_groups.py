@@ -14,7 +14,7 @@ from lightning_ddp_ext.batchnorm import groups
 from lightning_ddp_ext.batchnorm.groups import check_ranks, group_of
 from lightning_ddp_ext.errors import ConversionError
 from lightning_ddp_ext.rendezvous.process_context import join, leave
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.rendezvous.rooms import request
 
 

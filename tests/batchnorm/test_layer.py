@@ -37,8 +37,8 @@ from tests.batchnorm.references import (
     of_layer,
     of_one_process,
 )
-from tests.integration.training import stock_group
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import stock_group
 
 _HAS_GPU = torch.cuda.is_available()
 _EXACT = {"rtol": 1e-10, "atol": 1e-10}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write, find_leftovers, remove_leftovers
-from tests.ranks import RankProcesses, hold, run_ranks
+from tests.harness.ranks import RankProcesses, hold, run_ranks
 
 HOUR = 3600.0
 

@@ -10,8 +10,8 @@ import torch
 
 from lightning_ddp_ext.checkpoint import collectives as module
 from lightning_ddp_ext.checkpoint.collectives import Ranks
-from tests.integration.training import stock_group
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import stock_group
 
 
 def exchanged(ranks: Ranks) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from tests.checkpoint.content import as_bytes, flip, from_bytes, kinds, mapped, numbers, same, saved
-from tests.integration.training import stock_group
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import stock_group
 
 MODES: tuple[Mode, ...] = ("auto", "map", "broadcast")
 SENT = "sent from rank 0 to all (rank 1 on host "

@@ -19,7 +19,7 @@ from lightning_ddp_ext.checkpoint import load
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from tests.checkpoint.content import flip, numbers, read_alone, same, saved
-from tests.damage import with_overlapping_records
+from tests.harness.damage import with_overlapping_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from lightning_ddp_ext.cli import main, output
 from lightning_ddp_ext.cli.app import app
 from tests.cli.command import checkpoint, save
-from tests.damage import flip
-from tests.scripts import run_script
+from tests.harness.damage import flip
+from tests.harness.scripts import run_script
 
 
 def test_the_command_is_installed() -> None:

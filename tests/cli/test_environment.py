@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_ddp_ext.cli.app import app
-from tests.scripts import run_script
+from tests.harness.scripts import run_script
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cli.command import WouldRun, checkpoint, save
-from tests.damage import flip
+from tests.harness.damage import flip
 
 
 @pytest.fixture

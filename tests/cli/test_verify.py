@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.serialization import set_crc32_options
 
 from tests.cli.command import WouldRun, checkpoint, save
-from tests.damage import flip
+from tests.harness.damage import flip
 
 
 @pytest.fixture

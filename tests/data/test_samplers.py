@@ -32,7 +32,7 @@ from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrappe
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
 from tests.data.data import Sized, dealt, in_turn, stop_and_go, take
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 POLICIES = st.sampled_from(["pad", "drop", "exact"])
 law = settings(max_examples=100, derandomize=True, deadline=None)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.data.shortest import until_shortest
-from tests.integration.training import stock_group
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import stock_group
 
 LENGTHS = [(0, 0, 0), (0, 4, 2), (3, 3, 3), (1, 5, 3), (9, 2, 8)]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.faults.plan import HOOKS, KINDS, Injection, draw
 from tests.faults.references import References
 from tests.faults.run import inject
-from tests.network import network, why_unavailable
+from tests.harness.network import network, why_unavailable
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.training import Fault, train
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 Weights = list[float]
 

@@ -11,10 +11,10 @@ from tests.faults.references import References, Weights, alike, learn
 from tests.faults.remains import Remains
 from tests.faults.training import Fault, options_of, train
 from tests.faults.verdict import Ending, wrong_with
-from tests.network import Network
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, free_port
-from tests.scripts import start_script
+from tests.harness.network import Network
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, free_port
+from tests.harness.scripts import start_script
 
 SCRIPT = Path(__file__).with_name("script.py")
 # Seconds that nobody may outlive: not what is promised, but far beyond it, on a busy machine.

@@ -21,10 +21,10 @@ from lightning_ddp_ext.checkpoint.atomic_file import Sink
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request
 from tests.faults.plan import HOOKS, WRITES, Injection
+from tests.harness.ranks import hold
+from tests.harness.training import make_trainer
 from tests.integration.continuing import Net
 from tests.integration.stopping import shuffled
-from tests.integration.training import make_trainer
-from tests.ranks import hold
 
 STATUS = 3  # of a rank that leaves by sys.exit
 JOURNAL = "journal"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.faults.plan import ON_RANK_ZERO, Injection
 from tests.faults.training import STATUS
-from tests.outcomes import name_of_status
+from tests.harness.outcomes import name_of_status
 
 _STATUS_OF_CULPRIT = {
     "kill": -signal.SIGKILL,

@@ -21,8 +21,8 @@ from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
 from lightning_ddp_ext.errors import RankFailedError
-from tests.integration.training import Net, make_trainer, weights
-from tests.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.training import Net, make_trainer, weights
 
 pytestmark = pytest.mark.gpu
 

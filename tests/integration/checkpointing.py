@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from tests.integration.training import Batch, data, make_trainer, stock_group
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Batch, data, make_trainer, stock_group
 
 # Ours, or stock `ddp` with our callback.
 Side = Literal["strategy", "callback"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.integration.training import make_trainer
+from tests.harness.training import make_trainer
 
 Moment = Literal[
     "train_batch_start",

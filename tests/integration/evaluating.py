@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
-from tests.integration.training import make_strategy, make_trainer
+from tests.harness.training import make_strategy, make_trainer
 
 Case = tuple[int, int]  # samples, batch size
 Values = dict[str, Any]

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from tests.integration.training import Kind, make_strategy, make_trainer
+from tests.harness.training import Kind, make_strategy, make_trainer
 
 BATCH = 16  # of all ranks together
 

@@ -11,8 +11,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from tests.harness.training import make_strategy
 from tests.integration.continuing import Moment, Net, Numbers, Run, Saver, fit
-from tests.integration.training import make_strategy
 
 Order = Literal["lightning's", "distributed", "plain", "drawn"]
 

@@ -13,8 +13,8 @@ import lightning as L
 import torch
 import torch.distributed as dist
 
+from tests.harness.training import make_trainer
 from tests.integration.continuing import Net, Numbers, Run, Step
-from tests.integration.training import make_trainer
 
 # A hook of a callback, and how often it has been called before.
 Moment = tuple[str, int]

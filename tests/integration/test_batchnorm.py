@@ -22,6 +22,8 @@ from torch.nn.functional import batch_norm
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_ddp_ext.errors import ConversionError, RankFailedError
+from tests.harness.ranks import by_hand_env, import_package_anew, run_ranks
+from tests.harness.training import KINDS, Kind, assert_same, data, make_trainer, on_both, on_ranks, weights
 from tests.integration.normalising import (
     Classifier,
     images,
@@ -30,8 +32,6 @@ from tests.integration.normalising import (
     trainer_with,
     types_and_modes,
 )
-from tests.integration.training import KINDS, Kind, assert_same, data, make_trainer, on_both, on_ranks, weights
-from tests.ranks import by_hand_env, import_package_anew, run_ranks
 
 # --- the same numbers as in one process -----------------------------------------------------------
 

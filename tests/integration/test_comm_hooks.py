@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp_ext import DDPExtStrategy, ring_all_reduce
 from lightning_ddp_ext.errors import OptionError
-from tests.integration.training import Net, assert_same, make_trainer, weights
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Net, assert_same, make_trainer, weights
 
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {},

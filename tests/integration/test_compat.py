@@ -13,7 +13,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.compat import ReplacedMethods
 from lightning_ddp_ext.integration.timed_validation import TimedValidation
-from tests.integration.training import make_trainer
+from tests.harness.training import make_trainer
 
 
 class Owner:

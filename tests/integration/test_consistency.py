@@ -18,7 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, OptionError, RankConsistency, RankFailedError
-from tests.integration.training import (
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import (
     KINDS,
     Batch,
     Kind,
@@ -29,7 +30,6 @@ from tests.integration.training import (
     on_ranks,
     weights,
 )
-from tests.ranks import by_hand_env, launch_ranks, run_ranks
 
 
 class Nudge(L.Callback):

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.training import Net, make_strategy, make_trainer
-from tests.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import Net, make_strategy, make_trainer
 
 
 class Own(Net):

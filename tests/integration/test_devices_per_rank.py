@@ -13,8 +13,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import OptionError
-from tests.integration.training import Net, assert_same, make_trainer, weights
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Net, assert_same, make_trainer, weights
 
 
 class Parts(Net):

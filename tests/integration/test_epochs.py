@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from lightning_ddp_ext.errors import SamplerError
-from tests.integration.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
+from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
 
 NEVER_TOLD = 99
 PERSISTENT: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}

@@ -20,8 +20,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
+from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.evaluating import Measured, Scores, Values, loaders_of, measured, trainer_on
-from tests.ranks import by_hand_env, run_ranks
 
 RANKS = 3
 

@@ -17,7 +17,7 @@ from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.integration.training import (
+from tests.harness.training import (
     KINDS,
     Kind,
     Net,

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
 from tests.integration.evaluating import Case, Measured, Values, cases, loaders_of, measured, trainer_on
-from tests.integration.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.ranks import by_hand_env, run_ranks
 
 WORLD_SIZES = (2, 3, 4, 5)
 CASES = {world_size: cases(world_size, 13 - world_size) for world_size in WORLD_SIZES}

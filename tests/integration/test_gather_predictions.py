@@ -17,8 +17,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.predictions import gather_predictions
-from tests.integration.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
 
 
 class Pair(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.errors import DurationError, OptionError, RankHungError
-from tests.integration.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold, launch_ranks
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, hold, launch_ranks
+from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 
 HERE = re.escape(__file__)
 Hang = Callable[[], None]

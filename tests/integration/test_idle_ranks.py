@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import BinaryAUROC
 
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration.evaluating import Scores
-from tests.integration.training import make_strategy, make_trainer
-from tests.ranks import by_hand_env, run_ranks
 
 Batch = dict[str, Tensor]
 Values = dict[str, Any]

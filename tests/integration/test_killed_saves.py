@@ -13,7 +13,7 @@ import torch
 
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 KILLS = 50  # in each of the four tests below
 NAMES = "abcd"

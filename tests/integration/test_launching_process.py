@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.integration.training import Net, make_trainer
-from tests.ranks import free_port, run_ranks
-from tests.scripts import Completed, run_script
+from tests.harness.ranks import free_port, run_ranks
+from tests.harness.scripts import Completed, run_script
+from tests.harness.training import Net, make_trainer
 
 HEAD = """
     import json
@@ -23,7 +23,7 @@ HEAD = """
     import torch.distributed as dist
     import lightning_ddp_ext as ddpx
     from lightning.fabric.plugins.environments import LightningEnvironment
-    from tests.integration.training import Net, data, make_trainer, weights
+    from tests.harness.training import Net, data, make_trainer, weights
 
 
     def tell(what, **facts):

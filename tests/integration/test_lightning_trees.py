@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import import_package_anew, launch_ranks, run_ranks
-from tests.scripts import run_script
+from tests.harness.ranks import import_package_anew, launch_ranks, run_ranks
+from tests.harness.scripts import run_script
 
 # A rank of the harness has imported lightning.pytorch already, and not the other tree.
 

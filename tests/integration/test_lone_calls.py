@@ -11,9 +11,9 @@ import pytest
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
+from tests.harness.training import make_trainer
 from tests.integration.checkpointing import Net, strategy_for
-from tests.integration.training import make_trainer
-from tests.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 
 
 class SavesOn(L.Callback):

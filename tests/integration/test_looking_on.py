@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import ScalableDistributedSampler
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import Numbers, Saver, fit
-from tests.integration.training import make_strategy, make_trainer
-from tests.ranks import by_hand_env, run_ranks
 
 
 class Looking(L.LightningModule):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext.integration.compat import end_restart
 from lightning_ddp_ext.integration.loop_state import Restart, Stopped, change_to, find_restart
-from tests.integration.training import make_trainer
+from tests.harness.training import make_trainer
 
 EPOCHS, BATCHES = 2, 4
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import LogMismatchError
-from tests.integration.training import (
+from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.training import (
     Batch,
     Kind,
     Net,
@@ -30,7 +31,6 @@ from tests.integration.training import (
     on_both,
     on_ranks,
 )
-from tests.ranks import by_hand_env, launch_ranks
 
 Seen = list[tuple[str, Any]]
 

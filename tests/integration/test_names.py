@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.integration.strategy import register
-from tests.integration.training import make_trainer
+from tests.harness.training import make_trainer
 
 pytestmark = pytest.mark.lowest
 

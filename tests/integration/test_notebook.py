@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.scripts import run_script
+from tests.harness.scripts import run_script
 
 # The two cells differ in their model, their number of ranks and their callbacks.
 NOTEBOOK = """
@@ -20,7 +20,7 @@ NOTEBOOK = """
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
     import lightning_ddp_ext
-    from tests.integration.training import Net, make_trainer, weights
+    from tests.harness.training import Net, make_trainer, weights
 
     for number, ranks in enumerate((2, 3)):
         L.seed_everything(1)

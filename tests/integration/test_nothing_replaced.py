@@ -14,8 +14,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankConsistency, RankZeroCheckpoint, SamplerEpochSeeding, SyncBatchNormConversion
-from tests.integration.replaced import of_data, replaced, shadowed
-from tests.integration.training import (
+from tests.harness.training import (
     Kind,
     Net,
     assert_same,
@@ -25,7 +24,8 @@ from tests.integration.training import (
     on_both,
     on_ranks,
 )
-from tests.integration.training import weights as weights_of
+from tests.harness.training import weights as weights_of
+from tests.integration.replaced import of_data, replaced, shadowed
 
 AT_MOST = 4
 

@@ -25,7 +25,7 @@ from lightning_ddp_ext import (
     SamplerEpochSeeding,
     ScalableDistributedSampler,
 )
-from tests.integration.training import Kind, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import Kind, make_strategy, make_trainer, on_both, on_ranks
 
 Batches = dict[int, list[list[int]]]  # by epoch
 

@@ -13,9 +13,9 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.integration.training import Kind, Net, data, make_trainer, on_both
-from tests.integration.training import make_strategy as make
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Kind, Net, data, make_trainer, on_both
+from tests.harness.training import make_strategy as make
 
 STRATEGIES = ("ddp_ext", "ddp_ext_spawn", "ddp_ext_fork", "an object")
 

@@ -25,8 +25,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO
-from tests.integration.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
-from tests.ranks import free_port, run_ranks
+from tests.harness.ranks import free_port, run_ranks
+from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
 
 STRATEGIES = pytest.mark.parametrize("strategy", [DDPStrategy, DDPExtStrategy])
 

@@ -12,10 +12,10 @@ import lightning as L
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.integration.training import KINDS, Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
-from tests.outcomes import Outcome
-from tests.ranks import by_hand_env, launch_ranks
-from tests.scripts import run_script
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.scripts import run_script
+from tests.harness.training import KINDS, Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 
 log = logging.getLogger("tests.user")
 PREFIX = r"\[rank {}/2 [^\] ]+\] "

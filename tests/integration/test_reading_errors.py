@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.damage import flip
+from tests.harness.damage import flip
+from tests.harness.network import Network
+from tests.harness.ranks import announce, by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import assert_same, make_trainer
 from tests.integration.checkpointing import AtStart, Net, Side, on_ranks, strategy_for, trainer_for
-from tests.integration.training import assert_same, make_trainer
-from tests.network import Network
-from tests.ranks import announce, by_hand_env, launch_ranks, run_ranks
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 MODES = pytest.mark.parametrize("mode", ["map", "broadcast"])

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.harness.training import assert_same, make_trainer
 from tests.integration.checkpointing import (
     AtStart,
     Keeper,
@@ -30,7 +31,6 @@ from tests.integration.checkpointing import (
     trainer_for,
 )
 from tests.integration.stopping import Signalled
-from tests.integration.training import assert_same, make_trainer
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 MODES = pytest.mark.parametrize("mode", ["map", "broadcast"])

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Kind, assert_same, make_strategy, on_ranks
 from tests.integration.continuing import Numbers, Run, Saver, Stream, fit
 from tests.integration.resumed_runs import SavesAtAll, ordered
-from tests.integration.training import Kind, assert_same, make_strategy, on_ranks
-from tests.ranks import by_hand_env, run_ranks
 
 SAVED_AT = 2  # steps of epoch 1 that were done
 Loaders = Callable[[int, int], Any]  # of a rank among so many

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import Moment, Net, Numbers, Stream
 from tests.integration.resumed_runs import Points, Training, difference, generations, ordered, workers
-from tests.integration.training import make_strategy, make_trainer
-from tests.ranks import by_hand_env, run_ranks
 
 MOMENTS: tuple[Moment, ...] = ("train_batch_start", "train_batch_end", "validation_end", "train_epoch_end", "train_end")
 # Epochs have four batches, and a validation after each second one. Each is resumed from each of the line before.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy
 from tests.integration.continuing import Net, Numbers, Run, fit
 from tests.integration.resumed_runs import SavesAtAll
-from tests.integration.training import make_strategy
-from tests.ranks import by_hand_env, run_ranks
 
 SAMPLES = 48
 DONE = 4  # batches of the first epoch, on each of the two ranks that save; each has twelve of two samples

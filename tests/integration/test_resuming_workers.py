@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Moment
 from tests.integration.resumed_runs import (
     Order,
@@ -17,7 +18,6 @@ from tests.integration.resumed_runs import (
     point,
     workers,
 )
-from tests.ranks import by_hand_env, run_ranks
 
 BATCHES = 4  # of an epoch, on each rank; the last one is half a batch
 EPOCHS = 4

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from tests.integration.training import (
+from tests.harness.training import (
     Batch,
     Kind,
     Net,

@@ -14,10 +14,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.disks import make_read_only, small_disk, why_no_disks
+from tests.harness.disks import make_read_only, small_disk, why_no_disks
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
+from tests.harness.training import make_trainer
 from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
-from tests.integration.training import make_trainer
-from tests.ranks import RankProcesses, by_hand_env, hold, run_ranks
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.training import (
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import (
     Kind,
     Net,
     Recorder,
@@ -22,7 +23,6 @@ from tests.integration.training import (
     stock_group,
     weights,
 )
-from tests.ranks import by_hand_env, launch_ranks, run_ranks
 
 BY_HAND = by_hand_env(2)
 

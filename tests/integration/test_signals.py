@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import Net, Numbers
 from tests.integration.stopping import Signalled, Stopped, fit, shuffled
-from tests.integration.training import make_strategy, make_trainer
 from tests.launchers.environments import by_srun
-from tests.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 
 EARLY = ("setup", "on_load_checkpoint", "on_fit_start")
 EVALUATIONS = {

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Numbers, Stream
 from tests.integration.resumed_runs import Points, SavesAtAll, Training, generations
-from tests.ranks import by_hand_env, run_ranks
 
 Loaders = Callable[[int], Any]  # of a rank
 

@@ -13,8 +13,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext.errors import ResumeError
+from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.integration.continuing import Moment, Numbers, Run, Saver, Stream, fit
-from tests.integration.training import Kind, make_strategy, on_ranks
 
 
 class Counting(DataLoader[Any]):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy
 from tests.integration.stopping import Moment, Signalled, fit, shuffled
-from tests.integration.training import make_strategy
-from tests.ranks import by_hand_env, run_ranks
 
 # When the signal comes, and after how many steps all have stopped, or one later where the other rank was past that: in
 # 3 epochs of 3 steps, each followed by 2 of validation.

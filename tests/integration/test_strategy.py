@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_ext import DDPExtStrategy, World
-from tests.integration.training import Net, make_trainer
-from tests.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.training import Net, make_trainer
 
 BY_HAND = by_hand_env(2)
 

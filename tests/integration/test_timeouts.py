@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
-from tests.integration.training import Batch, Net, make_trainer
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, announce, by_hand_env, free_port, hold
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, hold
+from tests.harness.training import Batch, Net, make_trainer
 
 
 class Late(Net):

@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tests.integration.training import (
+from tests.harness.training import (
     Batch,
     Kind,
     Net,

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ddp_ext import UnevenInputsError
 from lightning_ddp_ext.errors import RankFailedError
-from tests.integration.training import make_strategy, make_trainer
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 
 Lengths = list[int]  # of a rank's data, by epoch
 

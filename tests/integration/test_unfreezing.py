@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 
-from tests.integration.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
 
 UNFREEZE_AT = 2
 # Options of the strategy, and batches that are accumulated; torch has no static graphs with accumulation.

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.integration.training import Net, make_trainer
-from tests.ranks import by_hand_env, launch_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.training import Net, make_trainer
 
 
 class Forgetful(Net):

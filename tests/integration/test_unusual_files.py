@@ -14,9 +14,9 @@ from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext import HangWatchdog, RankZeroCheckpointIO, SamplerEpochSeeding
 from lightning_ddp_ext.integration.checkpoints import wants_content
-from tests.damage import with_overlapping_records, with_shadow_records
+from tests.harness.damage import with_overlapping_records, with_shadow_records
+from tests.harness.training import assert_same, make_trainer
 from tests.integration.checkpointing import AtStart, Keeper, Net, Side, everything, on_ranks, trainer_for
-from tests.integration.training import assert_same, make_trainer
 
 MODES = pytest.mark.parametrize("mode", ["map", "broadcast"])
 

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Moment, Net, Numbers, Run, Stream
 from tests.integration.resumed_runs import Points, Reversed, Training, Turning, generations, ordered, workers
-from tests.ranks import by_hand_env, run_ranks
 
 Loaders = Callable[[int, int], Any]  # of a rank among so many
 SAMPLES = 16

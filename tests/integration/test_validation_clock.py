@@ -14,10 +14,10 @@ import pytest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import Net, Stream
 from tests.integration.resumed_runs import SavesAtAll, Training, difference, ordered
-from tests.integration.training import make_strategy, make_trainer
-from tests.ranks import by_hand_env, run_ranks
 
 INTERVAL = timedelta(seconds=250)
 A_BATCH = 100.0  # seconds that a batch takes by rank 0's clock

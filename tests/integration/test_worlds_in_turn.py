@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.integration.training import Net, make_trainer
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
+from tests.harness.training import Net, make_trainer
 
 
 def fit_in_turn(rank: int, world_size: int, directory: Path, worlds: Sequence[tuple[str, int]]) -> list[int]:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from tests.harness.ranks import by_hand_env, free_port
 from tests.launchers.runs import Learned, be_the_script, results_of_tests, run_by_hand
-from tests.ranks import by_hand_env, free_port
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-from tests.ranks import Environment
+from tests.harness.ranks import Environment
 
 
 def by_srun(ntasks: int = 2) -> Environment:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.harness.ranks import Environment, free_port, launch_ranks
+from tests.harness.scripts import Completed
 from tests.launchers import train
-from tests.ranks import Environment, free_port, launch_ranks
-from tests.scripts import Completed
 
 SCRIPT = Path(train.__file__)
 METHODS = ("env", "tcp", "file")

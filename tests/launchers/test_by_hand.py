@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import Environment, by_hand_env, free_port
 from tests.launchers.environments import by_mpirun, by_srun
 from tests.launchers.runs import METHODS, Learned, Reference, Run, argv_of, run_by_hand, runs_by
-from tests.ranks import Environment, by_hand_env, free_port
 
 
 def address() -> dict[str, str]:

@@ -11,6 +11,8 @@ import pytest
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankDiedError
+from tests.harness.ranks import run_ranks
+from tests.harness.scripts import run_script
 from tests.launchers.runs import (
     METHODS,
     SCRIPT,
@@ -23,8 +25,6 @@ from tests.launchers.runs import (
     runs_by,
 )
 from tests.launchers.train import Regression
-from tests.ranks import run_ranks
-from tests.scripts import run_script
 
 
 def test_a_script_by_forkserver(tmp_path: Path, reference: Reference) -> None:

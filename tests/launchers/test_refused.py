@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import Environment, RankError, by_hand_env, launch_ranks
 from tests.launchers.environments import by_mpirun, by_srun, by_torchrun
 from tests.launchers.runs import Run, be_the_script
-from tests.ranks import Environment, RankError, by_hand_env, launch_ranks
 
 STARTED: dict[str, tuple[Environment, str]] = {
     "torchrun": (by_torchrun(), "torchrun"),

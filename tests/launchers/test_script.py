@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.harness.scripts import run_script
 from tests.launchers.runs import SCRIPT, Reference, Run, output_of, results_of_tests
-from tests.scripts import run_script
 
 
 def test_a_plain_script(tmp_path: Path, reference: Reference) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.harness.ranks import free_port
+from tests.harness.scripts import run_script
 from tests.launchers.runs import METHODS, SCRIPT, Reference, argv_of, output_of, runs_by
-from tests.ranks import free_port
-from tests.scripts import run_script
 
 
 def test_torch_distributed_launch(tmp_path: Path, reference: Reference) -> None:

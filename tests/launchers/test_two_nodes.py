@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.network import Network
+from tests.harness.ranks import Environment
+from tests.harness.scripts import start_script
 from tests.launchers.runs import SCRIPT, Reference, Run, argv_of, output_of, run_by_hand, runs_by
-from tests.network import Network
-from tests.ranks import Environment
-from tests.scripts import start_script
 
 pytestmark = pytest.mark.netns
 

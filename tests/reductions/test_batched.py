@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import LogMismatchError
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, reduce_batch
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 NAMES: dict[str, list[list[str]]] = {  # by rank
     "one more": [["a", "b"], ["a", "b", "c"]],

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.reductions.ring import ring_sum
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 64, 1001)
 

@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.world import World
-from tests.ranks import Outcome, RankProcesses, free_port, hold
+from tests.harness.ranks import Outcome, RankProcesses, free_port, hold
 
 # Seconds after init_timeout within which every rank has ended, whatever happens.
 GRACE = 5.0

@@ -23,8 +23,8 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from tests.network import Network
-from tests.ranks import announce, free_port, hold
+from tests.harness.network import Network
+from tests.harness.ranks import announce, free_port, hold
 from tests.rendezvous.rooms import (
     Settings,
     add_ones,

@@ -19,7 +19,7 @@ import pytest
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
 from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, Connection, Message, encode
-from tests.ranks import RankProcesses, announce, hold
+from tests.harness.ranks import RankProcesses, announce, hold
 
 WITHIN = 10.0
 

@@ -27,7 +27,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
 from lightning_ddp_ext.rendezvous.request import StartUp, Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
-from tests.ranks import free_port
+from tests.harness.ranks import free_port
 from tests.rendezvous.strangers import server, silent, web
 
 LONG = 30.0

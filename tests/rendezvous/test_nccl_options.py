@@ -10,8 +10,8 @@ import pytest
 from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.rendezvous.nccl_options import apply, misspelt
-from tests.integration.training import Net, make_trainer
-from tests.ranks import by_hand_env, run_ranks
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Net, make_trainer
 
 
 def test_settings_become_variables() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import GroupInUseError, RankLeftError, RendezvousError
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import current, join, leave
-from tests.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.rendezvous.rooms import (
     add_ones,
     place,

@@ -20,8 +20,8 @@ from lightning_ddp_ext.rendezvous.sockets import (
     own_addresses,
     sockets_opened,
 )
-from tests.network import Network
-from tests.ranks import run_ranks
+from tests.harness.network import Network
+from tests.harness.ranks import run_ranks
 
 
 @pytest.fixture

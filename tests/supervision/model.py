@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.ranks import announce, hold
+from tests.harness.ranks import announce, hold
 
 BATCHES = 4
 

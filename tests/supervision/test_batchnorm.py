@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from tests.ranks import launch_ranks
+from tests.harness.ranks import launch_ranks
 from tests.supervision.model import BoomError, Fault, Model, by_hand, die, make_trainer
 
 NAMES = ("first", "middle", "last")

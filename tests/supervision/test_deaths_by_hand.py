@@ -13,9 +13,9 @@ import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.network import Network
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, free_port, hold, launch_ranks
+from tests.harness.network import Network
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, free_port, hold, launch_ranks
 from tests.supervision.model import Fault, Model, announce_third_step, by_hand, make_trainer, vanish, wait_for_ever
 
 UNEXPECTEDLY = "its process ended unexpectedly"

@@ -15,8 +15,8 @@ from lightning.pytorch.tuner import Tuner
 from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.supervision.model import (
     BATCHES,
     BoomError,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from tests.outcomes import Outcome
-from tests.ranks import hold, launch_ranks, run_ranks
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import hold, launch_ranks, run_ranks
 from tests.supervision.model import BoomError, Fault, Model, boom, by_hand, die, make_trainer
 
 HERE = socket.gethostname()

@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback, reason_of
 from lightning_ddp_ext.rendezvous.sockets import sockets_opened
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, supervised
-from tests.ranks import RankProcesses, free_port, hold
+from tests.harness.ranks import RankProcesses, free_port, hold
 
 Finding = tuple[str, bool]  # an error's type and text, and whether it is taken for an echo
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.outcomes import Outcome
-from tests.ranks import RankProcesses, announce
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, announce
 from tests.supervision.model import (
     Fault,
     Model,

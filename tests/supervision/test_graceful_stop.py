@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_ddp_ext.rendezvous.process_context import join, leave
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, Position, StopRequest, next_common
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.rendezvous.rooms import request
 
 EVALUATED = st.integers(1, 9).flatmap(

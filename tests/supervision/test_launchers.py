@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import Script, start_script
+from tests.harness.scripts import Script, start_script
 from tests.supervision import script as training
 
 SCRIPT = Path(training.__file__)

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_ddp_ext.supervision import parent_watch
 from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_own_launcher
-from tests.ranks import RankProcesses, hold, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, hold, launch_ranks, run_ranks
 
 
 def watchers() -> list[threading.Thread]:

@@ -20,7 +20,7 @@ import torch.multiprocessing
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.rank_logging import RankFile, prefixed_console
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 PREFIX = f"[rank 1/4 {socket.gethostname()}] "
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
-from tests.ranks import launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.supervision.model import BoomError, Model, boom, by_hand, die, interrupt, make_trainer
 
 

@@ -16,7 +16,7 @@ from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.errors import DivergenceError, OptionError
 from lightning_ddp_ext.supervision.cross_rank_diff import Difference, describe
 from lightning_ddp_ext.supervision.replica_check import ReplicaCheck
-from tests.ranks import run_ranks
+from tests.harness.ranks import run_ranks
 
 
 class Net(nn.Module):

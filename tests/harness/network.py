@@ -8,8 +8,8 @@ packets vanish, and nobody gets a reset.
 
     def test_two_nodes(two_hosts: Network) -> None:
         host_a, host_b = two_hosts
-        run_ranks(function, 4, namespaces=[host_a, host_a, host_b, host_b])          # ranks of tests.ranks
-        run_script(source, launcher=(*host_a.prefix, "torchrun", "--nnodes=2"))      # scripts of tests.scripts
+        run_ranks(function, 4, namespaces=[host_a, host_a, host_b, host_b])          # ranks of tests.harness.ranks
+        run_script(source, launcher=(*host_a.prefix, "torchrun", "--nnodes=2"))      # scripts of tests.harness.scripts
         two_hosts.cut()
 """
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks import Environment, by_hand_env, run_ranks
+from tests.harness.ranks import Environment, by_hand_env, run_ranks
 
 Batch = list[Tensor]
 Kind = Literal["ours", "stock"]

@@ -16,21 +16,29 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.outcomes import Outcome, RankError
-from tests.rank_process import Point, Raised, Returned, Seat, load_exception, occupy
+from tests.harness.outcomes import Outcome, RankError
+from tests.harness.rank_process import Point, Raised, Returned, Seat, load_exception, occupy
 
-PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "psutil", "pytest", "hypothesis", "tests.ranks"]
+PRELOAD = [
+    "torch.distributed",
+    "lightning.pytorch",
+    "torchmetrics",
+    "psutil",
+    "pytest",
+    "hypothesis",
+    "tests.harness.ranks",
+]
 # Half of what a short run costs a rank; not where coverage is measured, which begins when a rank does.
 PACKAGE = "lightning_ddp_ext"
-LAST = "tests.preload"
+LAST = "tests.harness.preload"
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _SERVER_ENVIRONMENT = {
     "COVERAGE_PROCESS_CONFIG": None,  # each rank starts its own coverage
     "COVERAGE_PROCESS_START": None,
     "OMP_NUM_THREADS": "1",  # threads for computing must not exist in a process that forks
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),  # it imports tests.ranks
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
 }
 
 

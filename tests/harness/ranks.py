@@ -19,7 +19,7 @@ there.
 
 Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has imported
 torch, Lightning and this package, so what these read from the environment *on import* is the server's: test that with
-``tests.scripts`` or ``import_package_anew``. Ranks compute on one thread each, and what they start through
+``tests.harness.scripts`` or ``import_package_anew``. Ranks compute on one thread each, and what they start through
 ``sys.argv[0]`` fails, because a rank is no script.
 """
 
@@ -38,9 +38,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.outcomes import Outcome, RankError, RanksFailed, RanksHung
-from tests.rank_process import STACKS_SIGNAL, Place, Seat, announce, hold, import_package_anew
-from tests.rank_run import RankRun, start_server
+from tests.harness.outcomes import Outcome, RankError, RanksFailed, RanksHung
+from tests.harness.rank_process import STACKS_SIGNAL, Place, Seat, announce, hold, import_package_anew
+from tests.harness.rank_run import RankRun, start_server
 
 __all__ = [
     "Environment",
@@ -123,7 +123,7 @@ class RankProcesses:
         world_size: number of ranks.
         time_limit: seconds from the first rank's start within which all must have ended.
         env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
-        namespaces: one place per rank (a host of ``tests.network``), or None for the test's own.
+        namespaces: one place per rank (a host of ``tests.harness.network``), or None for the test's own.
         cwd: the working directory; None: the test's own.
         start: the ranks to start on entry (None: all); the others wait for a call of the method.
     """

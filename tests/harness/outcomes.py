@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.rank_process import STACKS_SIGNAL
+from tests.harness.rank_process import STACKS_SIGNAL
 
 
 @dataclass(frozen=True)

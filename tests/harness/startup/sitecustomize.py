@@ -1,4 +1,4 @@
-"""Python runs this at the start of each script of a test run: see ``tests.scripts``.
+"""Python runs this at the start of each script of a test run: see ``tests.harness.scripts``.
 
 Coverage, where it is measured, starts when the script imports the package, and not before: tracing how torch and
 Lightning are imported takes a third as long as importing them. Until the package is imported, and for all that is there

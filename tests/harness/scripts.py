@@ -41,12 +41,12 @@ from typing import IO
 
 import psutil
 
-from tests.ranks import Environment, environment_of
+from tests.harness.ranks import Environment, environment_of
 
 # In the environment of every process that a test run starts; that of a script begins with that of the test run.
 MARK = "TEST_HARNESS_MARK"
 
-_ROOT = Path(__file__).resolve().parent.parent
+_ROOT = Path(__file__).resolve().parents[2]
 _STARTUP = Path(__file__).resolve().parent / "startup"
 _WORDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
@@ -120,7 +120,7 @@ def start_script(
         argv: arguments of the script.
         env: changes to the environment as for ranks; functions in it are called with ``rank``.
         launcher: the words before the script; ``python`` and ``torchrun`` are those of this environment. The
-            ``prefix`` of a host of ``tests.network`` goes first.
+            ``prefix`` of a host of ``tests.harness.network`` goes first.
         time_limit: seconds until ``wait`` gives up.
         cwd: the working directory; None: a temporary one.
         rank: for scripts that are started one per rank.

@@ -34,7 +34,7 @@ ORPHAN_GRACE = 30.0
 
 
 class Place(Protocol):
-    """Where a rank runs: its process enters it before anything else. The hosts of ``tests.network`` are places."""
+    """Where a rank runs, such as a host of ``network``: its process enters it before anything else."""
 
     def enter(self) -> None: ...
 

@@ -1,0 +1,1 @@
+"""What tests share: rank processes, scripts, hosts, leaks, and one small training."""
