@@ -16,13 +16,12 @@ import pytest
 
 from tests.harness.leaks import Snapshot
 from tests.harness.network import Network, network, why_unavailable
-from tests.harness.rank_run import measured_coverage
-from tests.harness.ranks import start_server
-from tests.harness.scripts import MARK
+from tests.harness.processes import MARK
+from tests.harness.rank_server import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SHARED = ".pytest_shared"
-_HARNESS = {"tests.harness.outcomes", "tests.harness.rank_process", "tests.harness.rank_run", "tests.harness.leaks"}
+_HARNESS = {"tests.harness.outcomes", "tests.harness.rank_process", "tests.harness.rank_server", "tests.harness.leaks"}
 _RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lightning_ddp_ext.data.epochs import set_epoch
 from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
 from lightning_ddp_ext.errors import SamplerError
-from tests.harness.ranks import start_server
+from tests.harness.rank_server import start_server
 
 
 class Epochs:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.harness import network
-from tests.harness.scripts import MARK, kill_until_gone, marked, name_of, wait_until_gone
+from tests.harness.processes import MARK, kill_until_gone, marked, name_of, wait_until_gone
 
 # Set by pytest for each test, and by libraries once when they are imported or first used.
 _HARMLESS_VARIABLES = {

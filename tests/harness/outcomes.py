@@ -1,4 +1,4 @@
-"""How a rank of the harness ended, and how a test's failure tells it."""
+"""How a rank ended, and how a failing test tells it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.harness.rank_process import STACKS_SIGNAL
-
-
-@dataclass(frozen=True)
-class RankError:
-    """The exception that escaped from a rank's function; also a ``SystemExit`` whose status is not 0.
-
-    ``exception`` is the object itself with its ``__cause__`` chain, or None where it cannot be pickled. ``seconds``
-    count from the start of the ranks.
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    exception: BaseException | None
-    seconds: float
+from tests.harness.rank_process import STACKS_SIGNAL, RankError
 
 
 @dataclass(frozen=True)
@@ -30,8 +15,7 @@ class Outcome:
     """How a rank ended.
 
     ``exit_code`` is negative for a signal; ``result`` is None unless the function returned; ``output`` is what the rank
-    wrote to stdout and stderr, in order; ``seconds`` go from the start of the ranks to this one's end; ``stacks`` is
-    empty unless the rank was ended at the time limit.
+    wrote to stdout and stderr, in order; ``stacks`` is empty unless the rank was ended at the time limit.
     """
 
     rank: int
@@ -40,28 +24,26 @@ class Outcome:
     result: Any
     error: RankError | None
     output: str
-    seconds: float
     stacks: str = ""
 
-    def describe(self) -> str:
-        """One line, such as ``rank 1 (pid 4242): ValueError: no such layer, exit status 1, after 0.12 s``."""
-        cause = f"{self.error.type_name}: {self.error.message}, " if self.error else ""
-        return f"rank {self.rank} (pid {self.pid}): {cause}{name_of_status(self.exit_code)}, after {self.seconds:.2f} s"
-
     def story(self) -> str:
-        """The line of ``describe``, the traceback unless it has been printed, and the output."""
-        trace = self.error.traceback if self.error and self.error.traceback not in self.output else ""
-        return f"{self.describe()}\n{trace}{_section(f'output of rank {self.rank}', self.output)}"
+        """How it ended in one line, its traceback unless that has been printed, its output, and its stacks."""
+        error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""
+        parts = [f"rank {self.rank} (pid {self.pid}): {error}{name_of_status(self.exit_code)}"]
+        if self.error and self.error.traceback not in self.output:
+            parts.append(self.error.traceback)
+        parts.append(f"--- output of rank {self.rank} ---\n{self.output.rstrip() or '(nothing)'}")
+        if self.stacks:
+            parts.append(f"--- stacks of rank {self.rank} ---\n{self.stacks}")
+        return "\n".join(parts)
 
 
 class RanksFailed(AssertionError):
-    """A rank did not end as expected; ``outcome`` is that of the first one, ``outcomes`` has those of all."""
+    """A rank failed, and the others were ended; ``outcomes`` has those of all, the message begins with the first."""
 
-    def __init__(self, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
-        others = "\n".join(other.describe() for other in outcomes if other is not outcome)
-        title = "the other ranks, ended by the harness where they had not ended"
-        super().__init__(f"{outcome.story()}\n{_section(title, others)}")
-        self.outcome = outcome
+    def __init__(self, first: Outcome, outcomes: Sequence[Outcome]) -> None:
+        others = [outcome.story() for outcome in outcomes if outcome is not first]
+        super().__init__("\n\n".join([first.story(), *others]))
         self.outcomes = list(outcomes)
 
 
@@ -69,8 +51,8 @@ class RanksHung(AssertionError):
     """Ranks had not ended at the time limit, and were ended; ``outcomes`` has those of all, with stacks."""
 
     def __init__(self, time_limit: float, outcomes: Sequence[Outcome]) -> None:
-        stories = (f"{one.story()}\n{_section(f'stacks of rank {one.rank}', one.stacks)}" for one in outcomes)
-        super().__init__("\n".join([f"not all ranks had ended after {time_limit} s", *stories]))
+        stories = (outcome.story() for outcome in outcomes)
+        super().__init__("\n\n".join([f"not all ranks had ended after {time_limit} s", *stories]))
         self.outcomes = list(outcomes)
 
 
@@ -80,9 +62,4 @@ def name_of_status(exit_code: int) -> str:
         return f"exit status {exit_code}"
     if -exit_code == STACKS_SIGNAL:
         return "ended at the time limit"
-    known = {number.value: number.name for number in signal.Signals}
-    return f"ended by {known.get(-exit_code, f'signal {-exit_code}')}"
-
-
-def _section(title: str, text: str) -> str:
-    return f"--- {title} ---\n{text.rstrip() or '(nothing)'}\n"
+    return f"ended by {signal.Signals(-exit_code).name}"

@@ -1,17 +1,14 @@
-"""What happens inside one rank process of the harness, from its fork to its end.
+"""What happens inside one rank process, from its fork to its end.
 
-The life of a rank is that of a script: its function is the script's body, an exception that escapes goes to
-``sys.excepthook``, non-daemon threads are waited for, ``atexit`` handlers run once, and the exit status is what the
-interpreter would give. A process of ``multiprocessing`` does none of that by itself: in Python 3.11 it prints the
-traceback on its own and leaves by ``os._exit`` without an ``atexit`` handler
-(https://github.com/python/cpython/issues/83856).
+A rank lives as a script does: its function is the script's body, an exception that escapes goes to ``sys.excepthook``,
+non-daemon threads are waited for, ``atexit`` handlers run once, and the exit status is the interpreter's. A process of
+``multiprocessing`` does none of that (https://github.com/python/cpython/issues/83856).
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import importlib
 import itertools
 import os
@@ -27,10 +24,9 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, Protocol
 
-# A rank that gets this signal writes the Python stacks of all its threads and dies: both in C, whoever holds the GIL.
+# On this signal a rank writes the Python stacks of all its threads and dies: both in C, whoever holds the GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-# Seconds after its time limit when a rank ends itself, for the case that the test's own process is gone by then.
-ORPHAN_GRACE = 30.0
+_SECONDS_AFTER_LIMIT = 30.0  # when a rank ends itself, should the test's own process be gone
 
 
 class Place(Protocol):
@@ -40,12 +36,11 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankStart:
     """All that a rank process needs to know.
 
-    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module and what that imports,
-    which must not happen before the environment is there and coverage is measured. ``place`` is a pickled ``Place`` or
-    None.
+    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
+    before the environment is there and coverage is measured. ``place`` is a pickled ``Place`` or None.
     """
 
     rank: int
@@ -60,44 +55,42 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Point:
-    """The rank has reached a named point."""
+class RankError:
+    """An exception that escaped from a rank's function, also a ``SystemExit`` whose status is not 0.
 
-    name: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class Returned:
-    """The rank's function has returned ``value``."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Raised:
-    """An exception has escaped from the rank's function, ``at`` a ``time.monotonic()``: one clock for all processes.
-
-    ``pickled`` is the exception with its ``__cause__`` chain, or empty where it cannot be pickled.
+    ``at`` is a ``time.monotonic()``, one clock for all processes.
     """
 
     type_name: str
     message: str
     traceback: str
-    pickled: bytes
+    pickled: bytes  # with its causes; empty where it cannot be pickled
     at: float
 
+    @classmethod
+    def of(cls, error: BaseException) -> RankError:
+        text = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, str(error), text, _pickle_with_causes(error), time.monotonic())
 
-class _Link:
-    """The rank's end of the pipe to the test; one thread at a time may write to it."""
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception itself with its chain of causes; None where it cannot be pickled."""
+        chain: list[BaseException] = pickle.loads(self.pickled) if self.pickled else []
+        for error, cause in itertools.pairwise(chain):
+            error.__cause__ = cause
+        return chain[0] if chain else None
+
+
+class _Pipe:
+    """The rank's end of the pipe to the test, for any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
-    def send(self, message: Point | Returned | Raised) -> None:
+    def send(self, kind: str, value: object, name: str = "") -> None:
         # Not Connection.send(): its pickler passes tensors as file descriptors, which end with this process.
-        data = pickle.dumps(message)
+        data = pickle.dumps((kind, name, value))
         with self._lock:
             self._connection.send_bytes(data)
 
@@ -105,7 +98,20 @@ class _Link:
         self._connection.recv_bytes()
 
 
-_link: _Link | None = None
+_pipe: _Pipe | None = None
+
+
+def announce(point: str, value: object = None) -> None:
+    """On a rank: tell the test that it has reached ``point``; the test calls ``RankProcesses.wait_for``."""
+    assert _pipe is not None, "announce() and hold() work in a rank process only"
+    _pipe.send("point", value, point)
+
+
+def hold(point: str, value: object = None) -> None:
+    """On a rank: announce ``point`` and go no further until the test calls ``RankProcesses.release``."""
+    announce(point, value)
+    assert _pipe is not None
+    _pipe.wait_for_release()
 
 
 def import_package_anew() -> ModuleType:
@@ -115,57 +121,34 @@ def import_package_anew() -> ModuleType:
     return importlib.import_module("lightning_ddp_ext")
 
 
-def announce(point: str, value: object = None) -> None:
-    """Tell the test that this rank has reached ``point``; it waits with ``RankProcesses.wait_for``. For any thread."""
-    _our_link().send(Point(point, value))
-
-
-def hold(point: str, value: object = None) -> None:
-    """Announce ``point`` and go no further until the test calls ``RankProcesses.release`` for this rank."""
-    announce(point, value)
-    _our_link().wait_for_release()
-
-
-def occupy(seat: Seat, connection: Connection) -> None:
-    """Live the life of one rank; the target of its process."""
-    global _link
-    _link = _Link(connection)
-    _settle_in(seat)
-    status = _call(seat, _link)
-    _run_exit_handlers()
+def run_rank(start: RankStart, connection: Connection) -> None:
+    """The target of a rank's process."""
+    global _pipe
+    _pipe = _Pipe(connection)
+    _prepare(start)
+    status = _call(start, _pipe)
+    _finalize()
     if status == -signal.SIGINT:  # as the interpreter ends after a KeyboardInterrupt
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(status)
 
 
-def load_exception(pickled: bytes) -> BaseException | None:
-    """The exception in ``pickled``, with its causes linked again; None if there is none."""
-    chain: list[BaseException] = pickle.loads(pickled) if pickled else []
-    for error, cause in itertools.pairwise(chain):
-        error.__cause__ = cause
-    return chain[0] if chain else None
-
-
-def _our_link() -> _Link:
-    if _link is None:
-        raise RuntimeError("announce() and hold() work in a rank process only, and this is none")
-    return _link
-
-
-def _settle_in(seat: Seat) -> None:
-    gc.freeze()  # what it was born with need not be looked through each time that it collects its garbage
+def _prepare(start: RankStart) -> None:
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
-    _capture_output(seat.output_file)
-    place: Place | None = pickle.loads(seat.place)
+    _capture_output(start.output_file)
+    place: Place | None = pickle.loads(start.place)
     if place is not None:
         place.enter()
-    _prepare_stacks(seat)
+    stacks = os.open(start.stacks_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # open until the process ends
+    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=True)
+    faulthandler.dump_traceback_later(start.time_limit + _SECONDS_AFTER_LIMIT, file=stacks, exit=True)
     os.environ.clear()
-    os.environ.update(seat.environment)
-    sys.argv = [f"rank-{seat.rank}-is-no-script"]  # never pytest's: a launcher would run all the tests again
-    os.chdir(seat.cwd)
-    _silence_coverage()
+    os.environ.update(start.environment)
+    sys.argv = [f"rank-{start.rank}-is-no-script"]  # never pytest's: a launcher would run all the tests again
+    os.chdir(start.cwd)
+    if "coverage" in sys.modules:  # a rank may run no line of the package
+        warnings.filterwarnings("ignore", category=sys.modules["coverage"].exceptions.CoverageWarning)
 
 
 def _capture_output(path: str) -> None:
@@ -178,53 +161,32 @@ def _capture_output(path: str) -> None:
     os.close(captured)
 
 
-def _prepare_stacks(seat: Seat) -> None:
-    stacks = os.open(seat.stacks_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # open until the process ends
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=True)
-    faulthandler.dump_traceback_later(seat.time_limit + ORPHAN_GRACE, file=stacks, exit=True)
-
-
-def _silence_coverage() -> None:
-    """Keep out of a rank's output that it has run no line of the package."""
-    coverage = sys.modules.get("coverage")
-    if coverage is not None:
-        warnings.filterwarnings("ignore", category=coverage.exceptions.CoverageWarning)
-
-
-def _call(seat: Seat, link: _Link) -> int:
+def _call(start: RankStart, pipe: _Pipe) -> int:
     """Run the rank's function; the exit status that the interpreter would give, -SIGINT for a KeyboardInterrupt."""
     try:
-        function, args, kwargs = pickle.loads(seat.call)
-        link.send(Returned(function(seat.rank, seat.world_size, *args, **kwargs)))
+        function, args, kwargs = pickle.loads(start.call)
+        pipe.send("returned", function(start.rank, start.world_size, *args, **kwargs))
     except SystemExit as error:
         status = _status_of(error)
         if status != 0:
-            link.send(_report(error))
+            pipe.send("raised", RankError.of(error))
         return status
     except BaseException as error:
-        link.send(_report(error))
+        pipe.send("raised", RankError.of(error))
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
 def _status_of(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
     print(error.code, file=sys.stderr)
     return 1
 
 
-def _report(error: BaseException) -> Raised:
-    at = time.monotonic()
-    text = "".join(traceback.format_exception(error))
-    return Raised(type(error).__name__, str(error), text, _pickle_exception(error), at)
-
-
-def _pickle_exception(error: BaseException) -> bytes:
-    chain = [error]
+def _pickle_with_causes(error: BaseException) -> bytes:
+    chain: list[Any] = [error]
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)
     try:
@@ -235,7 +197,7 @@ def _pickle_exception(error: BaseException) -> bytes:
     return pickled
 
 
-def _run_exit_handlers() -> None:
+def _finalize() -> None:
     """Do what ``Py_FinalizeEx`` does first, in its order. One handler is multiprocessing's, which runs only once."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Runs a function on several real rank processes: the harness of every test that needs more than one rank.
+"""Run a function on several real rank processes.
 
 ::
 
@@ -7,40 +7,33 @@
     def test_all_reduce(tmp_path: Path) -> None:
         assert run_ranks(all_reduce, 2, tmp_path) == [3.0, 3.0]
 
-=================  =====================================================================================================
-``run_ranks``      results by rank; the first rank that fails is what the test reports, and the others are ended
-``launch_ranks``   how each rank ended (exit status, exception, output), whatever it is; nobody is ended early
-``RankProcesses``  for faults: start ranks one by one, wait until one is "in step 3", kill it, see what the others do
-=================  =====================================================================================================
+``run_ranks`` returns results by rank; a rank that fails fails the test. ``launch_ranks`` returns how each rank ended.
+``RankProcesses`` is for faults: start ranks one by one, wait until one is "in step 3", kill it, see what the others do.
 
 Each calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function, arguments and results travel by
-pickle. A rank that has not ended at the time limit fails the test with the Python stacks of every rank that was still
-there.
+pickle. Ranks that have not ended at the time limit fail the test with their Python stacks.
 
 Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has imported
-torch, Lightning and this package, so what these read from the environment *on import* is the server's: test that with
-``tests.harness.scripts`` or ``import_package_anew``. Ranks compute on one thread each, and what they start through
-``sys.argv[0]`` fails, because a rank is no script.
+torch, Lightning and this package: what these read from the environment on import is tested with ``scripts``.
 """
 
 from __future__ import annotations
 
-import multiprocessing.connection
 import os
 import pickle
 import shutil
 import signal
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from tests.harness.outcomes import Outcome, RankError, RanksFailed, RanksHung
-from tests.harness.rank_process import STACKS_SIGNAL, Place, Seat, announce, hold, import_package_anew
-from tests.harness.rank_run import RankRun, start_server
+from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
+from tests.harness.outcomes import Outcome, RanksFailed, RanksHung
+from tests.harness.rank_process import STACKS_SIGNAL, Place, RankError, RankStart, announce, hold, import_package_anew
+from tests.harness.rank_server import Rank, start_server
 
 __all__ = [
     "Environment",
@@ -57,14 +50,9 @@ __all__ = [
     "import_package_anew",
     "launch_ranks",
     "run_ranks",
-    "start_server",
 ]
 
-# Variables for ranks: a value for all, a function of the rank, or None for a variable that must not be there.
-Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
-
-_SECONDS_TO_DUMP_STACKS = 5.0
-_SECONDS_TO_FALL = 5.0  # from a rank's exception to its end
+_SECONDS_TO_END = 5.0  # for a rank that was told to write its stacks, or was killed
 
 
 def run_ranks(
@@ -74,24 +62,20 @@ def run_ranks(
     time_limit: float = 30.0,
     env: Environment | None = None,
     namespaces: Sequence[Place | None] | None = None,
-    cwd: str | Path | None = None,
-    expect_exit: int | Mapping[int, int] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    ``expect_exit`` is the exit status that every rank must have, or a mapping of ranks to theirs (others: 0). The other
-    arguments are those of ``RankProcesses``. A rank that ends otherwise raises ``RanksFailed`` after the others have
-    been ended; of several, the first one. At the time limit it is ``RanksHung``.
+    When a rank fails, the others are ended, and the test fails with ``RanksFailed``. The arguments are those of
+    ``RankProcesses``.
     """
-    expected = _expected_statuses(expect_exit, world_size)
-    settings: dict[str, Any] = {"time_limit": time_limit, "env": env, "namespaces": namespaces, "cwd": cwd}
+    settings: dict[str, Any] = {"time_limit": time_limit, "env": env, "namespaces": namespaces}
     with RankProcesses(function, world_size, *args, **settings, **kwargs) as ranks:
-        failed = ranks.wait_for_failure(expected)
+        first = ranks.wait_for_failure()
         outcomes = ranks.wait()
-    if failed is not None:
-        first = outcomes[failed]
-        raise RanksFailed(first, outcomes) from (first.error.exception if first.error else None)
+    if first is not None:
+        failed = outcomes[first]
+        raise RanksFailed(failed, outcomes) from (failed.error.exception if failed.error else None)
     return [outcome.result for outcome in outcomes]
 
 
@@ -102,15 +86,14 @@ def launch_ranks(
     time_limit: float = 30.0,
     env: Environment | None = None,
     namespaces: Sequence[Place | None] | None = None,
-    cwd: str | Path | None = None,
     **kwargs: Any,
 ) -> list[Outcome]:
     """Run ``function`` on ``world_size`` ranks and return, by rank, how each of them ended by itself.
 
-    Raises ``RanksHung`` at the time limit: a rank that stays fails every test. The other arguments are those of
+    Raises ``RanksHung`` at the time limit: a rank that stays fails every test. The arguments are those of
     ``RankProcesses``.
     """
-    settings: dict[str, Any] = {"time_limit": time_limit, "env": env, "namespaces": namespaces, "cwd": cwd}
+    settings: dict[str, Any] = {"time_limit": time_limit, "env": env, "namespaces": namespaces}
     with RankProcesses(function, world_size, *args, **settings, **kwargs) as ranks:
         return ranks.wait()
 
@@ -123,8 +106,7 @@ class RankProcesses:
         world_size: number of ranks.
         time_limit: seconds from the first rank's start within which all must have ended.
         env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
-        namespaces: one place per rank (a host of ``tests.harness.network``), or None for the test's own.
-        cwd: the working directory; None: the test's own.
+        namespaces: one place per rank (a host of ``network``), or None for the test's own.
         start: the ranks to start on entry (None: all); the others wait for a call of the method.
     """
 
@@ -136,21 +118,17 @@ class RankProcesses:
         time_limit: float = 30.0,
         env: Environment | None = None,
         namespaces: Sequence[Place | None] | None = None,
-        cwd: str | Path | None = None,
         start: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        if namespaces is not None and len(namespaces) != world_size:
-            raise ValueError(f"namespaces needs one entry per rank, {world_size} (got {len(namespaces)})")
         self.world_size = world_size
         self.time_limit = time_limit
         self._call = pickle.dumps((function, args, kwargs))
         self._env = dict(env or {})
         self._places = [pickle.dumps(place) for place in namespaces or [None] * world_size]
-        self._cwd = str(cwd or Path.cwd())
         self._start_on_entry = range(world_size) if start is None else list(start)
-        self._runs: dict[int, RankRun] = {}
-        self._began = 0.0
+        self._ranks: dict[int, Rank] = {}
+        self._deadline = 0.0
 
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.mkdtemp(prefix="ranks-")
@@ -159,173 +137,125 @@ class RankProcesses:
             for rank in self._start_on_entry:
                 self.start(rank)
         except BaseException:
-            self._clear()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._clear()
+    def __exit__(self, *_: object) -> None:
+        self._kill_all()
+        for rank in self._ranks.values():
+            rank.close()
+        shutil.rmtree(self._directory)
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the ranks started so far, also of ended ones."""
-        return {rank: run.pid for rank, run in self._runs.items()}
+        return {number: rank.pid for number, rank in self._ranks.items()}
 
     def start(self, rank: int) -> None:
         """Start one more rank."""
-        if rank in self._runs:
-            raise ValueError(f"rank {rank} has been started already")
-        self._runs[rank] = RankRun.start(self._seat(rank))
-        self._began = self._began or time.monotonic()
+        assert rank not in self._ranks, f"rank {rank} has been started already"
+        files = f"{self._directory}/{rank}"
+        self._ranks[rank] = Rank(
+            RankStart(
+                rank=rank,
+                world_size=self.world_size,
+                call=self._call,
+                place=self._places[rank],
+                environment=environment_of(rank, self._env),
+                cwd=str(Path.cwd()),
+                output_file=f"{files}.output",
+                stacks_file=f"{files}.stacks",
+                time_limit=self.time_limit,
+            )
+        )
+        self._deadline = self._deadline or time.monotonic() + self.time_limit
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to the rank's process, not to what it has started; an error if it has ended."""
-        self._pump(0.0)
-        run = self._runs[rank]
-        if run.exit_code is not None:
-            raise AssertionError(f"nobody to signal:\n{run.outcome(self._began).story()}")
-        os.kill(run.pid, signal_number)
+        self._receive(0.0)
+        process = self._ranks[rank]
+        assert process.exit_code is None, f"it has ended already:\n{process.outcome().story()}"
+        os.kill(process.pid, signal_number)
 
     def release(self, rank: int) -> None:
         """Let the rank go on that is, or will be, in ``hold``."""
-        self._runs[rank].inbox.send_bytes(b"")
+        self._ranks[rank].pipe.send_bytes(b"")
 
     def output(self, rank: int) -> str:
         """What the rank has written to stdout and stderr so far."""
-        return self._runs[rank].output()
+        return self._ranks[rank].output()
 
     def wait_for(self, point: str, rank: int, timeout: float = 20.0) -> Any:
         """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
 
         An error if the rank ends before, at once, or if ``timeout`` seconds have passed.
         """
-        run = self._runs[rank]
-        deadline = time.monotonic() + timeout
-        while (found := run.take_point(point)) is None:
-            if run.exit_code is not None:
-                raise AssertionError(f"no {point!r} before the end:\n{run.outcome(self._began).story()}")
-            if time.monotonic() >= deadline:
-                raise AssertionError(f"rank {rank} did not announce {point!r} in {timeout} s:\n{run.output()}")
-            self._pump(deadline)
-        return found.value
+        points = self._ranks[rank].points
+        self._wait_until(lambda: any(name == point for name, _ in points), f"announce {point!r}", rank, timeout)
+        found = next(each for each in points if each[0] == point)
+        points.remove(found)
+        return found[1]
 
     def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> None:
         """Wait until the rank has written ``text``; errors as for ``wait_for``."""
-        run = self._runs[rank]
-        deadline = time.monotonic() + timeout
-        while text not in run.output():
-            if run.exit_code is not None:
-                raise AssertionError(f"no {text!r} before the end:\n{run.outcome(self._began).story()}")
-            if time.monotonic() >= deadline:
-                raise AssertionError(f"rank {rank} did not write {text!r} in {timeout} s:\n{run.output()}")
-            self._pump(time.monotonic() + 0.05)
+        self._wait_until(lambda: text in self.output(rank), f"write {text!r}", rank, timeout, look_every=0.05)
 
     def wait(self, *ranks: int) -> list[Outcome]:
         """Wait for the end of these ranks (none named: of all started ones); return how they ended, in that order."""
-        runs = [self._runs[rank] for rank in ranks or sorted(self._runs)]
-        deadline = self._began + self.time_limit
-        while any(run.exit_code is None for run in runs):
-            if time.monotonic() >= deadline:
+        awaited = [self._ranks[rank] for rank in ranks or sorted(self._ranks)]
+        while any(rank.exit_code is None for rank in awaited):
+            if time.monotonic() >= self._deadline:
                 raise RanksHung(self.time_limit, self._end_with_stacks())
-            self._pump(deadline)
-        return [run.outcome(self._began) for run in runs]
+            self._receive(self._deadline)
+        return [rank.outcome() for rank in awaited]
 
-    def wait_for_failure(self, expected: Mapping[int, int]) -> int | None:
-        """Wait until a rank ends otherwise than expected, end all, and return the first such one; None if none does."""
-        deadline = self._began + self.time_limit
-        while not self._failed(expected):
-            if not self._running() or time.monotonic() >= deadline:
+    def wait_for_failure(self) -> int | None:
+        """Wait until a rank fails, end all, and return which was the first; None if all end well or time is up."""
+        while not (failed := [rank for rank in self._ranks.values() if rank.has_failed()]):
+            if not self._running() or time.monotonic() >= self._deadline:
                 return None
-            self._pump(deadline)
-        self._pump_while(lambda: any(run.exit_code is None for run in self._failed(expected)), _SECONDS_TO_FALL)
-        first = min(self._failed(expected), key=RankRun.order_of_failure)
-        self._end()
-        return first.rank
+            self._receive(self._deadline)
+        for rank in failed:  # has raised, and has exit handlers to run
+            self._receive_while(lambda rank=rank: rank.exit_code is None, _SECONDS_TO_END)  # type: ignore[misc]
+        self._kill_all()
+        return min(failed, key=Rank.failed_at).number
 
-    def _seat(self, rank: int) -> Seat:
-        return Seat(
-            rank=rank,
-            world_size=self.world_size,
-            call=self._call,
-            place=self._places[rank],
-            environment=environment_of(rank, self._env),
-            cwd=self._cwd,
-            output_file=f"{self._directory}/{rank}.output",
-            stacks_file=f"{self._directory}/{rank}.stacks",
-            time_limit=self.time_limit,
-        )
+    def _wait_until(
+        self, condition: Callable[[], bool], what: str, rank: int, timeout: float, look_every: float | None = None
+    ) -> None:
+        process, deadline = self._ranks[rank], time.monotonic() + timeout
+        while not condition():
+            assert process.exit_code is None, f"rank {rank} did not {what} before its end:\n{process.outcome().story()}"
+            assert time.monotonic() < deadline, f"rank {rank} did not {what} in {timeout} s:\n{process.output()}"
+            self._receive(deadline if look_every is None else time.monotonic() + look_every)
 
-    def _running(self) -> list[RankRun]:
-        return [run for run in self._runs.values() if run.exit_code is None]
+    def _running(self) -> list[Rank]:
+        return [rank for rank in self._ranks.values() if rank.exit_code is None]
 
-    def _failed(self, expected: Mapping[int, int]) -> list[RankRun]:
-        return [run for run in self._runs.values() if run.has_failed(expected[run.rank])]
-
-    def _pump(self, deadline: float) -> None:
-        """Take in what ranks have sent and who has ended, waiting for news until ``deadline`` (0: not at all)."""
+    def _receive(self, deadline: float) -> None:
+        """Wait until ranks send something or end, or until ``deadline`` (0: not at all), and take it in."""
         running = self._running()
-        sources = [source for run in running for source in run.sources]
-        ready = multiprocessing.connection.wait(sources, timeout=max(0.0, deadline - time.monotonic()))
-        for run in running:
-            run.take_in(has_ended=run.process.sentinel in ready)
+        sources = [source for rank in running for source in rank.sources()]
+        ready = connection.wait(sources, timeout=max(0.0, deadline - time.monotonic()))
+        for rank in running:
+            rank.receive(has_ended=rank.process.sentinel in ready)
 
-    def _pump_while(self, condition: Callable[[], object], seconds: float) -> None:
+    def _receive_while(self, condition: Callable[[], object], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while condition() and time.monotonic() < deadline:
-            self._pump(deadline)
+            self._receive(deadline)
 
     def _end_with_stacks(self) -> list[Outcome]:
-        running = self._running()
-        for run in running:
-            run.signal(STACKS_SIGNAL)
-            run.signal(signal.SIGCONT)  # a stopped rank would never hear of it
-        self._pump_while(self._running, _SECONDS_TO_DUMP_STACKS)
-        self._end()
-        return [run.outcome(self._began, with_stacks=run in running) for _, run in sorted(self._runs.items())]
+        for rank in self._running():
+            rank.signal(STACKS_SIGNAL)
+            rank.signal(signal.SIGCONT)  # a stopped rank would never hear of it
+        self._receive_while(self._running, _SECONDS_TO_END)
+        self._kill_all()
+        return [rank.outcome() for _, rank in sorted(self._ranks.items())]
 
-    def _end(self) -> None:
-        for run in self._running():
-            run.kill_group()
-        self._pump_while(self._running, _SECONDS_TO_FALL)
+    def _kill_all(self) -> None:
+        for rank in self._running():
+            rank.kill_group()
+        self._receive_while(self._running, _SECONDS_TO_END)
         assert not self._running(), "SIGKILL did not end a rank"
-
-    def _clear(self) -> None:
-        self._end()
-        for run in self._runs.values():
-            run.close()
-        shutil.rmtree(self._directory)
-
-
-def environment_of(rank: int, env: Environment) -> dict[str, str]:
-    """This process's environment, changed by ``env`` as it is for that rank."""
-    changes = {name: value(rank) if callable(value) else value for name, value in env.items()}
-    merged: dict[str, str | None] = {**os.environ, "PYTEST_CURRENT_TEST": None, **changes}
-    return {name: value for name, value in merged.items() if value is not None}
-
-
-def by_hand_env(world_size: int, port: int | None = None, host: str = "127.0.0.1") -> dict[str, Callable[[int], str]]:
-    """Variables of ranks that a user starts one by one on one machine; with a port also where they meet."""
-    variables: dict[str, Callable[[int], str]] = {
-        "RANK": str,
-        "WORLD_SIZE": lambda _: str(world_size),
-        "LOCAL_RANK": str,
-    }
-    if port is not None:
-        variables |= {"MASTER_ADDR": lambda _: host, "MASTER_PORT": lambda _: str(port)}
-    return variables
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago: a race, for tests that must name a port and nothing else."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def _expected_statuses(expect_exit: int | Mapping[int, int] | None, world_size: int) -> dict[int, int]:
-    if isinstance(expect_exit, Mapping):
-        return {rank: expect_exit.get(rank, 0) for rank in range(world_size)}
-    return dict.fromkeys(range(world_size), expect_exit or 0)

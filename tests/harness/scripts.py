@@ -1,4 +1,4 @@
-r"""Runs a script as a user would, in processes of its own, and finds every process that it leaves behind.
+r"""Run a script as a user would, in processes of its own.
 
 ::
 
@@ -10,12 +10,9 @@ r"""Runs a script as a user would, in processes of its own, and finds every proc
         script.kill(rank=1)
         assert script.wait().returncode == 1
 
-All processes of a script are known by a variable in their environment, also when their parent is gone and whatever
-session they are in. Nothing of a script outlives its test.
-
-A script that tests wait for writes whole lines, ``sys.stdout.write("in step 3\n")``, and flushes them: torchrun starts
-Python with ``-u``, and there ``print`` writes a text and its line break one by one, between which other ranks may
-write.
+Nothing of a script outlives its test. A script that tests wait for writes whole lines,
+``sys.stdout.write("in step 3\n")``, and flushes them: torchrun starts Python with ``-u``, where ``print`` writes a text
+and its line break one by one.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ import contextlib
 import itertools
 import os
 import re
-import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,39 +29,35 @@ import textwrap
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import psutil
 
-from tests.harness.ranks import Environment, environment_of
-
-# In the environment of every process that a test run starts; that of a script begins with that of the test run.
-MARK = "TEST_HARNESS_MARK"
+from tests.harness.environment import Environment, environment_of
+from tests.harness.processes import MARK, kill_until_gone, marked, name_of, wait_until_gone
 
 _ROOT = Path(__file__).resolve().parents[2]
-_STARTUP = Path(__file__).resolve().parent / "startup"
-_WORDS: dict[str, tuple[str, ...]] = {
+_COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
 }
 # Ranks that /proc does not tell apart (spawn, fork, forkserver) print such a line, flushed.
 _RANK_LINE = re.compile(r"^harness: rank (\d+) is process (\d+)$")
-_SECONDS_TO_DUMP_STACKS = 5.0
+_SECONDS_TO_END = 5.0
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Completed:
-    """How a script ended: ``output`` is stdout and stderr as they came, ``seconds`` from its start to its own end."""
+    """How a script ended; ``output`` is stdout and stderr as they came."""
 
     returncode: int
     stdout: str
     stderr: str
     output: str
-    seconds: float
 
 
 class ScriptFailed(AssertionError):
@@ -87,19 +78,14 @@ def run_script(
     launcher: Sequence[str] = ("python",),
     time_limit: float = 60.0,
     cwd: str | Path | None = None,
-    rank: int = 0,
-    seconds_to_vanish: float = 5.0,
 ) -> Completed:
-    """Run a script to its end.
+    """Run a script to its end; the arguments are those of ``start_script``.
 
-    Raises ``ScriptHung`` at the time limit, and ``ScriptFailed`` if one of its processes is still there
-    ``seconds_to_vanish`` after its own end. The other arguments are those of ``start_script``.
+    Raises ``ScriptHung`` at the time limit, and ``ScriptFailed`` if one of its processes survives it.
     """
-    with start_script(
-        path_or_source, *argv, env=env, launcher=launcher, time_limit=time_limit, cwd=cwd, rank=rank
-    ) as script:
+    with start_script(path_or_source, *argv, env=env, launcher=launcher, time_limit=time_limit, cwd=cwd) as script:
         completed = script.wait()
-        script.expect_no_survivors(seconds_to_vanish)
+        script.expect_no_survivors()
         return completed
 
 
@@ -111,25 +97,24 @@ def start_script(
     launcher: Sequence[str] = ("python",),
     time_limit: float = 60.0,
     cwd: str | Path | None = None,
-    rank: int = 0,
 ) -> Iterator[Script]:
     """Start a script; what is left of it at the end of the context is killed.
 
     Args:
         path_or_source: the script's path, or its text (anything with a line break; indentation in common is taken off).
         argv: arguments of the script.
-        env: changes to the environment as for ranks; functions in it are called with ``rank``.
+        env: changes to the environment, as for ranks.
         launcher: the words before the script; ``python`` and ``torchrun`` are those of this environment. The
-            ``prefix`` of a host of ``tests.harness.network`` goes first.
+            ``prefix`` of a host of ``network`` goes first.
         time_limit: seconds until ``wait`` gives up.
         cwd: the working directory; None: a temporary one.
-        rank: for scripts that are started one per rank.
     """
-    with contextlib.ExitStack() as stack:
-        directory = Path(cwd) if cwd else Path(stack.enter_context(_temporary_directory()))
+    with tempfile.TemporaryDirectory(prefix="script-", ignore_cleanup_errors=True) as temporary:
+        directory = Path(cwd or temporary)
         mark = f"{os.environ.get(MARK, os.getpid())}/{os.getpid()}-{next(_numbers)}."
-        command = [*_spell_out(launcher), str(_path_of(path_or_source, directory)), *argv]
-        script = Script(command, directory, _environment(env or {}, rank, mark), mark, time_limit)
+        words = [part for word in launcher for part in _COMMANDS.get(word, (word,))]
+        command = [*words, str(_path_of(path_or_source, directory)), *argv]
+        script = Script(command, directory, _environment(env or {}, mark), mark, time_limit)
         try:
             yield script
         finally:
@@ -140,9 +125,9 @@ class Script:
     """A script that has been started; made by ``start_script``."""
 
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str], mark: str, time_limit: float) -> None:
-        self.time_limit = time_limit
         self._mark = mark
         self._began = time.monotonic()
+        self._deadline = self._began + time_limit
         self._process = subprocess.Popen(
             command,
             cwd=cwd,
@@ -155,9 +140,6 @@ class Script:
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._transcript = _Transcript({"stdout": self._process.stdout, "stderr": self._process.stderr})
-        self._seconds = 0.0
-        self._watcher = threading.Thread(target=self._watch, daemon=True)
-        self._watcher.start()
 
     @property
     def pid(self) -> int:
@@ -195,48 +177,44 @@ class Script:
             raise ScriptFailed(f"no process of rank {rank} among {pids}", self.output)
         os.kill(pids[rank], signal_number)
 
-    def wait(self, timeout: float | None = None) -> Completed:
-        """Wait for the script's own end; within ``timeout`` seconds, or what is left of its time limit.
+    def wait(self) -> Completed:
+        """Wait for the script's own end.
 
-        Raises ``ScriptHung`` with the stacks of all of its processes, which are ended.
+        Raises ``ScriptHung`` at the time limit, with the stacks of all of its processes, which are ended.
         """
-        left = self._began + self.time_limit - time.monotonic() if timeout is None else timeout
-        self._watcher.join(max(left, 0.0))
-        if self._watcher.is_alive():
-            raise self._end_with_stacks()
+        try:
+            self._process.wait(max(self._deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise self._end_with_stacks() from None
         self._transcript.wait_for_end()
         text = self._transcript.text
-        return Completed(self._process.returncode, text("stdout"), text("stderr"), text(), self._seconds)
+        return Completed(self._process.returncode, text("stdout"), text("stderr"), text())
 
     def survivors(self, seconds: float = 0.0) -> list[psutil.Process]:
         """Processes of the script that are still there after ``seconds``, or none as soon as none is."""
         return wait_until_gone(lambda: marked(self._mark), seconds)
 
-    def expect_no_survivors(self, seconds: float = 5.0) -> None:
-        """Fail if a process of the script is still there after ``seconds``."""
-        left = self.survivors(seconds)
+    def expect_no_survivors(self) -> None:
+        """Fail if a process of the script is still there some seconds after its end."""
+        left = self.survivors(_SECONDS_TO_END)
         if left:
             names = "\n".join(name_of(process) for process in left)
-            raise ScriptFailed(f"still there {seconds} s after the end of the script:\n{names}", self.output)
+            raise ScriptFailed(f"still there {_SECONDS_TO_END} s after the end of the script:\n{names}", self.output)
 
     def close(self) -> None:
         """Kill what is left and let go of the pipes."""
         self._process.kill()  # marked() would not see it before it has begun to run the command
         left = kill_until_gone(lambda: marked(self._mark))
-        self._watcher.join()
+        self._process.wait()
         self._transcript.close()
         assert not left, f"SIGKILL did not end {left}"
-
-    def _watch(self) -> None:
-        self._process.wait()
-        self._seconds = time.monotonic() - self._began
 
     def _end_with_stacks(self) -> ScriptHung:
         for process in marked(self._mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGABRT)  # Python writes its stacks (PYTHONFAULTHANDLER) and dies
                 process.send_signal(signal.SIGCONT)  # a stopped process would never hear of it
-        self.survivors(_SECONDS_TO_DUMP_STACKS)
+        self.survivors(_SECONDS_TO_END)
         kill_until_gone(lambda: marked(self._mark))
         self._transcript.wait_for_end()
         return ScriptHung(f"the script had not ended after {time.monotonic() - self._began:.1f} s", self.output)
@@ -247,7 +225,7 @@ class _Transcript:
 
     def __init__(self, pipes: dict[str, IO[bytes]]) -> None:
         self._lines: list[tuple[str, str]] = []
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._pipes = pipes
         self._open = set(pipes)
         self._threads = [threading.Thread(target=self._follow, args=(name,), daemon=True) for name in pipes]
@@ -255,18 +233,18 @@ class _Transcript:
             thread.start()
 
     def text(self, name: str | None = None) -> str:
-        with self._news:
+        with self._changed:
             return "".join(line for source, line in self._lines if name in (None, source))
 
     def wait_for(self, pattern: re.Pattern[str], timeout: float) -> re.Match[str] | None:
-        with self._news:
-            self._news.wait_for(lambda: self._search(pattern) or not self._open, timeout)
+        with self._changed:
+            self._changed.wait_for(lambda: self._search(pattern) or not self._open, timeout)
             return self._search(pattern)
 
     def wait_for_end(self) -> None:
         """Wait until all has been read; not for long, as a process that survives may hold a pipe."""
-        with self._news:
-            self._news.wait_for(lambda: not self._open, timeout=2.0)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, timeout=2.0)
 
     def close(self) -> None:
         for thread in self._threads:
@@ -279,117 +257,36 @@ class _Transcript:
 
     def _follow(self, name: str) -> None:
         for line in self._pipes[name]:
-            self._add(name, line.decode(errors="replace"))
-        with self._news:
+            with self._changed:
+                self._lines.append((name, line.decode(errors="replace")))
+                self._changed.notify_all()
+        with self._changed:
             self._open.discard(name)
-            self._news.notify_all()
-
-    def _add(self, name: str, line: str) -> None:
-        with self._news:
-            self._lines.append((name, line))
-            self._news.notify_all()
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes whose environment, as they were started with it, carries a mark that begins with this one."""
-    beginning = f"\0{MARK}={mark}".encode()
-    found = (pid for pid in psutil.pids() if beginning in _environment_of(pid))
-    return [process for pid in found for process in _still_there(pid)]
-
-
-def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], seconds: float) -> list[psutil.Process]:
-    """Wait until ``find`` finds nothing; what it finds after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    left = list(find())
-    while left and time.monotonic() < deadline:
-        _wait_for_an_end(left, deadline - time.monotonic())
-        left = list(find())
-    return left
-
-
-def kill_until_gone(find: Callable[[], Iterable[psutil.Process]], seconds: float = 5.0) -> list[psutil.Process]:
-    """Kill what ``find`` finds, and what that starts in the meantime; what is there after ``seconds`` all the same."""
-    deadline = time.monotonic() + seconds
-    while (left := list(find())) and time.monotonic() < deadline:
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        _wait_for_an_end(left, deadline - time.monotonic())
-    return left
-
-
-def _wait_for_an_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait until one of them has ended, whose child it may be; takes no exit status away from ``subprocess``."""
-    poll = select.poll()
-    with contextlib.ExitStack() as stack:
-        for process in processes:
-            try:
-                descriptor = os.pidfd_open(process.pid)
-            except ProcessLookupError:
-                return
-            stack.callback(os.close, descriptor)
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(max(0.0, seconds) * 1000)
-
-
-def name_of(process: psutil.Process) -> str:
-    """A line that says which process this is."""
-    with contextlib.suppress(psutil.Error):
-        return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
-    return f"process {process.pid}"
+            self._changed.notify_all()
 
 
 def _ranks_in_environments(processes: Iterable[psutil.Process]) -> dict[int, int]:
     """The oldest process of each rank: what a rank starts has its environment."""
     ranks: dict[int, int] = {}
     for process in sorted(processes, key=lambda process: (process.create_time(), process.pid)):
-        variables = _variables(process)
-        rank = variables.get("RANK", variables.get("LOCAL_RANK"))
-        if rank is not None:
-            ranks.setdefault(int(rank), process.pid)
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            rank = variables.get("RANK", variables.get("LOCAL_RANK"))
+            if rank is not None:
+                ranks.setdefault(int(rank), process.pid)
     return ranks
 
 
-def _variables(process: psutil.Process) -> dict[str, str]:
-    try:
-        variables: dict[str, str] = process.environ()
-    except psutil.Error:
-        return {}
-    return variables
-
-
-def _environment_of(pid: int) -> bytes:
-    """The variables that a process was started with, each after a null byte; none of one that may not be looked at."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as variables:
-            return b"\0" + variables.read()
-    except OSError:
-        return b""
-
-
-def _still_there(pid: int) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        yield psutil.Process(pid)
-
-
-def _spell_out(words: Sequence[str]) -> Iterator[str]:
-    for word in words:
-        yield from _WORDS.get(word, (word,))
-
-
-def _environment(env: Environment, rank: int, mark: str) -> dict[str, str]:
+def _environment(env: Environment, mark: str) -> dict[str, str]:
     """What a user's shell would have, plus what finds the processes and their stacks."""
-    import_path = os.pathsep.join(filter(None, [str(_STARTUP), str(_ROOT), os.environ.get("PYTHONPATH")]))
     ours: Environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-        "PYTHONPATH": import_path,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONFAULTHANDLER": "1",
-        "COVERAGE_PROCESS_CONFIG": None,
-        "TEST_COVERAGE_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart
     }
-    return environment_of(rank, {**ours, **env, MARK: mark})
+    return environment_of(0, {**ours, **env, MARK: mark})
 
 
 def _path_of(path_or_source: str | Path, directory: Path) -> Path:
@@ -401,12 +298,3 @@ def _path_of(path_or_source: str | Path, directory: Path) -> Path:
     if not path.exists():
         path.write_text(source)
     return path
-
-
-@contextlib.contextmanager
-def _temporary_directory() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="script-")
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Small models, data and Trainers for the tests of the strategy, and what a rank has to tell of its training."""
+"""A small model, its data and its Trainer, and the same training with ours and with stock."""
 
 from __future__ import annotations
 
@@ -87,6 +87,19 @@ class Recorder(L.Callback):
 
     def _record(self, trainer: L.Trainer) -> None:
         self.metrics.append({name: value.clone() for name, value in trainer.callback_metrics.items()})
+
+
+class At(L.Callback):
+    """Calls ``do(trainer)`` when a hook runs for the first time, or after so many ``earlier`` calls."""
+
+    def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> None:
+        self._do, self._left = do, earlier
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        if self._left == 0:
+            self._do(trainer)
+        self._left -= 1
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:

@@ -1,0 +1,37 @@
+"""Environment variables of ranks and scripts, and a port for them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+
+# Variables for ranks: a value for all, a function of the rank, or None for a variable that must not be there.
+Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
+
+
+def environment_of(rank: int, env: Environment) -> dict[str, str]:
+    """This process's environment, changed by ``env`` as it is for that rank."""
+    changes = {name: value(rank) if callable(value) else value for name, value in env.items()}
+    merged: dict[str, str | None] = {**os.environ, "PYTEST_CURRENT_TEST": None, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def by_hand_env(world_size: int, port: int | None = None, host: str = "127.0.0.1") -> dict[str, Callable[[int], str]]:
+    """Variables of ranks that a user starts one by one on one machine; with a port also where they meet."""
+    variables: dict[str, Callable[[int], str]] = {
+        "RANK": str,
+        "WORLD_SIZE": lambda _: str(world_size),
+        "LOCAL_RANK": str,
+    }
+    if port is not None:
+        variables |= {"MASTER_ADDR": lambda _: host, "MASTER_PORT": lambda _: str(port)}
+    return variables
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago: a race, for tests that must name a port and nothing else."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.bind((host, 0))
+        port: int = listener.getsockname()[1]
+        return port
