@@ -97,24 +97,26 @@ def start_script(
     launcher: Sequence[str] = ("python",),
     time_limit: float = 60.0,
     cwd: str | Path | None = None,
+    rank: int = 0,
 ) -> Iterator[Script]:
     """Start a script; what is left of it at the end of the context is killed.
 
     Args:
         path_or_source: the script's path, or its text (anything with a line break; indentation in common is taken off).
         argv: arguments of the script.
-        env: changes to the environment, as for ranks.
+        env: changes to the environment, as for ranks; functions in it are called with ``rank``.
         launcher: the words before the script; ``python`` and ``torchrun`` are those of this environment. The
             ``prefix`` of a host of ``network`` goes first.
         time_limit: seconds until ``wait`` gives up.
         cwd: the working directory; None: a temporary one.
+        rank: for scripts that are started one per rank or node.
     """
     with tempfile.TemporaryDirectory(prefix="script-", ignore_cleanup_errors=True) as temporary:
         directory = Path(cwd or temporary)
         mark = f"{os.environ.get(MARK, os.getpid())}/{os.getpid()}-{next(_numbers)}."
         words = [part for word in launcher for part in _COMMANDS.get(word, (word,))]
         command = [*words, str(_path_of(path_or_source, directory)), *argv]
-        script = Script(command, directory, _environment(env or {}, mark), mark, time_limit)
+        script = Script(command, directory, _environment(env or {}, rank, mark), mark, time_limit)
         try:
             yield script
         finally:
@@ -277,7 +279,7 @@ def _ranks_in_environments(processes: Iterable[psutil.Process]) -> dict[int, int
     return ranks
 
 
-def _environment(env: Environment, mark: str) -> dict[str, str]:
+def _environment(env: Environment, rank: int, mark: str) -> dict[str, str]:
     """What a user's shell would have, plus what finds the processes and their stacks."""
     ours: Environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -286,7 +288,7 @@ def _environment(env: Environment, mark: str) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart
     }
-    return environment_of(0, {**ours, **env, MARK: mark})
+    return environment_of(rank, {**ours, **env, MARK: mark})
 
 
 def _path_of(path_or_source: str | Path, directory: Path) -> Path:
