@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
 from lightning_ddp_ext.rendezvous.request import StartUp, Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
 from tests.harness.ranks import free_port
-from tests.rendezvous.strangers import server, silent, web
+from tests.rendezvous.rooms import Answer, server, silent, web
 
 LONG = 30.0
 Result = RankTable | BaseException
@@ -42,76 +43,89 @@ class Process:
     ) -> None:
         self.info = RankInfo(rank, "host", fields.pop("pid", 100 + rank), "network")
         values = {"init_method": "file:///run", "versions": {"torch": "2.13.0"}, **fields}
-        self.hello = Hello(self.info, world_size, **values)
-        self.endpoint = endpoint
-        self.deadline = Deadline(init_timeout)
         self.channel = Channel(heartbeat=30.0)
-        self.withdraw: Callable[[], None] = lambda: None
-        self.future: Future[RankTable] = Future()
+        timeouts = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
+        hello = Hello(self.info, world_size, **values)
+        self._start_up = StartUp(hello, endpoint, self.channel, Deadline(init_timeout), timeouts)
+        self._withdraw: Callable[[], None] = lambda: None
+        self._future: Future[RankTable] = Future()
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        timeouts = Timeouts(after_refusal=0.5, answer=1.0, connect=0.5)
-        start_up = StartUp(self.hello, self.endpoint, self.channel, self.deadline, timeouts)
+        start = Coordinator if self.info.rank == 0 else Handshake
         try:
-            found = Coordinator(start_up).run() if self.info.rank == 0 else Handshake(start_up).run()
-            self.withdraw = found.withdraw
-            self.future.set_result(found.table)
+            found = start(self._start_up).run()
+            self._withdraw = found.withdraw
+            self._future.set_result(found.table)
         except BaseException as error:
             self.channel.close(in_order=False)
-            self.future.set_exception(error)
+            self._future.set_exception(error)
 
     @property
     def result(self) -> Result:
-        error = self.future.exception(timeout=LONG)
-        return self.future.result() if error is None else error
+        error = self._future.exception(timeout=LONG)
+        return self._future.result() if error is None else error
 
     def close(self) -> None:
-        self.withdraw()
+        self._withdraw()
         self.channel.close()
 
 
-def results(processes: Sequence[Process]) -> list[Result]:
+def results(*processes: Process) -> list[Result]:
     found = [process.result for process in processes]
     for process in processes:
         process.close()
     return found
 
 
-def same_error(processes: Sequence[Process], kind: type[RendezvousError]) -> str:
-    found = results(processes)
+def same_error(kind: type[RendezvousError], *processes: Process) -> str:
+    found = results(*processes)
     assert {type(error) for error in found} == {kind}, found
     (message,) = set(map(str, found))
     return message
 
 
+def expect_welcome(*processes: Process) -> None:
+    """Fail unless all get the same table, of themselves."""
+    tables = results(*processes)
+    assert len(set(map(str, tables))) == 1
+    assert isinstance(tables[0], RankTable), tables
+    assert set(tables[0].ranks) == {process.info for process in processes}
+
+
+def tcp() -> TcpEndpoint:
+    return TcpEndpoint(Tcp("127.0.0.1", free_port()))
+
+
 @pytest.fixture(params=["tcp", "file"])
 def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoint:
-    return TcpEndpoint(Tcp("127.0.0.1", free_port())) if request.param == "tcp" else FileEndpoint(str(tmp_path / "run"))
+    return tcp() if request.param == "tcp" else FileEndpoint(str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_all_ranks_get_the_same_table(order: Sequence[int], endpoint: Endpoint) -> None:
-    """In whatever order they come."""
-    tables = results([Process(rank, 3, endpoint) for rank in order])
-    assert len(set(map(str, tables))) == 1
-    assert isinstance(tables[0], RankTable)
-    assert [info.pid for info in tables[0].ranks] == [100, 101, 102]
+def told_when_published(endpoint: Endpoint) -> threading.Event:
+    """Set once rank 0 listens."""
+    is_published, publish = threading.Event(), endpoint.publish
+
+    def publish_and_tell(address: Address) -> None:
+        publish(address)
+        is_published.set()
+
+    object.__setattr__(endpoint, "publish", publish_and_tell)
+    return is_published
 
 
-def test_missing_ranks_are_named_with_those_who_are_present(endpoint: Endpoint) -> None:
-    """To all, when the first of them has waited long enough."""
+def test_all_are_told_as_soon_as_one_has_waited_long_enough(endpoint: Endpoint) -> None:
     patient = [Process(0, 4, endpoint), Process(1, 4, endpoint)]
-    hasty = Process(3, 4, endpoint, init_timeout=0.5)
-    message = same_error([*patient, hasty], MissingRanksError)
+    message = same_error(MissingRanksError, *patient, Process(3, 4, endpoint, init_timeout=2.0))
     assert message.startswith("rank 2 of 4 did not come within init_timeout ")
     assert "present: rank 0 (host host, pid 100), rank 1 (host host, pid 101), rank 3 (host host, pid 103); " in message
 
 
 def test_two_processes_that_are_one_rank(endpoint: Endpoint) -> None:
-    """All are told of both."""
+    """All are told of both, and so is a rank that comes late: rank 0 stays for a moment."""
     processes = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(1, 3, endpoint, pid=7)]
-    assert same_error(processes, DuplicateRankError) == (
+    assert isinstance(processes[1].result, DuplicateRankError)
+    assert same_error(DuplicateRankError, *processes, Process(2, 3, endpoint)) == (
         "two processes claim rank 1: pid 7 on host host and pid 101 on host host; give each process its own RANK, or "
         "rank="
     )
@@ -120,7 +134,7 @@ def test_two_processes_that_are_one_rank(endpoint: Endpoint) -> None:
 def test_two_rank_zeros(endpoint: Endpoint) -> None:
     """Both are told, and those that have come to one of them."""
     processes = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(0, 3, endpoint, pid=7)]
-    assert same_error(processes, DuplicateRankError).startswith("two processes claim rank 0: pid 7 on host host and ")
+    assert same_error(DuplicateRankError, *processes).startswith("two processes claim rank 0: pid 7 on host host and ")
 
 
 @pytest.mark.parametrize(
@@ -131,20 +145,20 @@ def test_two_rank_zeros(endpoint: Endpoint) -> None:
         ({"init_method": "env://"}, "init_method must be the same on all ranks: rank 0 "),
     ],
 )
-def test_ranks_that_disagree(fields: dict[str, Any], expected: str, endpoint: Endpoint) -> None:
+def test_ranks_that_disagree(fields: dict[str, Any], expected: str) -> None:
     """Both are told who has what."""
-    second = {"world_size": 2, **fields}
-    processes = [Process(0, 2, endpoint), Process(1, second.pop("world_size"), endpoint, **second)]
-    message = same_error(processes, DisagreementError)
+    endpoint, second = tcp(), {"world_size": 2, **fields}
+    message = same_error(
+        DisagreementError, Process(0, 2, endpoint), Process(1, second.pop("world_size"), endpoint, **second)
+    )
     assert message.startswith(expected)
     assert message.endswith("; start every rank with the same settings and the same installation")
 
 
-def test_ranks_may_know_the_host_of_rank_0_by_different_names(endpoint: Endpoint) -> None:
+def test_ranks_may_know_the_host_of_rank_0_by_different_names() -> None:
     """They are connected, so it is the same host."""
-    names = ("tcp://10.0.0.1:29500", "tcp://head:29500")
-    tables = results([Process(rank, 2, endpoint, init_method=name) for rank, name in enumerate(names)])
-    assert all(isinstance(table, RankTable) for table in tables)
+    endpoint, names = tcp(), ("tcp://10.0.0.1:29500", "tcp://head:29500")
+    expect_welcome(*(Process(rank, 2, endpoint, init_method=name) for rank, name in enumerate(names)))
 
 
 def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> None:
@@ -156,92 +170,55 @@ def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> 
         (Process(1, 2, endpoint, pid=7), DuplicateRankError, "rank 1 is held by pid 101 on host host, in a run that "),
         (Process(4, 5, endpoint), DisagreementError, "this process wants to be rank 4 of 5, but a run of 2 ranks is "),
     ):
-        message = same_error([late], kind)
+        message = same_error(kind, late)
         assert message.startswith(expected)
         assert "end that run, or choose another init_method" in message
     assert running[0].channel.peers == {1}
-    results(running)
-
-
-def test_late_ranks_hear_why_the_start_failed(endpoint: Endpoint) -> None:
-    """Rank 0 stays for a moment."""
-    first = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(1, 3, endpoint, pid=7)]
-    assert isinstance(first[1].result, DuplicateRankError)
-    assert str(Process(2, 3, endpoint).result) == str(first[1].result)
-    results(first)
-
-
-def test_an_address_that_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
-    """Whoever has read it looks again."""
-    endpoint = FileEndpoint(str(tmp_path / "run"))
-    listener, address = endpoint.listen(RankInfo(0, "host", 1, "network"))
-    endpoint.publish(address)
-    listener.close()
-    early = Process(1, 2, endpoint)
-    assert all(isinstance(table, RankTable) for table in results([early, Process(0, 2, endpoint)]))
-    assert list(tmp_path.iterdir()) == []
+    results(*running)
 
 
 def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
     """At the port of a killed run there may be another run's rank 0 by now."""
     ours, other = FileEndpoint(str(tmp_path / "ours")), FileEndpoint(str(tmp_path / "other"))
+    is_published = told_when_published(other)
     stranger = Process(0, 2, other)
-    deadline = Deadline(LONG)
-    while (found := other.look_up(deadline)) is None:
-        assert not deadline.expired
-    ours.publish(type(found)(found.hosts, found.port, "of a killed run", found.info))
-    lost = Process(1, 2, ours, init_timeout=0.5)
-    error = lost.result
-    assert isinstance(error, StoreError)
-    assert "(another run answers there); check that rank 0 is started" in str(error)
-    assert all(isinstance(table, RankTable) for table in results([stranger, Process(1, 2, other)]))
-    lost.close()
+    assert is_published.wait(LONG)
+    address = other.look_up(Deadline(LONG))
+    assert address is not None
+    ours.publish(replace(address, nonce="of a killed run"))
+    lost = Process(1, 2, ours, init_timeout=2.0)
+    assert "(another run answers there); check that rank 0 is started" in same_error(StoreError, lost)
+    expect_welcome(stranger, Process(1, 2, other))
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        encode({"topic": "hello", "body": {"nonce": ""}}),
-        encode({"topic": "x"}),
-        b"\0" * 9000,
-    ],
-    ids=["web", "half a hello", "other topic", "zeros"],
-)
-def test_strangers_do_not_disturb_a_start(sent: bytes, tmp_path: Path) -> None:
-    """Port scanners, say."""
-    where = Tcp("127.0.0.1", free_port())
-    endpoint = TcpEndpoint(where)
+def test_strangers_do_not_disturb_a_start() -> None:
+    """Port scanners, say, or ranks beyond their own world."""
+    endpoint = tcp()
+    is_published = told_when_published(endpoint)
     zero = Process(0, 2, endpoint)
-    deadline = Deadline(LONG)
-    while True:
-        try:
-            stranger = socket.create_connection((where.host, where.port))
-            break
-        except OSError:
-            assert not deadline.expired
-    stranger.sendall(sent)
-    assert all(isinstance(table, RankTable) for table in results([zero, Process(1, 2, endpoint)]))
-    stranger.close()
+    assert is_published.wait(LONG)
+    beyond = asdict(Hello(RankInfo(7), 4, "", {}))
+    strangers = []
+    for sent in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 9000,
+        encode({"topic": "x"}),
+        encode({"topic": "hello", "body": {"nonce": ""}}),
+        encode({"topic": "hello", "body": {"nonce": "", "hello": beyond}}),
+    ):
+        strangers.append(socket.create_connection((endpoint.where.host, endpoint.where.port)))
+        strangers[-1].sendall(sent)
+    expect_welcome(zero, Process(1, 2, endpoint))
+    for stranger in strangers:
+        stranger.close()
 
 
-@pytest.mark.parametrize("answer", [silent, web])
-def test_a_stale_address_at_which_another_program_listens(
-    answer: Callable[[socket.socket], None], tmp_path: Path
-) -> None:
-    """A rank that has read it goes on to look into the file."""
+@pytest.mark.parametrize("answer", [None, silent, web])
+def test_a_stale_address_is_replaced(answer: Answer | None, tmp_path: Path) -> None:
+    """A rank that has read what a killed run left looks again, also where another program listens there by now."""
     endpoint = FileEndpoint(str(tmp_path / "run"))
-    with server(answer) as where:
-        info = RankInfo(0, "host", 1, "network")
-        endpoint.publish(Address((where.host,), where.port, "of a killed run", info))
-        early = Process(1, 2, endpoint)
-        zero = Process(0, 2, endpoint)
-        assert all(isinstance(table, RankTable) for table in results([early, zero]))
-
-
-def test_a_rank_beyond_its_own_world_is_no_rank(endpoint: Endpoint) -> None:
-    """Whoever sends that does not disturb the start."""
-    zero, stranger = Process(0, 2, endpoint), Process(1, 2, endpoint)
-    assert all(isinstance(table, RankTable) for table in results([zero, stranger]))
-    with pytest.raises(ValueError, match="rank 7 of 4"):
-        Hello.of({"info": vars(RankInfo(7)), "world_size": 4, "init_method": "", "versions": {}})
+    with server(answer or silent) as where:
+        port = where.port if answer else free_port()
+        endpoint.publish(Address((where.host,), port, "of a killed run", RankInfo(0, "host", 1, "network")))
+        expect_welcome(Process(1, 2, endpoint), Process(0, 2, endpoint))
+    assert list(tmp_path.iterdir()) == []
