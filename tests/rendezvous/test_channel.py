@@ -1,4 +1,4 @@
-"""The control channel between a rank 0 and others, all in one process."""
+"""The control channel between rank 0 and others, and what its connections take from strangers."""
 
 from __future__ import annotations
 
@@ -7,131 +7,75 @@ import queue
 import resource
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, Connection, Message, encode
+from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, MAX_UNSENT, NOT_READING, Connection, Message, encode
 from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
 
 
-class End:
-    """A rank's channel, what it hears of a topic, and which connections have ended."""
+class RankZero:
+    """Rank 0's channel, and the ranks that it has admitted: those that say their rank."""
 
     def __init__(self) -> None:
         self.channel = Channel(heartbeat=30.0)
-        self.heard: queue.Queue[Message] = queue.Queue()
-        self.closed: queue.Queue[tuple[int, str]] = queue.Queue()
-        self.channel.listen("weather", self.heard.put)
-        self.channel.on_closed(lambda rank, reason: self.closed.put((rank, reason)))
-
-
-class Star:
-    """Rank 0 and some others, which say their rank first."""
-
-    def __init__(self, world_size: int) -> None:
-        self.zero = End()
-        self.listener = listen("127.0.0.1", 0)
         self.admitted: queue.Queue[int] = queue.Queue()
-        self.zero.channel.accept(self.listener, self._admit)
-        self.others = [self.join(rank) for rank in range(1, world_size)]
+        listener = listen("127.0.0.1", 0)
+        self.address = listener.getsockname()[:2]
+        self.channel.accept(listener, self._admit)
 
     def _admit(self, connection: Connection, message: Message) -> None:
-        self.zero.channel.adopt(message["rank"], connection)
+        self.channel.adopt(message["rank"], connection)
         self.admitted.put(message["rank"])
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.listener.getsockname()[:2], timeout=WITHIN)
-
-    def join(self, rank: int) -> End:
-        connected = self.connect()
+    def join(self, rank: int) -> Channel:
+        """The channel of another rank."""
+        connected = socket.create_connection(self.address, timeout=WITHIN)
         connected.sendall(encode({"rank": rank}))
-        end = End()
-        end.channel.connect(0, connected)
+        channel = Channel(heartbeat=30.0)
+        channel.connect(0, connected)
         assert self.admitted.get(timeout=WITHIN) == rank
-        return end
+        return channel
 
 
-@pytest.fixture
-def star() -> Iterator[Star]:
-    star = Star(3)
-    yield star
-    for end in (*star.others, star.zero):
-        end.channel.close()
+def test_messages_go_to_rank_0_and_from_it_to_all() -> None:
+    """With the sender and in their order, those first that came before anybody listened; leaving is no death."""
+    zero, heard = RankZero(), [queue.Queue[Message]() for _ in range(3)]
+    first, second = (zero.join(rank) for rank in (1, 2))
+    for number in range(50):
+        first.send("weather", {"number": number})
+    first.send("arrived", {})
+    zero.channel.listen("arrived", heard[0].put)
+    assert heard[0].get(timeout=WITHIN) == {"from": 1}
+    zero.channel.listen("weather", heard[0].put)
+    for number in range(50, 100):
+        first.send("weather", {"number": number})
+    numbers = [heard[0].get(timeout=WITHIN) for _ in range(100)]
+    assert numbers == [{"number": number, "from": 1} for number in range(100)]
+    zero.channel.send("weather", {"sun": True})
+    for rank, channel in ((1, first), (2, second)):
+        channel.listen("weather", heard[rank].put)
+        assert heard[rank].get(timeout=WITHIN) == {"sun": True, "from": 0}
 
-
-def test_messages_go_to_rank_0_and_from_it_to_all(star: Star) -> None:
-    """With the sender, and in their order."""
-    for number in range(100):
-        star.others[0].channel.send("weather", {"number": number})
-    assert [star.zero.heard.get(timeout=WITHIN) for _ in range(100)] == [
-        {"number": number, "from": 1} for number in range(100)
-    ]
-    star.zero.channel.send("weather", {"sun": True})
-    for end in star.others:
-        assert end.heard.get(timeout=WITHIN) == {"sun": True, "from": 0}
-
-
-def test_messages_that_come_before_a_listener_are_kept(star: Star) -> None:
-    """They reach it first."""
-    found: queue.Queue[int] = queue.Queue()
-    for number in range(3):
-        star.others[0].channel.send("news", {"number": number})
-    star.others[0].channel.send("weather", {})
-    star.zero.heard.get(timeout=WITHIN)
-    star.zero.channel.listen("news", lambda body: found.put(body["number"]))
-    star.others[0].channel.send("news", {"number": 3})
-    assert [found.get(timeout=WITHIN) for _ in range(4)] == [0, 1, 2, 3]
-
-
-def test_leaving_is_no_death(star: Star) -> None:
-    """The reason is empty; of a channel that ends otherwise it is not, also for whoever asks later."""
-    star.others[0].channel.close()
-    assert star.zero.closed.get(timeout=WITHIN) == (1, "")
-    star.others[1].channel.close(in_order=False)
-    assert star.zero.closed.get(timeout=WITHIN) == (2, CLOSED)
-    late: list[tuple[int, str]] = []
-    star.zero.channel.on_closed(lambda rank, reason: late.append((rank, reason)))
-    assert late == [(1, ""), (2, CLOSED)]
-
-
-def test_what_goes_wrong_with_one_message_ends_nothing_else(star: Star, caplog: pytest.LogCaptureFixture) -> None:
-    """A malformed one ends its own connection, and a listener that raises is reported."""
-
-    def fail(body: Message) -> None:
-        raise ValueError("rain")
-
-    with star.connect() as connected:
-        connected.sendall(encode({"rank": 3}) + b"garbage\n")
-        assert star.admitted.get(timeout=WITHIN) == 3
-        assert star.zero.closed.get(timeout=WITHIN) == (3, MALFORMED)
-    star.zero.channel.listen("bad weather", fail)
-    star.others[0].channel.send("bad weather", {})
-    star.others[0].channel.send("weather", {})
-    star.zero.heard.get(timeout=WITHIN)
-    assert "the control channel goes on after an error" in caplog.text
-
-
-def test_strangers_keep_no_rank_out(star: Star) -> None:
-    """However many connect and say nothing."""
-    strangers = [star.connect() for _ in range(300)]
-    star.others.append(star.join(3))
-    star.others[-1].channel.send("weather", {})
-    assert star.zero.heard.get(timeout=WITHIN)["from"] == 3
-    for stranger in strangers:
-        stranger.close()
+    closed: queue.Queue[tuple[int, str]] = queue.Queue()
+    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    first.close()
+    assert closed.get(timeout=WITHIN) == (1, "")
+    second.close(in_order=False)
+    assert closed.get(timeout=WITHIN) == (2, CLOSED)
+    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))  # whoever asks late is told, too
+    assert [closed.get(timeout=WITHIN) for _ in range(2)] == [(1, ""), (2, CLOSED)]
+    zero.channel.close()
 
 
 def run_out_of_descriptors(rank: int, world_size: int) -> int:
     """Connect where no descriptor is left, until one is given back; the rank that has been admitted."""
-    star = Star(1)
-    given_back = socket.socket()
-    late = socket.socket()
+    zero, given_back, late = RankZero(), socket.socket(), socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     held = []
     with suppress(OSError):
@@ -139,11 +83,11 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
             held.append(socket.socket())
     has_warned = threading.Event()
     logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(lambda _: has_warned.set() or True)
-    late.connect(star.listener.getsockname()[:2])
+    late.connect(zero.address)
     late.sendall(encode({"rank": 3}))
     assert has_warned.wait(WITHIN), "no descriptor was missing"
     given_back.close()
-    return star.admitted.get(timeout=WITHIN)
+    return zero.admitted.get(timeout=WITHIN)
 
 
 def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
@@ -152,3 +96,42 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
         (outcome,) = ranks.wait()
     assert outcome.result == 3, outcome.story()
     assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"HTTP/1.1 200 OK\n", b"[]\n", b"\xff\xfe\n", b'{"a": 1\n', b"[" * 99 + b"\n", b"x" * 101],
+    ids=["web", "list", "bytes", "half", "deep", "endless"],
+)
+def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
+    """Messages before it count, however they are cut."""
+    here, there = socket.socketpair()
+    with here, there:
+        connection = Connection(here, longest=100)
+        found = []
+        for byte in encode({"a": 1}) + encode({"b": ["\n"]}):
+            there.send(bytes([byte]))
+            found += connection.receive()
+        assert found == [{"a": 1}, {"b": ["\n"]}]
+        there.send(encode({"good": 1}) + sent)
+        assert connection.receive() == [{"good": 1}]
+        assert connection.close_reason == MALFORMED
+
+
+def test_sending_never_waits() -> None:
+    """What the kernel does not take is sent once there is room, up to a limit: then the peer is given up."""
+    here, there = socket.socketpair()
+    with here, there:
+        connection, line = Connection(here), encode({"text": "x" * 300_000})
+        assert connection.send(line)
+        received = b""
+        while len(received) < len(line):
+            received += there.recv(1 << 16)
+            connection.flush()
+        assert received == line
+        assert not connection.flush()
+        line = encode({"text": "x" * (MAX_UNSENT // 4)})
+        assert connection.send(line), "something is left"
+        for _ in range(5):
+            connection.send(line)
+        assert connection.close_reason == NOT_READING

@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ddp_ext.errors import (
-    DisagreementError,
-    DuplicateRankError,
-    MissingRanksError,
-    RendezvousError,
-    StoreError,
-)
+from lightning_ddp_ext.errors import DisagreementError, DuplicateRankError, RendezvousError, StoreError
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -32,7 +26,7 @@ from tests.harness.ranks import free_port
 from tests.rendezvous.rooms import Answer, server, silent, web
 
 LONG = 30.0
-Result = RankTable | BaseException
+Result = RankTable | Exception
 
 
 class Process:
@@ -42,29 +36,26 @@ class Process:
         self, rank: int, world_size: int, endpoint: Endpoint, *, init_timeout: float = LONG, **fields: Any
     ) -> None:
         self.info = RankInfo(rank, "host", fields.pop("pid", 100 + rank), "network")
-        values = {"init_method": "file:///run", "versions": {"torch": "2.13.0"}, **fields}
+        hello = Hello(self.info, world_size, **{"init_method": "file:///run", "versions": {"torch": "2.13"}, **fields})
         self.channel = Channel(heartbeat=30.0)
         timeouts = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
-        hello = Hello(self.info, world_size, **values)
-        self._start_up = StartUp(hello, endpoint, self.channel, Deadline(init_timeout), timeouts)
+        start_up = StartUp(hello, endpoint, self.channel, Deadline(init_timeout), timeouts)
+        self._result: Future[Result] = Future()
         self._withdraw: Callable[[], None] = lambda: None
-        self._future: Future[RankTable] = Future()
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._run, args=[start_up], daemon=True).start()
 
-    def _run(self) -> None:
-        start = Coordinator if self.info.rank == 0 else Handshake
+    def _run(self, start_up: StartUp) -> None:
         try:
-            found = start(self._start_up).run()
+            found = (Coordinator if self.info.rank == 0 else Handshake)(start_up).run()
             self._withdraw = found.withdraw
-            self._future.set_result(found.table)
-        except BaseException as error:
+            self._result.set_result(found.table)
+        except Exception as error:
             self.channel.close(in_order=False)
-            self._future.set_exception(error)
+            self._result.set_result(error)
 
     @property
     def result(self) -> Result:
-        error = self._future.exception(timeout=LONG)
-        return self._future.result() if error is None else error
+        return self._result.result(timeout=LONG)
 
     def close(self) -> None:
         self._withdraw()
@@ -102,57 +93,46 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoint:
     return tcp() if request.param == "tcp" else FileEndpoint(str(tmp_path / "run"))
 
 
-def told_when_published(endpoint: Endpoint) -> threading.Event:
-    """Set once rank 0 listens."""
-    is_published, publish = threading.Event(), endpoint.publish
-
-    def publish_and_tell(address: Address) -> None:
-        publish(address)
-        is_published.set()
-
-    object.__setattr__(endpoint, "publish", publish_and_tell)
-    return is_published
-
-
-def test_all_are_told_as_soon_as_one_has_waited_long_enough(endpoint: Endpoint) -> None:
-    patient = [Process(0, 4, endpoint), Process(1, 4, endpoint)]
-    message = same_error(MissingRanksError, *patient, Process(3, 4, endpoint, init_timeout=2.0))
-    assert message.startswith("rank 2 of 4 did not come within init_timeout ")
-    assert "present: rank 0 (host host, pid 100), rank 1 (host host, pid 101), rank 3 (host host, pid 103); " in message
-
-
-def test_two_processes_that_are_one_rank(endpoint: Endpoint) -> None:
-    """All are told of both, and so is a rank that comes late: rank 0 stays for a moment."""
-    processes = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(1, 3, endpoint, pid=7)]
-    assert isinstance(processes[1].result, DuplicateRankError)
-    assert same_error(DuplicateRankError, *processes, Process(2, 3, endpoint)) == (
-        "two processes claim rank 1: pid 7 on host host and pid 101 on host host; give each process its own RANK, or "
-        "rank="
-    )
-
-
-def test_two_rank_zeros(endpoint: Endpoint) -> None:
-    """Both are told, and those that have come to one of them."""
-    processes = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(0, 3, endpoint, pid=7)]
-    assert same_error(DuplicateRankError, *processes).startswith("two processes claim rank 0: pid 7 on host host and ")
-
-
 @pytest.mark.parametrize(
-    ("fields", "expected"),
+    ("third", "kind", "expected"),
     [
-        ({"world_size": 3}, "world_size must be the same on all ranks: rank 0 (host host, pid 100) has 2, rank 1 "),
-        ({"versions": {"torch": "2.12"}}, "the version of torch must be the same on all ranks: rank 0 "),
-        ({"init_method": "env://"}, "init_method must be the same on all ranks: rank 0 "),
+        ({"rank": 1, "pid": 7}, DuplicateRankError, "two processes claim rank 1: pid 7 on host host and pid 101 on "),
+        ({"rank": 0, "pid": 7}, DuplicateRankError, "two processes claim rank 0: pid 7 on host host and "),
+        (
+            {"rank": 2, "world_size": 4},
+            DisagreementError,
+            "world_size must be the same on all ranks: rank 0 (host host, pid 100) has 3, rank 2 ",
+        ),
+        (
+            {"rank": 2, "versions": {"torch": "2.12"}},
+            DisagreementError,
+            "the version of torch must be the same on all ranks: rank 0 ",
+        ),
+        ({"rank": 2, "init_method": "env://"}, DisagreementError, "init_method must be the same on all ranks: rank 0 "),
     ],
 )
-def test_ranks_that_disagree(fields: dict[str, Any], expected: str) -> None:
-    """Both are told who has what."""
-    endpoint, second = tcp(), {"world_size": 2, **fields}
-    message = same_error(
-        DisagreementError, Process(0, 2, endpoint), Process(1, second.pop("world_size"), endpoint, **second)
-    )
+def test_a_start_that_cannot_be(
+    third: dict[str, Any], kind: type[RendezvousError], expected: str, endpoint: Endpoint
+) -> None:
+    """All are told who claims the same rank, or who has what, and what to do."""
+    processes = [
+        Process(0, 3, endpoint),
+        Process(1, 3, endpoint),
+        Process(**{"world_size": 3, "endpoint": endpoint, **third}),
+    ]
+    message = same_error(kind, *processes)
     assert message.startswith(expected)
-    assert message.endswith("; start every rank with the same settings and the same installation")
+    remedy = "give each process its own RANK, or rank="
+    if kind is DisagreementError:
+        remedy = "start every rank with the same settings and the same installation"
+    assert message.endswith(f"; {remedy}")
+
+
+def test_late_ranks_hear_why_the_start_failed(endpoint: Endpoint) -> None:
+    """Rank 0 stays for a moment."""
+    first = [Process(0, 3, endpoint), Process(1, 3, endpoint), Process(1, 3, endpoint, pid=7)]
+    assert isinstance(first[1].result, DuplicateRankError)
+    same_error(DuplicateRankError, *first, Process(2, 3, endpoint))
 
 
 def test_ranks_may_know_the_host_of_rank_0_by_different_names() -> None:
@@ -180,23 +160,27 @@ def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> 
 def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
     """At the port of a killed run there may be another run's rank 0 by now."""
     ours, other = FileEndpoint(str(tmp_path / "ours")), FileEndpoint(str(tmp_path / "other"))
-    is_published = told_when_published(other)
-    stranger = Process(0, 2, other)
-    assert is_published.wait(LONG)
+    running = [Process(rank, 2, other) for rank in range(2)]
+    assert all(isinstance(process.result, RankTable) for process in running)
     address = other.look_up(Deadline(LONG))
     assert address is not None
     ours.publish(replace(address, nonce="of a killed run"))
     lost = Process(1, 2, ours, init_timeout=2.0)
     assert "(another run answers there); check that rank 0 is started" in same_error(StoreError, lost)
-    expect_welcome(stranger, Process(1, 2, other))
+    results(*running)
 
 
 def test_strangers_do_not_disturb_a_start() -> None:
-    """Port scanners, say, or ranks beyond their own world."""
-    endpoint = tcp()
-    is_published = told_when_published(endpoint)
+    """Port scanners, say, ranks beyond their own world, and however many that say nothing."""
+    listens = threading.Event()
+
+    class Told(TcpEndpoint):
+        def publish(self, address: Address) -> None:
+            listens.set()
+
+    endpoint = Told(Tcp("127.0.0.1", free_port()))
     zero = Process(0, 2, endpoint)
-    assert is_published.wait(LONG)
+    assert listens.wait(LONG)
     beyond = asdict(Hello(RankInfo(7), 4, "", {}))
     strangers = []
     for sent in (
@@ -205,6 +189,7 @@ def test_strangers_do_not_disturb_a_start() -> None:
         encode({"topic": "x"}),
         encode({"topic": "hello", "body": {"nonce": ""}}),
         encode({"topic": "hello", "body": {"nonce": "", "hello": beyond}}),
+        *[b""] * 300,
     ):
         strangers.append(socket.create_connection((endpoint.where.host, endpoint.where.port)))
         strangers[-1].sendall(sent)

@@ -44,7 +44,6 @@ def refusal(function: Callable[..., object], *args: Any, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("tcp://node-1.example.org:1", Tcp("node-1.example.org", 1)),
         ("TCP://host:65535/", Tcp("host", 65535)),
         ("tcp://[fe80::1%eth0]:29500", Tcp("fe80::1%eth0", 29500)),
         ("file:///shared/runs/", File("/shared/runs/")),
@@ -82,17 +81,12 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
         ("file:/shared/run42", f"needs a scheme (got none); write {FORMS}"),
         ("tpc://host:1", f"has an unknown scheme (got 'tpc://'); write {FORMS}"),
         ("tcp://:29500", f"{TCP_FORM} (got ':29500' after tcp://); write {TCP_FORMS}"),
-        ("tcp://my host:1", f"{TCP_FORM} (got 'my host:1' after tcp://); write {TCP_FORMS}"),
         ("tcp://::1:29500", f"{TCP_FORM} (got '::1:29500' after tcp://); write {TCP_FORMS}"),
-        ("tcp://[host]:1", f"{TCP_FORM} (got '[host]:1' after tcp://); write {TCP_FORMS}"),
         ("tcp://host", "needs a port (got none); write tcp://host:29500"),
-        ("tcp://[::1]", "needs a port (got none); write tcp://[::1]:29500"),
         ("tcp://host:70000", "needs a port in 1..65535 (got 70000); write tcp://host:29500"),
         ("tcp://host:abc", "needs a port in 1..65535 (got 'abc'); write tcp://host:29500"),
         ("tcp://host:1?rank=0", f"must carry no query (got '?rank=0'); write tcp://host:1{ARGUMENTS}"),
-        ("file:///a?rank=0", f"must carry no query (got '?rank=0'); write file:///a{ARGUMENTS}"),
         ("env://host", "must end after env:// (got 'host' behind it); write env://"),
-        ("file:///", f"{PATH_FORM} (got '/'); {PATH_REMEDY}"),
         ("file://localhost/run", f"{PATH_FORM} (got 'localhost/run'); {PATH_REMEDY}"),
     ],
 )
@@ -112,10 +106,6 @@ def test_malformed_urls_are_refused(url: str, expected: str) -> None:
         (
             lambda: Tcp("[::1]", 1),
             "Tcp('[::1]', 1) needs a bare host name or address (got '[::1]'); write Tcp('10.0.0.1', 29500)",
-        ),
-        (
-            lambda: Tcp(None, 1),  # type: ignore[arg-type]
-            "Tcp(None, 1) needs a bare host name or address (got None); write Tcp('10.0.0.1', 29500)",
         ),
         (lambda: Tcp("h", True), "Tcp('h', True) needs a port in 1..65535 (got True); write Tcp('h', 29500)"),
         (lambda: File("/a?b"), f"File('/a?b') {PATH_FORM} (got '/a?b'); {PATH_REMEDY}"),
@@ -160,14 +150,6 @@ def test_a_run_id_names_the_file_in_a_directory(tmp_path: Path) -> None:
     assert File("/absent", run_id="x").file_for(None) == "/absent/ddpx-x.store"
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_writable_directory_passes(num_nodes: int, shared_dir: Path) -> None:
-    """A new file, a directory, and a file that an earlier run left are fine."""
-    (shared_dir / "existing").touch()
-    for name in ("run", "", "existing"):
-        check_file(File(f"{shared_dir}/{name}"), num_nodes=num_nodes)
-
-
 @pytest.mark.parametrize(("path", "missing"), [("a/b/run", "a/b"), ("a/", "a/"), ("file/run", "file")])
 def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str) -> None:
     """The directory and the command that makes it are named, also where a file is in its place."""
@@ -193,20 +175,18 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "directory that this user can write (got '/')" in refusal(check_file, File("/run42"), num_nodes=1)
 
 
-@pytest.mark.parametrize("directory", ["/tmp", "/var/tmp", "/dev/shm", "/run/user"])
-def test_several_nodes_do_not_share_a_temporary_directory(directory: str) -> None:
-    """On several nodes a directory of one of them is refused, with what to use instead."""
-    found = refusal(check_file, File(f"{directory}/run42"), num_nodes=2)
-    assert found.startswith(f"init_method 'file://{directory}/run42' needs a directory that all 2 nodes share (got '")
-    assert found.endswith("is local to each node); write a path on a shared file system, or tcp://host:29500")
-
-
-def test_several_nodes_do_not_share_tmpdir(shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory that TMPDIR names counts too, and a link to it, but not one whose name only begins alike."""
+def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that of TMPDIR, nor a link to it; a new file, a directory, and a file that an earlier run left are fine."""
+    monkeypatch.setattr(tempfile, "tempdir", f"{shared_dir}/local")
     for name in ("local", "localised"):
         (shared_dir / name).mkdir()
     (shared_dir / "link").symlink_to(shared_dir / "local")
-    monkeypatch.setattr(tempfile, "tempdir", f"{shared_dir}/local")
-    link = File(f"{shared_dir}/link/run")
-    assert f"{shared_dir}/local is local to each node" in refusal(check_file, link, num_nodes=3)
-    check_file(File(f"{shared_dir}/localised/run"), num_nodes=3)
+    for directory in ("/tmp", "/var/tmp", "/dev/shm", "/run/user", f"{shared_dir}/link"):
+        found = refusal(check_file, File(f"{directory}/run42"), num_nodes=2)
+        begins = f"init_method 'file://{directory}/run42' needs a directory that all 2 nodes share (got '"
+        assert found.startswith(begins)
+        assert found.endswith("is local to each node); write a path on a shared file system, or tcp://host:29500")
+    (shared_dir / "existing").touch()
+    for name in ("run", "", "existing", "localised/run"):
+        check_file(File(f"{shared_dir}/{name}"), num_nodes=1)
+        check_file(File(f"{shared_dir}/{name}"), num_nodes=2)

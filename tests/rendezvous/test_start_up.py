@@ -103,44 +103,27 @@ def process(rank: int, pid: int) -> str:
     return f"rank {rank} (host {HOST}, pid {pid})"
 
 
-def join_in_time(rank: int, world_size: int, where: Tcp | str, timeouts: Sequence[float]) -> float:
-    """Join again and again until it works; the last attempt must."""
-    for init_timeout in timeouts[:-1]:
-        try:
-            join(request(rank, world_size, where, init_timeout=init_timeout))
-        except RendezvousError as error:
-            hold("failed", str(error))
-    join(request(rank, world_size, where, init_timeout=timeouts[-1]))
+def join_and_add(rank: int, world_size: int, where: Tcp | str) -> float:
+    join(request(rank, world_size, where))
     return add_ones()
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_meet_in_any_order_and_end_in_good_order(kind: str, tmp_path: Path) -> None:
     """All are in one group, end with status 0 without leaving by themselves, and no file stays."""
-    with RankProcesses(join_in_time, 3, place(kind, tmp_path), [20.0], start=(2, 0, 1)) as ranks:
+    with RankProcesses(join_and_add, 3, place(kind, tmp_path), start=(2, 0, 1)) as ranks:
         assert [(outcome.result, outcome.exit_code) for outcome in ranks.wait()] == [(3.0, 0)] * 3
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_a_start_that_failed_can_be_tried_again(kind: str, tmp_path: Path) -> None:
-    """Processes that live on after a rank has not come meet it when it does."""
-    with RankProcesses(join_in_time, 3, place(kind, tmp_path), [1.5, 20.0], start=[0, 1], time_limit=60.0) as ranks:
-        for rank in range(2):
-            assert "rank 2 of 3 did not come" in ranks.wait_for("failed", rank)
-        for rank in range(2):
-            ranks.release(rank)
-        ranks.start(2)
-        assert [outcome.result for outcome in ranks.wait()] == [3.0] * 3
-
-
-def test_a_rank_that_never_starts(tmp_path: Path) -> None:
-    """Both ranks that are there name the one that is not, the present ones with host and pid, and the remedy."""
+@pytest.mark.parametrize("waits", [[1.5, 1.5], [LONG, 1.5]], ids=["all alike", "one is hasty"])
+def test_a_rank_that_never_starts(waits: list[float], tmp_path: Path) -> None:
+    """As soon as one has waited long enough all name the one that is not there, the present ones, and the remedy."""
     where = place("tcp", tmp_path)
-    outcomes = endings(where, [{"world_size": 3}] * 2)
+    outcomes = endings(where, [{"world_size": 3, "init_timeout": wait} for wait in waits])
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert same_sentence(outcomes, MissingRanksError) == (
-        f"rank 2 of 3 did not come within init_timeout 1.5 s to {where}; present: {present}; "
+        f"rank 2 of 3 did not come within init_timeout {waits[0]:g} s to {where}; present: {present}; "
         "check that every rank is started and can reach it, or raise init_timeout"
     )
 
