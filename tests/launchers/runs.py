@@ -32,7 +32,7 @@ Reference = Callable[[int], Learned]
 
 
 class Runs:
-    """Runs one after another in one script, a method each, on ``nodes`` nodes with ``per_node`` ranks each.
+    """Runs one after another in one script, a method each, on ``nodes`` nodes with two ranks each.
 
     Args:
         directory: ranks meet here if they do so in files; a fresh one.
@@ -40,24 +40,18 @@ class Runs:
         urls: others than those of the methods.
     """
 
-    def __init__(self, directory: Path, *methods: str, nodes: int = 1, per_node: int = 2, **urls: str) -> None:
-        self._directory, self._nodes, self._per_node = directory, nodes, per_node
-        made = {
-            "none": "env://",
-            "env": "env://",
-            "file": f"file://{directory}/store",
-            "directory": f"file://{directory}/",
-        }
-        self._urls = {
-            method: urls.get(method) or made.get(method) or f"tcp://127.0.0.1:{free_port()}" for method in methods
-        }
+    def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
+        self._directory, self._nodes = directory, nodes
+        made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+        made |= {"file": f"file://{directory}/store", "directory": f"file://{directory}/", **urls}
+        self._urls = {method: made[method] for method in methods}
 
     @property
     def argv(self) -> tuple[str, ...]:
         """The script's arguments."""
         chosen = ["-" if method == "none" else url for method, url in self._urls.items()]
         runs = (word for url in chosen for word in ("--url", url))
-        return *runs, "--devices", str(self._per_node), "--num-nodes", str(self._nodes)
+        return *runs, "--devices", "2", "--num-nodes", str(self._nodes)
 
     def expect_trained(
         self, learned: Learned, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None
@@ -70,7 +64,7 @@ class Runs:
             returns: how often a process has returned from training, in all runs; None: once on each rank.
             launches: how often ranks have met in each run; None: once.
         """
-        size = self._nodes * self._per_node
+        size = 2 * self._nodes
         told = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
         returned = [report for report in told if report["what"] == "returned"]
         assert len(returned) == (size * len(self._urls) if returns is None else returns), output
@@ -80,9 +74,7 @@ class Runs:
             trained = [report for report in told if (report["what"], report["run"]) == ("trained", run)]
             places = {(*report["place"], report["pid"]) for report in trained}
             assert len(places) == len(trained) >= size, output
-            assert {place[:4] for place in places} == {
-                (rank, size, rank % self._per_node, rank // self._per_node) for rank in range(size)
-            }
+            assert {place[:4] for place in places} == {(rank, size, rank % 2, rank // 2) for rank in range(size)}
             files = {"file": "store", "directory": r"ddpx-.+\.store"}.get(method, "")
             assert all(re.fullmatch(files, " ".join(report["files"])) for report in trained), output
         met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -165,8 +166,10 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
     address = other.look_up(Deadline(LONG))
     assert address is not None
     ours.publish(replace(address, nonce="of a killed run"))
-    lost = Process(1, 2, ours, init_timeout=2.0)
-    assert "(another run answers there); check that rank 0 is started" in same_error(StoreError, lost)
+    lost = Process(1, 2, ours, init_timeout=2.0, pid=7)
+    # The last attempt may have had no time for an answer.
+    found = r"\((another run answers there|it accepted, but is silent)\); check that rank 0 is started"
+    assert re.search(found, same_error(StoreError, lost))
     results(*running)
 
 
