@@ -86,20 +86,24 @@ def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path
 
 def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
     make_trainer(make_strategy("ours", directory)).fit(Net())
-    others = [make_trainer(make_strategy("ours", directory), **other) for other in ({"devices": 3}, {"num_nodes": 2})]
-    return [refusal(trainer) for trainer in (*others, make_trainer(make_strategy("ours", Path("/elsewhere"))))]
+    ours = make_strategy("ours", directory)
+    further = [make_trainer(ours, devices=3), make_trainer(make_strategy("ours", Path("/elsewhere")))]
+    further.append(make_trainer(make_strategy("ours", directory, rank=1 - rank, world_size=2)))
+    return [refusal(trainer) for trainer in further]
 
 
 def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> None:
     """A Trainer that wants another world than the one that its process is in gets none: every rank says why."""
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
-    for devices, nodes, place in run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str}):
+    found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
+    for rank, (devices, place, another) in enumerate(found):
         assert devices.startswith("this script's world_size is 2 already, and this Trainer wants 3; give every Trainer")
-        assert "world_size is 2 already, and this Trainer wants 4" in nodes
         assert place == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', and this Trainer asks for "
             "'file:///elsewhere/store'; use one init method in a script"
         )
+        wants = f"this process is rank {rank} of 2 already, and this Trainer wants it to be rank {1 - rank} of 2; give"
+        assert another.startswith(wants)
 
 
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:

@@ -43,15 +43,25 @@ class RankZero:
         return channel
 
 
-def test_messages_go_to_rank_0_and_from_it_to_all() -> None:
-    """With the sender and in their order, those first that came before anybody listened; leaving is no death."""
+def fail(body: Message) -> None:
+    raise ValueError("rain")
+
+
+def test_messages_go_to_rank_0_and_from_it_to_all(caplog: pytest.LogCaptureFixture) -> None:
+    """With the sender and in their order, those first that came before anybody listened; leaving is no death.
+
+    A listener that raises is reported, and ends nothing.
+    """
     zero, heard = RankZero(), [queue.Queue[Message]() for _ in range(3)]
     first, second = (zero.join(rank) for rank in (1, 2))
+    zero.channel.listen("bad weather", fail)
+    first.send("bad weather", {})
     for number in range(50):
         first.send("weather", {"number": number})
     first.send("arrived", {})
     zero.channel.listen("arrived", heard[0].put)
     assert heard[0].get(timeout=WITHIN) == {"from": 1}
+    assert "the control channel goes on after an error" in caplog.text
     zero.channel.listen("weather", heard[0].put)
     for number in range(50, 100):
         first.send("weather", {"number": number})
@@ -113,6 +123,7 @@ def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
             there.send(bytes([byte]))
             found += connection.receive()
         assert found == [{"a": 1}, {"b": ["\n"]}]
+        assert connection.receive() == []
         there.send(encode({"good": 1}) + sent)
         assert connection.receive() == [{"good": 1}]
         assert connection.close_reason == MALFORMED

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_ddp_ext import NCCLOptions
+from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.rendezvous.nccl_options import apply, misspelt
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Net, make_trainer
 
 SETTINGS: list[tuple[str, Any, str, str]] = [
     ("p2p_level", "NVL", "NCCL_P2P_LEVEL", "NVL"),
@@ -67,3 +71,14 @@ def test_misspelt_variables_are_named_with_the_nearest() -> None:
     environ = {f"{name}S": "1" for name in nearest}
     sentences = misspelt({**environ, "NCCL_OWN": "1", "NCCL_DEBUG": "INFO"})
     assert [sentence.rsplit(" ", 1)[-1] for sentence in sentences] == [f"{name}?" for name in nearest]
+
+
+def train(rank: int, world_size: int, directory: Path) -> list[str]:
+    strategy = DDPExtStrategy(f"file://{directory}/meet", nccl=NCCLOptions(debug="WARN"), interface="lo")
+    make_trainer(strategy).fit(Net())
+    return [os.environ[name] for name in ("GLOO_SOCKET_IFNAME", "NCCL_DEBUG")]
+
+
+def test_a_strategy_sets_them_for_its_group(tmp_path: Path) -> None:
+    """Gloo takes the interface, too: one that does not exist could not be used."""
+    assert run_ranks(train, 2, tmp_path, env=by_hand_env(2)) == [["lo", "WARN"]] * 2
