@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_ddp_ext import DDPExtStrategy
+from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import (
     Kind,
@@ -27,14 +29,16 @@ from tests.harness.training import (
 BY_HAND = by_hand_env(2)
 
 
-def file_strategy(directory: Path, **options: Any) -> Any:
-    return make_strategy("ours", directory, **options)
-
-
-def timeout_of_collectives() -> timedelta:
+def timeout_of_collectives() -> float:
     group = dist.distributed_c10d._get_default_group()
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout
+    return timeout.total_seconds()
+
+
+def refusal(trainer: L.Trainer) -> str:
+    with pytest.raises(GroupInUseError) as refused:
+        trainer.fit(Net())
+    return str(refused.value)
 
 
 def train_in_turn(kind: Kind, directory: Path) -> list[Any]:
@@ -57,150 +61,115 @@ def test_trainers_in_turn_give_the_numbers_of_stock(tmp_path: Path) -> None:
     assert_same(ours, stock)
 
 
-def groups_of_two_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
-    found = []
-    for timeout in (timedelta(seconds=600), 77.5, None):
-        make_trainer(file_strategy(directory, timeout=timeout)).fit(Net())
-        found.append((id(dist.group.WORLD), timeout_of_collectives()))
-    make_trainer("ddp_ext").fit(Net())
-    return [*found, (id(dist.group.WORLD), timeout_of_collectives())]
-
-
-def test_a_second_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
-    """The timeout of collectives is what the Trainer says that runs now; by default half an hour, as Lightning's."""
-    for found in run_ranks(groups_of_two_trainers, 2, tmp_path, env=BY_HAND):
-        assert [timeout.total_seconds() for _, timeout in found] == [600, 77.5, 1800, 1800]
-        assert len({group for group, _ in found}) == 1
-
-
-def ways_to_say_it(rank: int, world_size: int, directory: Path) -> list[int]:
-    groups = []
-    for strategy in (file_strategy(directory), "ddp_ext", file_strategy(directory), "ddp_ext"):
+def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
+    named = [make_strategy("ours", directory, timeout=timeout) for timeout in (timedelta(seconds=600), 77.5, None)]
+    other_backend = make_strategy("ours", directory, process_group_backend="cpu:gloo")
+    groups, timeouts = [], []
+    for strategy in ("ddp_ext", *named, "ddp_ext", other_backend, "destroy", "ddp_ext"):
+        if strategy == "destroy":
+            dist.barrier()
+            dist.destroy_process_group()
+            continue
         make_trainer(strategy).fit(Net())
-        groups.append(id(dist.group.WORLD))
-    return groups
+        groups.append(dist.group.WORLD)
+        timeouts.append(timeout_of_collectives())
+    return [timeouts, [groups.index(group) for group in groups]]
 
 
-def test_a_later_trainer_may_leave_the_init_method_out(tmp_path: Path) -> None:
-    """It meets the same ranks; and the method they have met by stays the one that may be named again."""
-    for groups in run_ranks(ways_to_say_it, 2, tmp_path, env=BY_HAND):
-        assert groups == groups[:1] * 4
+def test_a_further_trainer_gets_its_own_timeout_in_the_same_group(tmp_path: Path) -> None:
+    """It may leave the init method out; another backend, or a group that was destroyed, means a new group."""
+    env = {**BY_HAND, "DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
+    for timeouts, groups in run_ranks(groups_of_trainers, 2, tmp_path, env=env):
+        assert timeouts == [1800, 600, 77.5, 1800, 1800, 1800, 1800]
+        assert groups == [0, 0, 0, 0, 0, 5, 6]
 
 
-def fit_then_fit(rank: int, world_size: int, directory: Path, second: dict[str, Any]) -> None:
-    make_trainer(file_strategy(directory)).fit(Net())
-    options = dict(second)
-    make_trainer(file_strategy(options.pop("directory", directory)), **options).fit(Net())
+def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
+    make_trainer(make_strategy("ours", directory)).fit(Net())
+    ours = make_strategy("ours", directory)
+    further = [make_trainer(ours, devices=3), make_trainer(make_strategy("ours", Path("/elsewhere")))]
+    further.append(make_trainer(make_strategy("ours", directory, rank=1 - rank, world_size=2)))
+    return [refusal(trainer) for trainer in further]
 
 
-@pytest.mark.parametrize(
-    ("second", "words"),
-    [
-        ({"devices": 1}, ("world_size is 2 already, and this Trainer wants 1", "the same devices and num_nodes")),
-        ({"devices": 3}, ("world_size is 2 already, and this Trainer wants 3",)),
-        ({"num_nodes": 2}, ("world_size is 2 already, and this Trainer wants 4",)),
-        (
-            {"directory": Path("/tmp/elsewhere")},
-            ("was formed with init_method 'file://", "asks for 'file:///tmp/elsewhere/store'", "one init method"),
-        ),
-    ],
-)
-def test_other_ranks_or_another_meeting_place_are_refused(
-    second: dict[str, Any], words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> None:
     """A Trainer that wants another world than the one that its process is in gets none: every rank says why."""
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
-    env = {"LOCAL_RANK": str}
-    for outcome in launch_ranks(fit_then_fit, 2, tmp_path, second, env=env):
-        assert outcome.error is not None
-        assert outcome.error.type_name == "GroupInUseError"
-        for word in words:
-            assert word in outcome.error.message
+    found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
+    for rank, (devices, place, another) in enumerate(found):
+        assert devices.startswith("this script's world_size is 2 already, and this Trainer wants 3; give every Trainer")
+        assert place == (
+            f"this process's group was formed with init_method 'file://{tmp_path}/store', and this Trainer asks for "
+            "'file:///elsewhere/store'; use one init method in a script"
+        )
+        wants = f"this process is rank {rank} of 2 already, and this Trainer wants it to be rank {1 - rank} of 2; give"
+        assert another.startswith(wants)
 
 
 def ours_between_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
-    from lightning_ddp_ext.rendezvous.process_context import current
-
     L.seed_everything(1)
     model = Net()
     with stock_group(rank, world_size, directory):
         for name in ("ddp", "ddp_ext", "ddp"):
             make_trainer(name).fit(model)
-        return [weights(model), current() is None]
+        refused = refusal(make_trainer(make_strategy("ours", directory)))
+        dist.barrier()  # the group that it leaves alone still works
+        return [weights(model), refused]
 
 
-def ours_then_stock(rank: int, world_size: int, directory: Path) -> list[Any]:
+def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     model = Net()
-    for strategy in (file_strategy(directory), "ddp", "ddp_ext"):
+    for strategy in (make_strategy("ours", directory), "ddp", "ddp_ext"):
         make_trainer(strategy).fit(model)
-    return [weights(model), dist.get_world_size()]
+    return weights(model)
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
-    """Ours works in a group that is open already, with a warning, and stock in ours; the numbers are the same."""
-    for name in ("stock first", "ours first"):
-        (tmp_path / name).mkdir()
-    adopted = launch_ranks(ours_between_stock, 2, tmp_path / "stock first", env=BY_HAND)
-    lent = run_ranks(ours_then_stock, 2, tmp_path / "ours first", env=BY_HAND)
+    """Ours works in a group that is open already, with a warning, and stock in ours; the numbers are the same.
+
+    An init method of the user's own cannot be followed there, and is refused.
+    """
+    first, second = tmp_path / "stock first", tmp_path / "ours first"
+    first.mkdir()
+    second.mkdir()
+    adopted = launch_ranks(ours_between_stock, 2, first, env=BY_HAND)
+    lent = run_ranks(ours_then_stock, 2, second, env=BY_HAND)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
         said = outcome.output.count("using the process group that is open already: init_timeout and timeout have")
         assert said == (rank == 0), "a line that is the same on all ranks comes from one"
-        assert outcome.result[1], "a group that is not ours must not be closed by us"
-        assert_same(outcome.result[0], lent[rank][0])
-
-
-def ours_in_a_foreign_group(rank: int, world_size: int, directory: Path) -> None:
-    with stock_group(rank, world_size, directory):
-        try:
-            make_trainer(file_strategy(directory)).fit(Net())
-        finally:
-            dist.barrier()  # the group that it leaves alone still works
-
-
-def test_an_explicit_init_method_is_refused_in_a_foreign_group(tmp_path: Path) -> None:
-    """It cannot be followed any more, and ignoring it would be a lie."""
-    for outcome in launch_ranks(ours_in_a_foreign_group, 2, tmp_path, env=BY_HAND):
-        assert outcome.error is not None
-        assert outcome.error.type_name == "GroupInUseError"
-        assert f"file://{tmp_path}/store" in outcome.error.message
-        assert "give the Trainer no init_method" in outcome.error.message
-
-
-def launched_one_after_another(rank: int, world_size: int, directory: Path) -> list[Any]:
-    found: list[Any] = []
-    for number, devices in enumerate((2, 3)):
-        model = Net()
-        strategy = make_strategy("ours", directory / str(number), start_method="fork", timeout=60 + number)
-        trainer = make_trainer(strategy, devices=devices, callbacks=[Measure()])
-        trainer.fit(model)
-        found.append({name: float(value) for name, value in trainer.callback_metrics.items() if name in Measure.names})
-        again = trainer.validate(model, verbose=False)
-        found.append(sorted(again[0]))
-    with pytest.raises(NotImplementedError, match="fit\\(\\)` twice on the same Trainer"):
-        trainer.fit(model)
-    return found
+        found, refused = outcome.result
+        assert_same(found, lent[rank])
+        assert (
+            f"for rank {rank} of 2 by file://{first}/store; call torch.distributed.destroy_process_group()" in refused
+        )
+        assert refused.endswith("or give the Trainer no init_method")
 
 
 class Measure(L.Callback):
     """Reports what a rank sees of its group by the metrics that the launching process gets."""
 
-    names = ("ranks", "timeout")
-
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log("ranks", float(dist.get_world_size()))
-        module.log("timeout", timeout_of_collectives().total_seconds())
+        module.log("timeout", timeout_of_collectives())
 
 
-def test_each_launch_of_processes_has_a_group_of_its_own(tmp_path: Path) -> None:
-    """By fork, the second Trainer may differ in everything; the same one validates after `fit`, as with stock."""
-    for number in ("0", "1"):
-        (tmp_path / number).mkdir()
-    found = run_ranks(launched_one_after_another, 1, tmp_path)[0]
-    assert found == [
-        {"ranks": 2.0, "timeout": 60.0},
-        ["val_loss"],
-        {"ranks": 3.0, "timeout": 61.0},
-        ["val_loss"],
-    ]
+def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[tuple[float, float]]:
+    """Fit and validate with each start method and number of devices; what each Trainer has seen."""
+    found = []
+    for number, (start_method, devices) in enumerate(worlds):
+        model, strategy = Net(), DDPExtStrategy(start_method=start_method, timeout=60 + number)
+        trainer = make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[Measure()])
+        trainer.fit(model)
+        found.append((trainer.callback_metrics["ranks"].item(), trainer.callback_metrics["timeout"].item()))
+        assert sorted(trainer.validate(model, verbose=False)[0]) == ["val_loss"]
+    return found
+
+
+def test_worlds_of_other_sizes_in_turn() -> None:
+    """In any order, without a launcher and without an address."""
+    worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
+    env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
+    expected = [(float(devices), 60.0 + number) for number, (_, devices) in enumerate(worlds)]
+    assert run_ranks(fit_in_turn, 1, worlds, env=env, time_limit=90.0) == [expected]

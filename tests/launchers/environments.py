@@ -1,22 +1,21 @@
-"""The variables that launchers leave in the environment of each rank, as they leave them."""
+"""The variables that launchers leave in the environment of each of two ranks on one node, as they leave them."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-from tests.harness.ranks import Environment
+from tests.harness.ranks import Environment, by_hand_env
 
 
-def by_srun(ntasks: int = 2) -> Environment:
-    """``srun --ntasks-per-node``, on one node."""
-    size = str(ntasks)
+def by_srun() -> Environment:
+    """``srun --ntasks-per-node``."""
     return {
         "SLURM_JOB_ID": _slurm_job_id(),
         "SLURM_JOB_NAME": "train",
         "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": size,
-        "SLURM_NTASKS_PER_NODE": size,
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NNODES": "1",
         "SLURM_PROCID": str,
         "SLURM_LOCALID": str,
@@ -25,48 +24,29 @@ def by_srun(ntasks: int = 2) -> Environment:
     }
 
 
-def by_mpirun(np: int = 2) -> Environment:
-    """Open MPI's ``mpirun -np``, on one node."""
-    size = str(np)
+def by_mpirun() -> Environment:
+    """Open MPI's ``mpirun -np``."""
     return {
         "OMPI_COMM_WORLD_RANK": str,
-        "OMPI_COMM_WORLD_SIZE": size,
+        "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_RANK": str,
-        "OMPI_COMM_WORLD_LOCAL_SIZE": size,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         "PMIX_NAMESPACE": "prterun-host-4242@1",
     }
 
 
-def by_torchrun(nproc_per_node: int = 2) -> Environment:
-    """``torchrun --nproc-per-node``, on one node; nobody listens at the address."""
-    size = str(nproc_per_node)
-    return {
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": str,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": str,
-        "LOCAL_WORLD_SIZE": size,
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-    }
+def by_torchrun() -> Environment:
+    """``torchrun --nproc-per-node``; nobody listens at the address."""
+    return {**by_hand_env(2, port=29500), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def _slurm_job_id() -> str:
     """A job whose number stands, by Lightning's rule, for a port that is free: 15000 and its last four digits."""
     while True:
         digits = random.randint(0, 9999)
-        if _is_free(15000 + digits):
-            return f"77{digits:04}"
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-    return True
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", 15000 + digits))
+            except OSError:
+                continue
+        return f"77{digits:04}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.network import Network
 from tests.harness.ranks import Environment
 from tests.harness.scripts import start_script
-from tests.launchers.runs import SCRIPT, Reference, Run, argv_of, output_of, run_by_hand, runs_by
+from tests.launchers.runs import METHODS, SCRIPT, Reference, Runs, output_of, run_by_hand
 
 pytestmark = pytest.mark.netns
 
@@ -28,82 +29,47 @@ def nodes(two_hosts: Network) -> Network:
     return two_hosts
 
 
-def run_on(hosts: Network, directory: Path, method: str, on_each: int = 2) -> Run:
-    """A run whose ranks meet on the first host, or in a file that both see."""
-    urls = {"tcp": f"tcp://{hosts[0].address}:{PORT}", "ipv6": f"tcp://[{hosts[0].address6}]:{PORT}"}
-    (run,) = runs_by([method], directory, url=urls.get(method), world_size=2 * on_each, local_world_size=on_each)
-    return run
-
-
-def run_ranks_by_hand(hosts: Network, run: Run, exported: Environment) -> str:
-    """Run the script once for each rank, two on each host, to a good end; what they print."""
-    env: Environment = {"RANK": str, "WORLD_SIZE": "4", "LOCAL_RANK": lambda rank: str(rank % 2), **exported}
-    places = [hosts[rank // 2] for rank in range(4)]
-    return run_by_hand([*run.argv, "--num-nodes", "2"], bare(env), 4, namespaces=places)
-
-
-def run_scripts(
-    hosts: Network, runs: Sequence[Run], launcher: Callable[[int], Sequence[str]], env: Callable[[int], Environment]
-) -> str:
-    """Run the script on each host to a good end; what they print."""
-    arguments = (*argv_of(runs), "--num-nodes", "2")
+def run_scripts(nodes: Network, argv: Sequence[str], *launcher: str, **env: Any) -> str:
+    """Run the script on each host to a good end; what they print. ``{node}`` in a word becomes the host's number."""
     with ExitStack() as stack:
-        scripts = [
-            stack.enter_context(
-                start_script(
-                    SCRIPT,
-                    *arguments,
-                    launcher=(*host.prefix, *launcher(node)),
-                    env=bare(env(node)),
-                    time_limit=90.0,
-                )
-            )
-            for node, host in enumerate(hosts)
-        ]
+        scripts = []
+        for node, host in enumerate(nodes):
+            words = (*host.prefix, *(word.format(node=node) for word in launcher))
+            variables = {"GLOO_SOCKET_IFNAME": None, **env}
+            script = start_script(SCRIPT, *argv, launcher=words, env=variables, rank=node, time_limit=90.0)
+            scripts.append(stack.enter_context(script))
         return "".join(output_of(script.wait()) for script in scripts)
 
 
-def bare(env: Environment) -> Environment:
-    """Nobody helps gloo to find the network."""
-    return {**env, "GLOO_SOCKET_IFNAME": None}
-
-
-ELASTIC = ("--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42")
-
-# What a user exports beside the rank.
-EXPORTED: dict[str, Environment] = {
-    "env": {"MASTER_ADDR": "host-a", "MASTER_PORT": str(PORT)},
-    "directory": {"DDPX_RUN_ID": "run 42"},
-}
-
-
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path, reference: Reference) -> None:
-    """An agent on each node starts its rank, and both of them learn together."""
-    runs = [run_on(nodes, shared_dir, method, 1) for method in ("tcp", "directory")]
-
-    def launcher(node: int) -> Sequence[str]:
-        return "torchrun", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={node}", *ELASTIC
-
-    output = run_scripts(nodes, runs, launcher, lambda node: {})
-    for run in runs:
-        run.expect_trained(reference(2), output, returns=4)
+    """An agent on each node starts its ranks, and starts them again when one of them was killed."""
+    runs = Runs(shared_dir, "tcp", "directory", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
+    launcher = ["torchrun", "--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
+    output = run_scripts(nodes, [*runs.argv, "--die", "3", "0", "1"], *launcher)
+    runs.expect_trained(reference(4), output, returns=12, launches=[2, 2])
 
 
-@pytest.mark.parametrize("method", ["env", "tcp", "file", "directory"])
-def test_by_hand_on_two_nodes(method: str, nodes: Network, shared_dir: Path, reference: Reference) -> None:
-    """One process per rank, started by hand on the node where it shall run."""
-    run = run_on(nodes, shared_dir, method)
-    run.expect_trained(reference(4), run_ranks_by_hand(nodes, run, EXPORTED.get(method, {})))
-
-
-def test_by_hand_on_two_nodes_over_ipv6(ipv6: None, nodes: Network, shared_dir: Path, reference: Reference) -> None:
-    """The network between the nodes may be one of IPv6."""
-    run = run_on(nodes, shared_dir, "ipv6")
-    run.expect_trained(reference(4), run_ranks_by_hand(nodes, run, {}))
+def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path, reference: Reference) -> None:
+    """One process per rank, started by hand on the node where it shall run; the network may be one of IPv6."""
+    urls = {"tcp": f"tcp://{nodes[0].address}:{PORT + 1}", "ipv6": f"tcp://[{nodes[0].address6}]:{PORT + 2}"}
+    runs = Runs(shared_dir, *METHODS, "ipv6", nodes=2, **urls)
+    env: Environment = {
+        "RANK": str,
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": lambda rank: str(rank % 2),
+        "MASTER_ADDR": "host-a",
+        "MASTER_PORT": str(PORT),
+        "DDPX_RUN_ID": "run 42",
+        "GLOO_SOCKET_IFNAME": None,
+    }
+    places = [nodes[rank // 2] for rank in range(4)]
+    output = run_by_hand(runs.argv, env, 4, namespaces=places, time_limit=60.0)
+    runs.expect_trained(reference(4), output)
 
 
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path, reference: Reference) -> None:
     """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
-    run = run_on(nodes, shared_dir, "tcp")
-    output = run_scripts(nodes, [run], lambda node: ("python",), lambda node: {"NODE_RANK": str(node)})
-    run.expect_trained(reference(4), output)
+    runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
+    output = run_scripts(nodes, runs.argv, "python", NODE_RANK=str)
+    runs.expect_trained(reference(4), output)

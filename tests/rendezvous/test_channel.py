@@ -1,160 +1,91 @@
-"""The control channel between a rank 0 and others, all in one process, and one that forks."""
+"""The control channel between rank 0 and others, and what its connections take from strangers."""
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import resource
-import signal
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, Connection, Message, encode
-from tests.harness.ranks import RankProcesses, announce, hold
+from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, MAX_UNSENT, NOT_READING, Connection, Message, encode
+from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
 
 
-class End:
-    """A rank's channel, what it hears of a topic, and which connections have ended."""
+class RankZero:
+    """Rank 0's channel, and the ranks that it has admitted: those that say their rank."""
 
     def __init__(self) -> None:
         self.channel = Channel(heartbeat=30.0)
-        self.heard: queue.Queue[Message] = queue.Queue()
-        self.closed: queue.Queue[tuple[int, str]] = queue.Queue()
-        self.channel.listen("weather", self.heard.put)
-        self.channel.on_closed(lambda rank, reason: self.closed.put((rank, reason)))
-
-
-class Star:
-    """Rank 0 and some others, which say their rank first."""
-
-    def __init__(self, world_size: int) -> None:
-        self.zero = End()
-        self.listener = listen("127.0.0.1", 0)
         self.admitted: queue.Queue[int] = queue.Queue()
-        self.zero.channel.accept(self.listener, self._admit)
-        self.others = [self.join(rank) for rank in range(1, world_size)]
+        listener = listen("127.0.0.1", 0)
+        self.address = listener.getsockname()[:2]
+        self.channel.accept(listener, self._admit)
 
     def _admit(self, connection: Connection, message: Message) -> None:
-        self.zero.channel.adopt(message["rank"], connection)
+        self.channel.adopt(message["rank"], connection)
         self.admitted.put(message["rank"])
 
-    def connect(self) -> socket.socket:
-        return socket.create_connection(self.listener.getsockname()[:2], timeout=WITHIN)
-
-    def join(self, rank: int) -> End:
-        connected = self.connect()
+    def join(self, rank: int) -> Channel:
+        """The channel of another rank."""
+        connected = socket.create_connection(self.address, timeout=WITHIN)
         connected.sendall(encode({"rank": rank}))
-        end = End()
-        end.channel.connect(0, connected)
+        channel = Channel(heartbeat=30.0)
+        channel.connect(0, connected)
         assert self.admitted.get(timeout=WITHIN) == rank
-        return end
-
-    def close(self) -> None:
-        for end in (*self.others, self.zero):
-            end.channel.close()
+        return channel
 
 
-@pytest.fixture
-def star() -> Iterator[Star]:
-    star = Star(3)
-    yield star
-    star.close()
+def fail(body: Message) -> None:
+    raise ValueError("rain")
 
 
-def test_messages_go_to_rank_0_and_from_it_to_all(star: Star) -> None:
-    """With the sender, and in their order."""
-    first, second = star.others
-    for number in range(100):
-        first.channel.send("weather", {"number": number})
-    assert [star.zero.heard.get(timeout=WITHIN) for _ in range(100)] == [
-        {"number": number, "from": 1} for number in range(100)
-    ]
-    star.zero.channel.send("weather", {"sun": True})
-    for end in (first, second):
-        assert end.heard.get(timeout=WITHIN) == {"sun": True, "from": 0}
+def test_messages_go_to_rank_0_and_from_it_to_all(caplog: pytest.LogCaptureFixture) -> None:
+    """With the sender and in their order, those first that came before anybody listened; leaving is no death.
 
-
-def test_messages_that_come_before_a_listener_are_kept(star: Star) -> None:
-    """They reach it first."""
-    found: queue.Queue[Any] = queue.Queue()
-    for number in range(3):
-        star.others[0].channel.send("news", {"number": number})
-    star.others[0].channel.send("weather", {})
-    star.zero.heard.get(timeout=WITHIN)
-    star.zero.channel.listen("news", lambda body: found.put(body["number"]))
-    star.others[0].channel.send("news", {"number": 3})
-    assert [found.get(timeout=WITHIN) for _ in range(4)] == [0, 1, 2, 3]
-
-
-def test_leaving_is_no_death(star: Star) -> None:
-    """The reason is empty; of a channel that ends otherwise it is not."""
-    first, second = star.others
-    first.channel.close()
-    assert star.zero.closed.get(timeout=WITHIN) == (1, "")
-    second.channel.close(in_order=False)
-    assert star.zero.closed.get(timeout=WITHIN) == (2, CLOSED)
-
-
-def test_an_end_that_came_early_is_reported_late(star: Star) -> None:
-    """Who asks later hears of it, too."""
-    star.others[1].channel.close(in_order=False)
-    star.zero.closed.get(timeout=WITHIN)
-    late: list[tuple[int, str]] = []
-    star.zero.channel.on_closed(lambda rank, reason: late.append((rank, reason)))
-    assert late == [(2, CLOSED)]
-
-
-def test_a_malformed_message_ends_one_connection(star: Star) -> None:
-    """The others go on."""
-    connected = star.connect()
-    connected.sendall(encode({"rank": 3}) + b"garbage\n")
-    assert star.admitted.get(timeout=WITHIN) == 3
-    assert star.zero.closed.get(timeout=WITHIN) == (3, MALFORMED)
-    connected.close()
-    star.others[0].channel.send("weather", {})
-    star.zero.heard.get(timeout=WITHIN)
-
-
-def test_a_listener_that_raises_ends_nothing(star: Star, caplog: pytest.LogCaptureFixture) -> None:
-    """It is reported."""
-
-    def fail(body: Message) -> None:
-        raise ValueError("rain")
-
-    star.zero.channel.listen("bad weather", fail)
-    star.others[0].channel.send("bad weather", {})
-    star.others[0].channel.send("weather", {})
-    star.zero.heard.get(timeout=WITHIN)
+    A listener that raises is reported, and ends nothing.
+    """
+    zero, heard = RankZero(), [queue.Queue[Message]() for _ in range(3)]
+    first, second = (zero.join(rank) for rank in (1, 2))
+    zero.channel.listen("bad weather", fail)
+    first.send("bad weather", {})
+    for number in range(50):
+        first.send("weather", {"number": number})
+    first.send("arrived", {})
+    zero.channel.listen("arrived", heard[0].put)
+    assert heard[0].get(timeout=WITHIN) == {"from": 1}
     assert "the control channel goes on after an error" in caplog.text
+    zero.channel.listen("weather", heard[0].put)
+    for number in range(50, 100):
+        first.send("weather", {"number": number})
+    numbers = [heard[0].get(timeout=WITHIN) for _ in range(100)]
+    assert numbers == [{"number": number, "from": 1} for number in range(100)]
+    zero.channel.send("weather", {"sun": True})
+    for rank, channel in ((1, first), (2, second)):
+        channel.listen("weather", heard[rank].put)
+        assert heard[rank].get(timeout=WITHIN) == {"sun": True, "from": 0}
 
-
-def test_strangers_keep_no_rank_out(star: Star) -> None:
-    """However many connect and say nothing."""
-    strangers = [star.connect() for _ in range(300)]
-    late = star.join(3)
-    late.channel.send("weather", {})
-    assert star.zero.heard.get(timeout=WITHIN)["from"] == 3
-    for stranger in strangers:
-        stranger.close()
-    late.channel.close()
+    closed: queue.Queue[tuple[int, str]] = queue.Queue()
+    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))
+    first.close()
+    assert closed.get(timeout=WITHIN) == (1, "")
+    second.close(in_order=False)
+    assert closed.get(timeout=WITHIN) == (2, CLOSED)
+    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))  # whoever asks late is told, too
+    assert [closed.get(timeout=WITHIN) for _ in range(2)] == [(1, ""), (2, CLOSED)]
+    zero.channel.close()
 
 
 def run_out_of_descriptors(rank: int, world_size: int) -> int:
     """Connect where no descriptor is left, until one is given back; the rank that has been admitted."""
-    star = Star(1)
-    given_back = socket.socket()
-    late = socket.socket()
+    zero, given_back, late = RankZero(), socket.socket(), socket.socket()
     resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     held = []
     with suppress(OSError):
@@ -162,11 +93,11 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
             held.append(socket.socket())
     has_warned = threading.Event()
     logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(lambda _: has_warned.set() or True)
-    late.connect(star.listener.getsockname()[:2])
+    late.connect(zero.address)
     late.sendall(encode({"rank": 3}))
     assert has_warned.wait(WITHIN), "no descriptor was missing"
     given_back.close()
-    return star.admitted.get(timeout=WITHIN)
+    return zero.admitted.get(timeout=WITHIN)
 
 
 def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
@@ -177,36 +108,41 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
     assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
 
 
-def fork_and_die(rank: int, world_size: int, directory: Path) -> None:
-    """Rank 1 forks a child that lives on, and is killed by the test."""
-    address = directory / "port"
-    if rank == 0:
-        star = Star(1)
-        (directory / "port.tmp").write_text(str(star.listener.getsockname()[1]))
-        os.replace(directory / "port.tmp", address)
-        hold("listens")
-        assert star.zero.closed.get(timeout=WITHIN) == (1, CLOSED)
-        return
-    hold("begins")
-    connected = socket.create_connection(("127.0.0.1", int(address.read_text())))
-    connected.sendall(encode({"rank": 1}))
-    Channel(heartbeat=30.0).connect(0, connected)
-    child = os.fork()
-    if child == 0:
-        threading.Event().wait(3 * WITHIN)
-        os._exit(0)
-    announce("forked", child)
-    threading.Event().wait(3 * WITHIN)
+@pytest.mark.parametrize(
+    "sent",
+    [b"HTTP/1.1 200 OK\n", b"[]\n", b"\xff\xfe\n", b'{"a": 1\n', b"[" * 99 + b"\n", b"x" * 101],
+    ids=["web", "list", "bytes", "half", "deep", "endless"],
+)
+def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
+    """Messages before it count, however they are cut."""
+    here, there = socket.socketpair()
+    with here, there:
+        connection = Connection(here, longest=100)
+        found = []
+        for byte in encode({"a": 1}) + encode({"b": ["\n"]}):
+            there.send(bytes([byte]))
+            found += connection.receive()
+        assert found == [{"a": 1}, {"b": ["\n"]}]
+        assert connection.receive() == []
+        there.send(encode({"good": 1}) + sent)
+        assert connection.receive() == [{"good": 1}]
+        assert connection.close_reason == MALFORMED
 
 
-def test_a_forked_child_does_not_keep_its_parent_alive(tmp_path: Path) -> None:
-    """Its copies of the sockets are closed."""
-    with RankProcesses(fork_and_die, 2, tmp_path) as ranks:
-        ranks.wait_for("listens", 0)
-        ranks.release(1)
-        child = ranks.wait_for("forked", 1)
-        ranks.kill(1)
-        ranks.release(0)
-        (outcome,) = ranks.wait(0)
-        os.kill(child, signal.SIGKILL)
-    assert outcome.exit_code == 0, outcome.story()
+def test_sending_never_waits() -> None:
+    """What the kernel does not take is sent once there is room, up to a limit: then the peer is given up."""
+    here, there = socket.socketpair()
+    with here, there:
+        connection, line = Connection(here), encode({"text": "x" * 300_000})
+        assert connection.send(line)
+        received = b""
+        while len(received) < len(line):
+            received += there.recv(1 << 16)
+            connection.flush()
+        assert received == line
+        assert not connection.flush()
+        line = encode({"text": "x" * (MAX_UNSENT // 4)})
+        assert connection.send(line), "something is left"
+        for _ in range(5):
+            connection.send(line)
+        assert connection.close_reason == NOT_READING

@@ -1,0 +1,267 @@
+"""Processes join: they form one group and leave it in good order, or every one that is there names the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RendezvousError, StoreError
+from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.init_method import Tcp
+from lightning_ddp_ext.rendezvous.process_context import join
+from lightning_ddp_ext.rendezvous.request import Timeouts
+from tests.harness.network import Network
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
+from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
+
+HOST = os.uname().nodename
+LONG = 60.0  # an init_timeout that cannot be what ends a test
+LIMIT = 15.0  # seconds after init_timeout within which every rank has ended, whatever happens
+
+# What one process asks for: arguments of ``request``, and ``stop``, what it stands still in front of.
+Settings = Mapping[str, Any]
+
+
+def add_ones() -> float:
+    """One collective; the number of ranks in it."""
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    return float(ones)
+
+
+def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
+    """Once the test lets it go, join as this seat wants to, and add ones with the others."""
+    mine = {"rank": seat, "world_size": seats, **settings[seat]}
+    announce_connected_ranks()
+    stop_in_front_of(mine.pop("stop", None))
+    hold("ready")
+    join(request(mine.pop("rank"), mine.pop("world_size"), where, **mine))
+    return add_ones()
+
+
+def announce_connected_ranks() -> None:
+    """On rank 0, tell the test of each rank that has been heard, and knows it."""
+    reply = Channel.reply
+
+    def reply_and_tell(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
+        reply(channel, connection, topic, body)
+        if "heard" in body:
+            announce("connected")
+
+    Channel.reply = reply_and_tell  # type: ignore[method-assign]
+
+
+def stop_in_front_of(name: str | None) -> None:
+    """Hold when a function of ``torch.distributed`` is called."""
+    if name is not None:
+        setattr(dist, name, lambda *args, **kwargs: hold("in front"))
+
+
+@contextmanager
+def started(
+    where: Tcp | str, settings: Sequence[Settings], *, time_limit: float = LIMIT, **options: Any
+) -> Iterator[RankProcesses]:
+    """Processes, one for each entry of ``settings``, that all begin to join now."""
+    with RankProcesses(meet, len(settings), where, settings, time_limit=time_limit, **options) as ranks:
+        for seat in ranks.pids:
+            ranks.wait_for("ready", seat)
+        for seat in ranks.pids:
+            ranks.release(seat)
+        yield ranks
+
+
+def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 1.5) -> list[Outcome]:
+    """How processes end that join at the same time."""
+    settings = [{"init_timeout": init_timeout, **mine} for mine in settings]
+    with started(where, settings, time_limit=init_timeout + LIMIT) as ranks:
+        return ranks.wait()
+
+
+def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
+    """What a user reads of a rank that has ended with this error, and with status 1."""
+    assert outcome.error is not None, outcome.story()
+    assert (outcome.error.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
+    return outcome.error.message
+
+
+def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
+    """What a user reads on every one of these ranks."""
+    (message,) = {sentence(outcome, kind) for outcome in outcomes}
+    return message
+
+
+def process(rank: int, pid: int) -> str:
+    """How messages name a process."""
+    return f"rank {rank} (host {HOST}, pid {pid})"
+
+
+def join_and_add(rank: int, world_size: int, where: Tcp | str) -> float:
+    join(request(rank, world_size, where))
+    return add_ones()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_ranks_meet_in_any_order_and_end_in_good_order(kind: str, tmp_path: Path) -> None:
+    """All are in one group, end with status 0 without leaving by themselves, and no file stays."""
+    with RankProcesses(join_and_add, 3, place(kind, tmp_path), start=(2, 0, 1)) as ranks:
+        assert [(outcome.result, outcome.exit_code) for outcome in ranks.wait()] == [(3.0, 0)] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("waits", [[1.5, 1.5], [LONG, 1.5]], ids=["all alike", "one is hasty"])
+def test_a_rank_that_never_starts(waits: list[float], tmp_path: Path) -> None:
+    """As soon as one has waited long enough all name the one that is not there, the present ones, and the remedy."""
+    where = place("tcp", tmp_path)
+    outcomes = endings(where, [{"world_size": 3, "init_timeout": wait} for wait in waits])
+    present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
+    assert same_sentence(outcomes, MissingRanksError) == (
+        f"rank 2 of 3 did not come within init_timeout {waits[0]:g} s to {where}; present: {present}; "
+        "check that every rank is started and can reach it, or raise init_timeout"
+    )
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
+    """The others say where they have looked, what they found there, and what to check."""
+    where = place(kind, tmp_path)
+    (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
+    looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
+    found, remedy = "Connection refused", "that this address is its host's"
+    if kind == "file":
+        found, remedy = "no rank 0 has published its address there", "that it sees the same file"
+    assert sentence(outcome, StoreError) == (
+        f"{process(1, outcome.pid)} found no rank 0 at {looked} within 1.5 s ({found}); check that rank 0 is "
+        f"started, {remedy}, and that no firewall is between"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "says"),
+    [
+        ("tcp", signal.SIGKILL, "ended before all ranks had connected (its process ended unexpectedly)"),
+        ("file", signal.SIGINT, "gave up before all ranks had connected: KeyboardInterrupt"),
+    ],
+)
+def test_a_rank_that_ends_before_all_have_connected(kind: str, end: signal.Signals, says: str, tmp_path: Path) -> None:
+    """The others name it at once, and need not wait for init_timeout."""
+    with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
+        for _ in (1, 2):
+            ranks.wait_for("connected", 0)
+        ranks.kill(1, end)
+        others = ranks.wait(0, 2)
+    assert same_sentence(others, RendezvousError).startswith(f"{process(1, ranks.pids[1])} {says}")
+
+
+def test_rank_0_ends_before_all_have_connected(tmp_path: Path) -> None:
+    """The others say at once that rank 0 is gone."""
+    with started(place("file", tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
+        for _ in (1, 2):
+            ranks.wait_for("connected", 0)
+        ranks.kill(0)
+        outcomes = ranks.wait(1, 2)
+    for rank, outcome in enumerate(outcomes, 1):
+        message = sentence(outcome, StoreError)
+        assert message.startswith("rank 0 at 127.0.0.1:")
+        assert message.endswith(f"has gone away after it had accepted {process(rank, outcome.pid)}; look at its output")
+
+
+@pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 2)])
+def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim: int, tmp_path: Path) -> None:
+    """A death is known from the channel, long before init_timeout, with host and pid."""
+    settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
+    settings[victim]["stop"] = "init_process_group"
+    with started(place(kind, tmp_path), settings) as ranks:
+        ranks.wait_for("in front", victim)
+        ranks.kill(victim)
+        others = ranks.wait(*({0, 1, 2} - {victim}))
+    death = f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank stops."
+    assert same_sentence(others, RankDiedError).startswith(death)
+
+
+@pytest.mark.netns
+def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
+    """Each side names the other one, within the bound."""
+    where = Tcp(two_hosts.address(0), free_port())
+    settings = [{"world_size": 3, "init_timeout": 2.0, "timeouts": Timeouts(answer=1.0)}] * 2
+    with started(where, settings, namespaces=list(two_hosts)) as ranks:
+        ranks.wait_for("connected", 0)
+        two_hosts.cut()
+        here, there = ranks.wait()
+    assert "of 3 did not come within init_timeout 2 s" in sentence(here, MissingRanksError)
+    assert f"rank 0 at {where.host}:{where.port} has not answered after it had accepted" in sentence(there, StoreError)
+
+
+@pytest.mark.netns
+def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
+    """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
+    where = Tcp(two_hosts.address(0), free_port())
+    hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
+    settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
+    settings[2]["stop"] = "all_reduce"
+    with started(where, settings, time_limit=LIMIT + 10.0, namespaces=hosts) as ranks:
+        ranks.wait_for("in front", 2)
+        two_hosts.cut()
+        here, there, blocked = ranks.wait()
+    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(here, RankDiedError)
+    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(there, RankDiedError)
+    assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
+
+
+@pytest.mark.parametrize("answer", [silent, web])
+def test_a_server_that_is_not_ours(answer: Answer) -> None:
+    """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0."""
+    with server(answer) as where:
+        first, second = endings(where, [{}, {}], init_timeout=1.0)
+    assert sentence(first, StoreError) == (
+        f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
+        "use; stop the program that holds it or choose another port"
+    )
+    assert sentence(second, StoreError) == (
+        f"{process(1, second.pid)} found no rank 0 at 127.0.0.1:{where.port} within 1 s (it accepted, but is silent); "
+        "check that rank 0 is started, that this address is its host's, and that no firewall is between"
+        if answer is silent
+        else f"what listens at 127.0.0.1:{where.port} is not rank 0: it is another program; choose a port that no "
+        "other program uses, or give the address of rank 0's host"
+    )
+
+
+def test_a_host_that_no_rank_knows() -> None:
+    """Every rank says that the name does not resolve, and what to give instead."""
+    outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=0.5)
+    message = same_sentence(outcomes, StoreError)
+    assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
+    assert message.endswith("give the address of rank 0's host, or a name that every host knows")
+
+
+def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
+    """As ``tempfile.mkstemp`` leaves one; the next run starts there, and removes it at its end."""
+    path = tmp_path / "store"
+    path.touch()
+    with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
+        for seat in range(2):
+            ranks.wait_for("in front", seat)
+        for seat in range(2):
+            ranks.kill(seat)
+        ranks.wait()
+    assert path.stat().st_size > 0
+    assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [2.0] * 2
+    assert not path.exists()
+
+
+def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    """Every rank refuses it, shows how it begins, and changes nothing in it."""
+    path = tmp_path / "config.yaml"
+    path.write_text("learning_rate: 0.1\n")
+    assert same_sentence(endings(str(path), [{}, {}]), StoreError) == (
+        f"init_method 'file://{path}': the file holds something else than the address of a rank 0 (it "
+        "begins with b'learning_rate'); name a file that does not exist yet"
+    )
+    assert path.read_text() == "learning_rate: 0.1\n"
