@@ -5,23 +5,18 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConversionError
 from tests.batchnorm import kinds
-from tests.batchnorm.kinds import NormAct, Scaled, hooked
-from tests.harness.ranks import run_ranks
-from tests.harness.training import stock_group
+from tests.batchnorm.kinds import Scaled, hooked
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
@@ -220,63 +215,3 @@ def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any], 
     assert type(restore_batchnorm(other)) is kind
     assert other(IMAGES).equal(layer(IMAGES))
     assert isinstance(layer, SyncBatchNorm)
-
-
-LAYERS: dict[str, Callable[[], Any]] = {
-    **{kind.__name__: lambda kind=kind: kind(3) for kind in SUPER},
-    "hooked": lambda: hooked(nn.BatchNorm2d(3)),
-    "spectral norm": lambda: nn.utils.spectral_norm(nn.BatchNorm2d(3)),
-    "layer in a layer": lambda: kinds.Split(3),
-    "shared": lambda: nn.Sequential(layer := nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1, bias=False), layer),
-    "in eval mode": lambda: nn.BatchNorm2d(3).eval(),
-    "timm's": lambda: nn.Sequential(nn.Conv2d(3, 3, 1), NormAct(3), nn.Conv2d(3, 3, 1), NormAct(3)),
-    "hooked while converted": lambda: nn.BatchNorm2d(3),
-    "deepcopied": lambda: Scaled(3),
-    "pickled": lambda: Scaled(3),
-}
-WHILE_CONVERTED = {"hooked while converted": hooked, "deepcopied": copy.deepcopy, "pickled": pickled}
-
-
-def step(model: Any, batch: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and gradient of the input of one step in SGD."""
-    batch = batch.clone().requires_grad_()
-    output = model(batch)
-    (output * weights).sum().backward()
-    assert batch.grad is not None
-    return output.detach(), batch.grad
-
-
-def difference_from_one_process(name: str, rank: int, world_size: int) -> float:
-    """How far one training step over ranks is from one on the joined batch, in outputs, gradients and buffers."""
-    torch.manual_seed(0)
-    batch, weights = torch.randn(4, 3, 2, 2).double() + 1, torch.randn(4, 3, 2, 2).double()
-    change = WHILE_CONVERTED.get(name, lambda layer: layer)
-    torch.manual_seed(1)
-    alone = change(LAYERS[name]().double())
-    torch.manual_seed(1)
-    layer = change(convert_sync_batchnorm(LAYERS[name]().double()))
-    mine = slice(rank, None, world_size)
-    output, gradient = step(layer, batch[mine], weights[mine])
-    expected_output, expected_gradient = step(alone, batch, weights)
-    pairs = [(output, expected_output[mine]), (gradient, expected_gradient[mine])]
-    for parameter, expected in zip(layer.parameters(), alone.parameters(), strict=True):
-        if expected.grad is not None:
-            dist.all_reduce(parameter.grad)
-            pairs.append((parameter.grad, expected.grad))
-    pairs += list(zip(layer.buffers(), alone.buffers(), strict=True))
-    return max((one.double() - two.double()).abs().max().item() for one, two in pairs)
-
-
-def differences(rank: int, world_size: int, directory: Path) -> dict[str, float]:
-    with stock_group(rank, world_size, directory), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        return {name: difference_from_one_process(name, rank, world_size) for name in LAYERS}
-
-
-def test_every_kind_of_layer_trains_as_on_the_joined_batch(tmp_path: Path) -> None:
-    """Two ranks compute for each what one process computes with both batches.
-
-    A layer with the name and forward of timm's needs no registration and keeps its dropout and activation.
-    """
-    for found in run_ranks(differences, 2, tmp_path):
-        assert {name: value for name, value in found.items() if not value < 1e-10} == {}

@@ -53,6 +53,7 @@ def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
         layers = {way: converted(ranks) for way, ranks in ways.items()}
         layers["copied"] = copy.deepcopy(layers["by hand"])
         layers["pickled"] = pickle.loads(pickle.dumps(layers["by hand"]))
+        assert (layers["copied"].process_group, layers["pickled"].process_group) == (ways["by hand"], None)
         for layer in layers.values():
             layer(torch.tensor([[-1.0], [1.0]]) + 2**rank)
         return {way: layer.running_mean.item() for way, layer in layers.items()}
