@@ -352,6 +352,20 @@ def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_pat
     assert second == []
 
 
+def fit_on_one_rank(rank: int, world_size: int) -> None:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    model = OddModel()
+    before = facts(model)
+    trainer_alone(callbacks=[SyncBatchNormConversion()], max_epochs=1).fit(model)
+    assert model.seen["training"] == before
+
+
+def test_one_rank_is_left_alone() -> None:
+    """Nothing is converted where there are no batches to join."""
+    run_ranks(fit_on_one_rank, 1)
+
+
 def tune(kind: Kind, directory: Path) -> None:
     for by in ("callback", "flag"):
         model = Joint()
