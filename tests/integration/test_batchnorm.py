@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
@@ -48,7 +47,7 @@ def trainer_with(
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    """A Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's ``"flag"``, or not (``"nothing"``)."""
+    """A Trainer that converts BatchNorm by the ``"callback"`` or by the Trainer's ``"flag"``."""
     from lightning_ddp_ext import SyncBatchNormConversion
 
     warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
@@ -408,7 +407,7 @@ def resume(kind: Kind, directory: Path, by: str) -> None:
     """A run with a file after each step; the same from the middles of both epochs."""
     torch.manual_seed(1)
     whole = Joint()
-    keeper = callbacks.ModelCheckpoint(directory / by, "{step}", every_n_train_steps=1, save_top_k=-1)
+    keeper = ModelCheckpoint(directory / by, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer_with(kind, directory, by=by, callbacks=[keeper], enable_checkpointing=True).fit(whole)
     whole.trainer.strategy.barrier()  # rank 0 has written its files
     files = sorted((directory / by).iterdir())
@@ -450,45 +449,6 @@ def test_groups_have_statistics_of_their_own(two_hosts: Network) -> None:
     for means in zip(*results, strict=True):
         assert_same((means[0], means[2]), (means[1], means[3]))
         assert not torch.equal(means[0], means[2])
-
-
-AVERAGING: dict[str, Callable[[], L.Callback]] = {
-    "SWA": lambda: callbacks.StochasticWeightAveraging(0.01, 2),
-    "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
-}
-
-
-def average_alone(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
-    for name, make in AVERAGING.items():
-        torch.manual_seed(1)
-        model = Joint()
-        trainer_alone(callbacks=[make()], max_epochs=3, precision="64-true").fit(model)
-        found[name] = weights(model)
-    return found
-
-
-def average_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    found = {}
-    for (name, make), is_first in itertools.product(AVERAGING.items(), (True, False)):
-        torch.manual_seed(1)
-        model = Joint()
-        both = [make(), SyncBatchNormConversion()][:: 1 if is_first else -1]
-        options: dict[str, Any] = {"max_epochs": 3, "precision": "64-true"}
-        trainer_with(kind, directory, by="nothing", callbacks=both, **options).fit(model)
-        found[name, is_first] = weights(model)
-    return found
-
-
-def test_averaged_models_have_the_statistics_that_they_have_in_one_process(tmp_path: Path) -> None:
-    """Averaging callbacks before or after ours end with the weights and statistics of one process, as documented."""
-    (alone,) = run_ranks(average_alone, 1)
-    first, second = on_ranks("ours", average_on_all, tmp_path)
-    assert_same(first, second)
-    for (name, _), learned in first.items():  # Lightning's averaged models are of float32
-        torch.testing.assert_close(learned, alone[name], rtol=1e-6, atol=1e-6)
 
 
 def start(rank: int, world_size: int) -> None:
