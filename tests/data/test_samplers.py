@@ -169,11 +169,12 @@ def test_the_state_is_what_the_newest_iterator_has_handed_out(taken: int) -> Non
 
 
 def test_a_state_is_plain_and_whole() -> None:
-    """Numbers, booleans and strings, and all that a position depends on."""
+    """Numbers, booleans and strings, and all that a position depends on; behind the end nothing is left to read."""
     sampler = scalable(100, seed=9, uneven="drop")(4, 1)
     sampler.resume_at(2, 8)
     facts = {"version": 1, "kind": "scalable", "length": 100, "seed": 9, "shuffle": True, "uneven": "drop"}
     assert sampler.state_dict() == {**facts, "epoch": 2, "position": 8}
+    assert scalable(10, uneven="drop")(4, 1).state_dict(2)["position"] == 10
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
