@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.batchnorm.cases import rows
+from tests.batchnorm.joined import rows
 
 
 def install() -> torch.library.Library:

@@ -1,9 +1,9 @@
-"""The command as it is started: by its name, as a module, and without the libraries that it needs."""
+"""The command as it is started: its name, its help, what is here, and whether ranks can work with it."""
 
 from __future__ import annotations
 
-import doctest
 import json
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,25 +11,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lightning_ddp_ext.cli import main, output
+from lightning_ddp_ext.cli import main
 from lightning_ddp_ext.cli.app import app
-from tests.cli.command import checkpoint, save
+from tests.cli.command import save
 from tests.harness.damage import flip
 from tests.harness.scripts import run_script
 
-
-def test_the_command_is_installed() -> None:
-    """`lightning-ddp-ext` is on the path of whoever installs the package (when it is not: `make venv`)."""
-    [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
-    assert point.load() is main
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
+COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"
 
 
 def test_as_a_module(tmp_path: Path) -> None:
-    """`python -m lightning_ddp_ext` does the same, in a process of its own, and its status says how it went."""
+    """`python -m lightning_ddp_ext` does what the installed command does, and its status says how it went."""
+    [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
+    assert point.load() is main
     path = flip(save(tmp_path / "it.ckpt"), "data/0")
     completed = run_script(path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify"))
-    assert completed.returncode == 1
-    assert completed.stderr == ""
+    assert (completed.returncode, completed.stderr) == (1, "")
     assert json.loads(completed.stdout)["damaged"][0]["tensors"] == ["state_dict.out.weight"]
 
 
@@ -47,31 +45,50 @@ def test_without_the_extra(library: str, monkeypatch: pytest.MonkeyPatch, capsys
     )
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "clean"])
-def test_a_command_without_its_argument_is_refused(command: str) -> None:
-    """Status 2, as for any command line that is not understood."""
-    assert checkpoint(command).status == 2
+def test_help_and_version() -> None:
+    """Help names the commands, and completion can be installed for a shell."""
+    invoke = CliRunner().invoke
+    assert all(command in invoke(app, ["checkpoint", "--help"]).stdout for command in ("inspect", "verify", "clean"))
+    assert "--install-completion" in invoke(app, ["--help"]).stdout
+    version = metadata.version("lightning-ddp-ext")
+    assert invoke(app, ["--version"]).stdout == f"lightning-ddp-ext {version}\n"
 
 
-def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with what it does."""
-    monkeypatch.setattr(sys, "argv", ["lightning-ddp-ext", "checkpoint", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(command in shown for command in ("inspect", "verify", "clean"))
+def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one document, with what this process would be."""
+    for name, value in (LAUNCHED | {"NCCL_DEBUGG": "INFO"}).items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["env", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert found["versions"]["torch"]
+    assert "gloo" in found["backends"]
+    assert "127.0.0.1" in found["interfaces"]["lo"]
+    assert "rank 1" in found["world"]
+    assert found["world"].endswith("torchrun")
+    assert found["variables"].items() >= LAUNCHED.items()
+    assert found["notes"] == [
+        "NCCL_DEBUGG in the environment has no effect that is documented; did you mean NCCL_DEBUG?"
+    ]
 
 
-def test_the_version_is_printed() -> None:
-    """By `--version`, and completion can be installed for a shell."""
-    result = CliRunner().invoke(app, ["--version"])
-    assert (result.exit_code, result.stdout) == (0, f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n")
-    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
+def test_variables_that_contradict_one_another_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sentence as a run would end with, after everything else."""
+    for name, value in (LAUNCHED | {"RANK": "4"}).items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 1
+    assert re.search(r"^this process is +unclear *$", result.stdout, re.MULTILINE)
+    assert "rank must be in 0..3 for world_size 4 (got 4)" in result.stderr
 
 
-def test_examples_in_docstrings_hold() -> None:
-    """Sizes, ages and numbers are written as the docstrings show."""
-    found = doctest.testmod(output)
-    assert found.attempted > 0
-    assert found.failed == 0
+@pytest.mark.parametrize("launcher", [("python",), ("torchrun", "--standalone", "--nproc-per-node=2")])
+def test_ranks_meet_reduce_save_verify_and_restore(launcher: tuple[str, ...]) -> None:
+    """Two ranks, started by the command itself or by torchrun; rank 0 reports, and nothing stays."""
+    done = run_script(COMMAND, "test", "--json", launcher=launcher, time_limit=100)
+    assert done.returncode == 0, done.output
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    assert list(found["steps"]) == ["rendezvous", "all-reduce", "save", "verify", "restore"]
+    assert found["steps"]["rendezvous"]["what"] == "2 ranks on 1 node"
+    assert (found["passed"], found["error"]) == (True, None)

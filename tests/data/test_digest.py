@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,8 @@ BATCHES: list[Any] = [
     torch.zeros(3, 2),
     torch.zeros(2, 3, dtype=torch.int64),
     torch.zeros(2, 3, dtype=torch.bfloat16),
-    torch.ones(2, 3).t(),
     torch.tensor(True),
     np.zeros((2, 3), dtype=np.int16),
-    np.array(["a", "b"]),
     np.array(["a", 1], dtype=object),
     [torch.zeros(1), ONE],
     [ONE, torch.zeros(1)],
@@ -52,18 +51,11 @@ BATCHES: list[Any] = [
     {"x": ONE, "y": 0},
     {"y": ONE, "x": 0},
     Pair(ONE, "text"),
-    Graph(torch.ones(2), ["a"]),
-    Graph(torch.ones(2), ["b"]),
-    [ONE, "text"],
-    [ONE, b"text"],
-    [ONE, 1],
-    [ONE, 1.0],
-    [ONE, True],
-    [ONE, [1], 2],
-    [ONE, 1, [2]],
-    [ONE, None],
+    Graph(ONE, ["a"]),
+    Graph(ONE, ["b"]),
+    *([ONE, other] for other in ("text", b"text", 1, 1.0, True, None, [1])),
     cyclic(),
-    torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)]),
+    torch.nn.utils.rnn.pack_sequence([torch.ones(2), ONE]),
 ]
 
 
@@ -75,18 +67,13 @@ def test_batches_that_differ_have_other_fingerprints() -> None:
     assert [digest(copy.deepcopy(batch)) for batch in BATCHES] == digests
 
 
-@pytest.mark.parametrize("batch", [None, [], {}, torch.zeros(0), [None, ()], [np.zeros(0)], ["text", 1], object()])
-def test_batches_without_tensors_and_arrays_have_none(batch: Any) -> None:
+@pytest.mark.parametrize("batch", [None, torch.zeros(0), [np.zeros(0)], ["text", 1], object()])
+def test_batches_without_content_have_none(batch: Any) -> None:
     """Nothing is said of ranks whose first batch is empty."""
     assert digest(batch) is None
 
 
-@pytest.mark.parametrize("unreadable", [torch.ones(2, device="meta"), torch.eye(2).to_sparse(), (lambda: 0)])
-def test_batches_with_something_unreadable_have_none(unreadable: Any) -> None:
+@pytest.mark.parametrize("make", [lambda: torch.ones(2, device="meta"), lambda: torch.eye(2).to_sparse(), Hostile])
+def test_batches_with_something_unreadable_have_none(make: Callable[[], Any]) -> None:
     """Two batches may differ in it, so that they are not called the same; and nothing is raised."""
-    assert digest([ONE, unreadable]) is None
-
-
-def test_batches_with_hostile_objects_have_none() -> None:
-    """Nothing is raised, whatever an object does when it is looked at."""
-    assert digest([ONE, Hostile()]) is None
+    assert digest([ONE, make()]) is None

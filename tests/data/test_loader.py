@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import os
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    LazyIterator,
-    forget_workers,
-    index_sampler_of,
-    is_stateful,
-    own_copy,
-    set_index_sampler,
-)
-
-
-class Stream(IterableDataset[int]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(6))
-
-
-class Processes(Dataset[int]):
-    """Each sample is the process that read it."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-class Stateful:
-    """A loader with a state of its own, as far as its names tell."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, forget_workers, set_index_sampler
 
 
 class Begun:
-    """Reads the loader, and writes down which passes were begun."""
+    """Reads the loader, and writes down which passes were begun; the first ones may fail."""
 
-    def __init__(self) -> None:
-        self.passes: list[tuple[DistributedLoader, LazyIterator]] = []
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = [*errors]
+        self.passes: list[LazyIterator] = []
 
     def __call__(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        self.passes.append((loader, iterator))
+        if self.errors:
+            raise self.errors.pop()
+        self.passes.append(iterator)
         return iter(loader.loader)
 
 
@@ -67,51 +32,22 @@ def read(loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
     return iter(loader.loader)
 
 
-def test_an_iterator_that_nobody_reads_begins_nothing() -> None:
-    """A pass begins with its first batch, and not with its iterator."""
+def test_a_pass_begins_with_its_first_batch() -> None:
+    """Not with its iterator, and once, also where it was begun by hand; a pass that has ended stays ended."""
     begun = Begun()
     loader = DistributedLoader([1, 2, 3], begun)
-    unused, used = iter(loader), iter(loader)
+    _, read, by_hand = iter(loader), iter(loader), iter(loader)
     assert begun.passes == []
-    assert next(used) == 1
-    assert begun.passes == [(loader, used)]
-    assert [*used] == [2, 3]
-    assert len(begun.passes) == 1
-    assert next(unused) == 1
-    assert len(begun.passes) == 2
-
-
-def test_a_pass_that_was_started_by_hand_is_not_begun_again() -> None:
-    """``begin`` begins the pass without a batch, once, and reading goes on with that pass."""
-    begun = Begun()
-    iterator = iter(DistributedLoader([1, 2, 3], begun))
-    assert isinstance(iterator, LazyIterator)
-    assert iterator.begin() is iterator.begin()
-    assert [*iterator] == [1, 2, 3]
-    assert len(begun.passes) == 1
-
-
-def test_a_pass_that_has_ended_stays_ended() -> None:
-    """Asking on after the last batch begins nothing, also where there was no batch at all."""
-    for batches in ([], [1]):
-        begun = Begun()
-        iterator = iter(DistributedLoader(batches, begun))
-        assert [*iterator] == batches
-        assert [*iterator] == []
-        assert len(begun.passes) == 1
+    assert isinstance(by_hand, LazyIterator)
+    assert by_hand.begin() is by_hand.begin()
+    assert [*read] == [*by_hand] == [1, 2, 3]
+    assert [*read] == [*by_hand] == []
+    assert begun.passes == [by_hand, read]
 
 
 def test_a_pass_that_cannot_begin_is_begun_again_when_it_is_asked_again() -> None:
     """An error in beginning a pass is the reader's, each time that it asks."""
-    errors = iter([ValueError("no data"), None])
-
-    def begin(loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        error = next(errors)
-        if error is not None:
-            raise error
-        return iter(loader.loader)
-
-    iterator = iter(DistributedLoader([1, 2], begin))
+    iterator = iter(DistributedLoader([1, 2], Begun(ValueError("no data"))))
     with pytest.raises(ValueError, match="no data"):
         next(iterator)
     assert [*iterator] == [1, 2]
@@ -125,71 +61,54 @@ def test_the_length_is_the_loaders_unless_another_is_given() -> None:
     batches.append(4)
     assert (len(loader), len(shorter)) == (4, 2)
     with pytest.raises(TypeError):
-        len(DistributedLoader(DataLoader(Stream()), read))
+        len(DistributedLoader(iter(batches), read))
 
 
 def test_attributes_are_the_loaders() -> None:
-    """What is not the wrapper's own is read from the loader and written to it; the user's own loader stays as it is."""
+    """Reading and writing reach our copy of the loader, but for the wrapper's own; the user's loader stays as it is."""
     source = DataLoader(range(6), batch_size=2)
     loader = DistributedLoader(source, read)
-    loader.timeout, loader.hint = 3, "ours"
-    loader.position, loader.length = "here", 7
-    assert loader.batch_size == 2
-    assert loader.dataset is source.dataset
+    loader.timeout, loader.hint, loader.position = 3, "ours", "here"
+    assert (loader.batch_size, loader.dataset) == (2, source.dataset)
     assert (loader.loader.timeout, loader.loader.hint, loader.timeout, loader.hint) == (3, "ours", 3, "ours")
     assert (source.timeout, hasattr(source, "hint")) == (0, False)
-    assert (loader.position, len(loader), hasattr(loader.loader, "position")) == ("here", 7, False)
+    assert (loader.position, hasattr(loader.loader, "position")) == ("here", False)
 
 
-def test_copies_of_a_wrapper_are_the_loader() -> None:
-    """A copy, and a pickle, belong to nobody's training: they are what is wrapped."""
-    loader = DistributedLoader(DataLoader(range(4), batch_size=2), read)
-    for each in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
-        assert type(each) is DataLoader
-        assert [batch.tolist() for batch in each] == [[0, 1], [2, 3]]
+@settings(max_examples=40, deadline=None)
+@given(length=st.integers(0, 12), skips=st.lists(st.integers(0, 14), max_size=4))
+def test_each_pass_leaves_out_as_many_items_as_it_was_told(length: int, skips: list[int]) -> None:
+    """What is left is the end of the whole order, in each iterator of the pass; a loader with workers makes two."""
+    sampler = PermanentBatchSampler(range(length))
+    for skip in [*skips, 0]:
+        sampler.skip(skip)
+        iterators = iter(sampler), iter(sampler)
+        assert [[*each] for each in iterators] == [[*range(length)][skip:]] * 2
+        assert len(sampler) == length
 
 
-def test_what_keeps_a_state_and_what_is_no_dataloader_is_read_itself() -> None:
-    """Only a ``DataLoader`` is copied: the owner of any other loader goes on asking it for its state."""
-    plain, stateful, loader = [1, 2], Stateful(), DataLoader(range(3))
-    assert own_copy(plain) is plain
-    assert own_copy(stateful) is stateful
-    assert own_copy(loader) is not loader
-    assert DistributedLoader(stateful, read).loader is stateful
-    assert (DistributedLoader(loader, read).source, is_stateful(loader), is_stateful(stateful)) == (loader, False, True)
-    wrapped = DistributedLoader.around(stateful, read)
-    assert is_stateful(type(wrapped))  # where Lightning looks, from Python 3.12 on
-    assert not is_stateful(DistributedLoader.around(plain, read))
+def test_the_last_item_is_repeated_up_to_a_length() -> None:
+    """A spare one, where there is none to repeat; attributes and batches stay the wrapped sampler's."""
+    own = BatchSampler(SequentialSampler(range(5)), 2, False)
+    padded: Any = PermanentBatchSampler(own, padded_to=5)
+    assert list(padded) == [[0, 1], [2, 3], [4], [4], [4]]
+    assert (len(padded), padded.sampler, padded.batch_size) == (5, own.sampler, 2)
+    with pytest.raises(AttributeError, match="'BatchSampler' object has no attribute 'nothing'"):
+        padded.nothing  # noqa: B018
+    assert list(PermanentBatchSampler([], padded_to=2, spare=7)) == [7, 7]
+    assert list(PermanentBatchSampler([1], padded_to=2, spare=7)) == [1, 1]
 
 
-def test_a_copy_has_workers_of_its_own() -> None:
-    """Persistent workers of the user's loader go on; those of the copy are others, kept until forgotten."""
-    source = DataLoader(Processes(), num_workers=1, persistent_workers=True)
-    own = own_copy(source)
-    theirs, ours, again = _process(source), _process(own), _process(own)
-    forget_workers(own)
-    later, at_last = _process(own), _process(source)
-    forget_workers(own)
-    forget_workers(source)
-    assert ours == again
-    assert theirs == at_last
-    assert len({os.getpid(), theirs, ours, later}) == 4
-
-
-def _process(loader: DataLoader[int]) -> int:
-    (process,) = {int(process) for process in loader}
-    return process
-
-
-@pytest.mark.parametrize("batch_size", [2, None])
-def test_the_index_sampler_of_a_copy_can_be_replaced(batch_size: int | None) -> None:
-    """The batch sampler, or without batches the sampler, says what is read; the user's loader reads what it read."""
-    source = DataLoader(torch.arange(6), batch_size=batch_size)  # type: ignore[arg-type]
-    own = own_copy(source)
-    expected = [each.tolist() for each in source]
-    assert [*index_sampler_of(own)] == ([0, 1, 2, 3, 4, 5] if batch_size is None else [[0, 1], [2, 3], [4, 5]])
-    replacement = [5, 3] if batch_size is None else [[5, 3], [1]]
-    set_index_sampler(own, replacement)
-    assert index_sampler_of(own) is replacement
-    assert ([each.tolist() for each in own], len(own)) == (replacement, 2)
-    assert [each.tolist() for each in source] == expected
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_enters_each_pass_where_its_permanent_sampler_is_told(workers: int) -> None:
+    """Also one whose persistent workers keep the sampler of the first pass for good."""
+    loader = DataLoader(range(10), 2, num_workers=workers, persistent_workers=workers > 0)
+    sampler = PermanentBatchSampler(loader.batch_sampler, padded_to=6)  # type: ignore[arg-type]
+    set_index_sampler(loader, sampler)
+    passes = []
+    for skip in (3, 0, 4):
+        sampler.skip(skip)
+        passes.append([int(number) for batch in loader for number in batch])
+    forget_workers(loader)
+    assert passes == [[6, 7, 8, 9, 8, 9], [*range(10), 8, 9], [8, 9, 8, 9]]
+    assert len(loader) == 6

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,61 +18,51 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConversionError, RankFailedError
-from tests.harness.ranks import by_hand_env, import_package_anew, run_ranks
-from tests.harness.training import KINDS, Kind, assert_same, data, make_trainer, on_both, on_ranks, weights
-from tests.integration.normalising import (
-    Classifier,
-    images,
-    layers,
-    trainer_alone,
-    trainer_with,
-    types_and_modes,
-)
-
-# --- the same numbers as in one process -----------------------------------------------------------
+from tests.batchnorm import kinds
+from tests.harness.network import Network
+from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import Kind, Net, assert_same, data, make_strategy, make_trainer, on_ranks, weights
 
 
-def digits() -> TensorDataset:
-    from sklearn.datasets import load_digits  # slow to import, and the ranks need not
+class Joint(Net):
+    """Learns batches of six, whatever the number of ranks."""
 
-    pixels, labels = load_digits(return_X_y=True)
-    return TensorDataset(torch.tensor(pixels).float().view(-1, 1, 8, 8) / 16, torch.tensor(labels))
-
-
-def train_alone(rank: int, world_size: int, dataset: TensorDataset) -> dict[str, Tensor]:
-    model = Classifier(dataset)
-    trainer_alone().fit(model)
-    assert model.trainer.global_step == 2 * 112
-    return weights(model)
+    def train_dataloader(self) -> DataLoader[Any]:
+        world_size = self.trainer.world_size
+        sampler = DistributedSampler(data(), world_size, self.trainer.global_rank, seed=3)
+        return DataLoader(data(), 6 // world_size, sampler=sampler)
 
 
-def train_on_all(kind: Kind, directory: Path, dataset: TensorDataset) -> dict[str, Tensor]:
-    model = Classifier(dataset)
-    trainer_with(kind, directory, by="flag" if kind == "ours" else "callback").fit(model)
-    return weights(model)
+def trainer_with(
+    kind: Kind,
+    directory: Path,
+    *,
+    by: str = "callback",
+    callbacks: Sequence[L.Callback] = (),
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> L.Trainer:
+    """A Trainer that converts BatchNorm by the ``"callback"`` or by the Trainer's ``"flag"``."""
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
+    callbacks = [*callbacks, SyncBatchNormConversion()] if by == "callback" else list(callbacks)
+    options = {"num_sanity_val_steps": 0, "sync_batchnorm": by == "flag", **options}
+    return make_trainer(make_strategy(kind, directory, **strategy or {}), callbacks=callbacks, **options)
 
 
-def test_digits_are_learned_as_in_one_process(tmp_path: Path) -> None:
-    """Two ranks with batches of 8 get all weights and statistics of one process with batches of 16, both ways."""
-    dataset = digits()
-    (alone,) = run_ranks(train_alone, 1, dataset)
-    for ranks in on_both(train_on_all, tmp_path, dataset):
-        for learned in ranks:
-            torch.testing.assert_close(learned, alone, rtol=1e-5, atol=1e-5)
+def trainer_alone(**options: Any) -> L.Trainer:
+    """A Trainer in one process."""
+    warnings.simplefilter("ignore", UserWarning)
+    return make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
 
 
-class Unused(Classifier):
-    """Has a layer that takes no part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 3)
-
-
-class Manual(Classifier):
+class Manual(Joint):
     """Optimises by hand: two losses, each with a forward and a backward pass of its own, for one step."""
 
     def __init__(self) -> None:
@@ -84,25 +73,26 @@ class Manual(Classifier):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        self.manual_backward(0.5 * self.loss([batch[0].flip(-1), batch[1]]))
+        self.manual_backward(0.5 * self.loss([-batch[0], batch[1]]))
         optimizer.step()
 
 
-class Twice(Classifier):
+class Twice(Joint):
     """Two forward passes for one backward pass."""
 
     def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
-        return self.loss(batch) + 0.5 * self.loss([batch[0].flip(-1), batch[1]])
+        return self.loss(batch) + 0.5 * self.loss([-batch[0], batch[1]])
 
 
-class Lbfgs(Classifier):
-    """Several forward and backward passes a step."""
+class Recomputed(Joint):
+    """Runs its layers once more in the backward pass."""
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.05, max_iter=3)
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return out
 
 
-class Late(Classifier):
+class Late(Joint):
     """Makes its layers when the Trainer says so."""
 
     def __init__(self) -> None:
@@ -111,10 +101,10 @@ class Late(Classifier):
 
     def configure_model(self) -> None:
         torch.manual_seed(1)
-        self.layers = layers()
+        self.layers = Net().layers
 
 
-class Compiled(Classifier):
+class Compiled(Joint):
     """Its layers are compiled."""
 
     def __init__(self) -> None:
@@ -122,86 +112,37 @@ class Compiled(Classifier):
         self.layers = torch.compile(self.layers, backend="aot_eager")
 
 
-class Validated(Classifier):
-    """Counts and averages over samples that two ranks cannot share evenly."""
+class Odd(Joint):
+    """Has layers of all kinds: derived, hooked, shared, in evaluation, and timm's, which needs no registration."""
 
-    def validation_step(self, batch: Sequence[Tensor], index: int) -> None:
-        self.log("val_loss", self.loss(batch), sync_dist=True)
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.BatchNorm2d(8)
+        layers = [kinds.Scaled(8), kinds.Decorated(8), kinds.Mixed(8), kinds.Split(8), kinds.NormAct(8), shared]
+        layers += [kinds.hooked(nn.BatchNorm2d(8)), nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval()]
+        self.layers = nn.Sequential(
+            nn.Linear(4, 32),
+            nn.BatchNorm1d(32),
+            nn.Unflatten(1, (8, 4, 1)),
+            *layers,
+            shared,
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+class Validated(Joint):
+    """Validates samples that two ranks cannot share evenly."""
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(images(7), batch_size=2)
-
-
-@dataclass
-class Feature:
-    """Something that a user may do beside, with the options of the Trainer and of the strategy."""
-
-    model: Callable[[], Classifier] = Classifier
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 1e-9
-    is_compiled: bool = False
-
-
-FEATURES = {
-    "nothing": Feature(),
-    "unused parameters": Feature(Unused, strategy={"find_unused_parameters": True}),
-    "gradients as views": Feature(strategy={"gradient_as_bucket_view": True}),
-    "static graph": Feature(strategy={"static_graph": True}),
-    "buffers that DDP does not send": Feature(Validated, strategy={"broadcast_buffers": False}),
-    "manual optimisation": Feature(Manual),
-    "two forward passes": Feature(Twice),
-    "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
-    "clipping": Feature(trainer={"gradient_clip_val": 0.1}),
-    "closures": Feature(Lbfgs),
-    "float32": Feature(trainer={"precision": "32-true"}, tolerance=1e-5),
-    "bfloat16": Feature(trainer={"precision": "bf16-mixed"}, tolerance=2e-2),
-    "configure_model": Feature(Late),
-    "compiled layers": Feature(Compiled),
-    "compiled": Feature(is_compiled=True),
-    "validation": Feature(Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}),
-}
-
-
-def learn(feature: Feature, make: Callable[..., L.Trainer], **options: Any) -> dict[str, Any]:
-    model = feature.model()
-    trainer = make(**{"precision": "64-true", **feature.trainer, **options})
-    trainer.fit(torch.compile(model, backend="eager") if feature.is_compiled else model)
-    norms = [type(module) for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    assert norms == [nn.BatchNorm2d, nn.BatchNorm2d, nn.BatchNorm1d]
-    return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
-
-
-def features_alone(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: learn(feature, trainer_alone) for name, feature in FEATURES.items()}
-
-
-def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
-    def make(**options: Any) -> L.Trainer:
-        return trainer_with(kind, directory, **options)
-
-    return {name: learn(feature, make, strategy=feature.strategy) for name, feature in FEATURES.items()}
-
-
-def test_what_a_user_may_do_beside_gives_the_numbers_of_one_process(tmp_path: Path) -> None:
-    """DDP's options, Lightning's ways to optimise, precisions and a validation in between: joint statistics each time.
-
-    What the ranks have, running statistics included, is the same to the last bit.
-    """
-    (alone,) = run_ranks(features_alone, 1)
-    first, second = on_ranks("ours", features_on_all, tmp_path)
-    for name, feature in FEATURES.items():
-        assert_same(first[name], second[name])
-        tolerance = feature.tolerance
-        assert first[name]["steps"] == alone[name]["steps"], name
-        torch.testing.assert_close(
-            first[name], alone[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    assert set(first["validation"]["metrics"]) == {"val_loss"}
+        return DataLoader(data(7), batch_size=2)
 
 
 class Shares(IterableDataset[list[Tensor]]):
-    """Batches of these sizes, cut from the images one after another; a rank's are its part of each."""
+    """Batches of these sizes, cut from the data one after another; a rank's are its part of each."""
 
     def __init__(self, sizes: Sequence[Sequence[int]], rank: int, world_size: int) -> None:
         self.sizes, self.rank, self.world_size = sizes, rank, world_size
@@ -213,11 +154,14 @@ class Shares(IterableDataset[list[Tensor]]):
             end = begin + shares[self.rank] if self.world_size > 1 else start + sum(shares)
             start += sum(shares)
             if begin < end:
-                yield list(images()[begin:end])
+                yield list(data()[begin:end])
 
 
-class Observer(Classifier):
+class Observer(Joint):
     """Reads uneven shares and learns nothing but statistics."""
+
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -228,39 +172,203 @@ class Observer(Classifier):
         return DataLoader(Shares(sizes, self.trainer.global_rank, self.trainer.world_size), batch_size=None)
 
 
-def observe_alone(rank: int, world_size: int) -> Any:
-    return learn(Feature(Observer), trainer_alone)
+@dataclass
+class Feature:
+    """Something that a user may do beside, with the options of the Trainer and of the strategy."""
+
+    model: Callable[[], Joint] = Joint
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-9
+    by: str = "callback"
 
 
-def observe_on_all(kind: Kind, directory: Path) -> Any:
-    def make(**options: Any) -> L.Trainer:
-        return trainer_with(kind, directory, strategy={"uneven_inputs": "stop_at_shortest"}, **options)
+FEATURES = {
+    "nothing": Feature(),
+    "the Trainer's flag": Feature(by="flag"),
+    "static graph": Feature(strategy={"static_graph": True}),
+    "buffers that DDP does not send": Feature(Validated, strategy={"broadcast_buffers": False}),
+    "uneven shares": Feature(Observer, strategy={"uneven_inputs": "stop_at_shortest"}),
+    "manual optimisation": Feature(Manual),
+    "two forward passes": Feature(Twice),
+    "activation checkpointing": Feature(Recomputed),
+    "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
+    "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
+    "odd layers": Feature(Odd),
+    "configure_model": Feature(Late),
+    "compiled layers": Feature(Compiled),
+    "validation": Feature(Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}),
+}
 
-    return learn(Feature(Observer), make)
+
+def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = feature.model()
+    trainer.fit(model)
+    assert nn.BatchNorm1d in map(type, model.modules())
+    return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
 
 
-@pytest.mark.lowest
-def test_samples_count_alike_however_unevenly_they_are_shared_out(tmp_path: Path) -> None:
-    """With `uneven_inputs="stop_at_shortest"` batches of different sizes give the statistics of the joined ones."""
-    (alone,) = run_ranks(observe_alone, 1)
-    first, second = on_ranks("ours", observe_on_all, tmp_path)
-    assert_same(first, second)
-    torch.testing.assert_close(first, alone, rtol=1e-9, atol=1e-9)
-    assert first["steps"] == 2 * 3
+def features_alone(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        name: learn(feature, trainer_alone(**{"precision": "64-true", **feature.trainer}))
+        for name, feature in FEATURES.items()
+    }
 
 
-class Tunable(Classifier):
-    """Has a learning rate that can be set."""
+def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
+    found = {}
+    for name in FEATURES if kind == "ours" else ["nothing"]:
+        feature = FEATURES[name]
+        options = {"precision": "64-true", **feature.trainer}
+        found[name] = learn(feature, trainer_with(kind, directory, by=feature.by, strategy=feature.strategy, **options))
+    return found
 
-    lr = 0.05
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """With each of DDP's options, Lightning's ways to optimise, uneven shares and a validation: joint statistics.
+
+    What the ranks have, running statistics included, is the same to the last bit; the callback serves stock DDP, too.
+    """
+    (alone,) = run_ranks(features_alone, 1, time_limit=60)
+    first, second = on_ranks("ours", features_on_all, tmp_path, time_limit=60)
+    stock, _ = on_ranks("stock", features_on_all, tmp_path)
+    for name, feature in FEATURES.items():
+        assert_same(first[name], second[name])
+        close = {"rtol": feature.tolerance, "atol": feature.tolerance}
+        torch.testing.assert_close(first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
+    assert first["uneven shares"]["steps"] == 2 * 3
+    assert "val_loss" in first["validation"]["metrics"]
+
+
+class Doubling(nn.BatchNorm1d):
+    """Adds something to torch's layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class OnItsOwn(nn.BatchNorm1d):
+    """Calls the function itself, and so cannot be made to synchronise."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+class BoomError(Exception):
+    """What goes wrong in these tests; no other code raises it."""
+
+
+def facts(model: nn.Module) -> dict[str, Any]:
+    """What conversion could have changed."""
+    return {
+        "modules": [(name, type(each), each.training) for name, each in model.named_modules(remove_duplicate=False)],
+        "keys": list(model.state_dict()),
+        "attributes": [sorted(vars(module)) for module in model.modules() if isinstance(module, nn.BatchNorm1d)],
+    }
+
+
+class OddModel(Joint):
+    """Layers that are shared, in evaluation, synchronised already, derived, or that no one can synchronise.
+
+    Args:
+        end: what happens in the second training step.
+    """
+
+    def __init__(self, end: BaseException | None = None) -> None:
+        super().__init__()
+        from lightning_ddp_ext import SyncBatchNorm
+
+        first, shared, relu, last = self.layers
+        norms = Doubling(8), OnItsOwn(8), SyncBatchNorm(8), nn.BatchNorm1d(8).eval().requires_grad_(False)
+        self.layers = nn.Sequential(first, shared, relu, shared, *norms, last)
+        self.end = end
+        self.seen: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 1 and self.end is not None:
+            raise self.end
+        self.seen["training"] = facts(self)
+        return super().training_step(batch, index)
+
+    def on_train_end(self) -> None:
+        self.seen["on_train_end"] = facts(self)
+
+    def on_fit_end(self) -> None:
+        self.seen["on_fit_end"] = facts(self)
+
+
+class Lines(logging.Handler):
+    """Keeps what has been logged of BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts += [record.getMessage()] if "BatchNorm" in record.getMessage() else []
+
+
+def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
+    """Leave ``fit`` in several ways; return what was said in the first run."""
+    lines = Lines()
+    for logger in (logging.getLogger("lightning_ddp_ext"), logging.getLogger("lightning.pytorch")):
+        logger.setLevel(logging.INFO)
+        logger.addHandler(lines)
+    said: list[str] = []
+    for end, limit in ((None, None), (None, 0), (BoomError("no such layer"), None), (KeyboardInterrupt(), None)):
+        model = OddModel(end)
+        before = facts(model)
+        trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit, max_epochs=1)
+        with warnings.catch_warnings(record=True) as caught, suppress(BoomError, RankFailedError, SystemExit):
+            warnings.simplefilter("always")
+            trainer.fit(model)
+        said = said or [*lines.texts, *(text for each in caught if "BatchNorm" in (text := str(each.message)))]
+        assert facts(model) == before
+        assert model.layers[1] is model.layers[3]
+        if end is None:
+            assert model.seen["on_fit_end"] == before
+        if end is None and limit is None:
+            assert by == "flag" or model.seen["on_train_end"] == before
+            assert model.seen["training"]["modules"] != before["modules"]
+            assert model.seen["training"]["keys"] == before["keys"]
+    return said
+
+
+@pytest.mark.parametrize(("kind", "by"), [("ours", "callback"), ("ours", "flag"), ("stock", "callback")])
+def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
+    """Types, modes, keys and sharing, after the end, an error, Ctrl-C, and where there was nothing to train.
+
+    Rank 0 says once what has been converted, and warns of what cannot be.
+    """
+    (summary, warning), second = on_ranks(kind, fit_and_leave, tmp_path, by)
+    assert summary == (
+        "SyncBatchNorm: 3 of 5 layers, statistics over 2 ranks; "
+        "not: 1 its forward may normalise by itself, 1 synchronises already"
+    )
+    assert "layers.5 (OnItsOwn): its forward may normalise by itself" in warning
+    assert second == []
+
+
+def fit_on_one_rank(rank: int, world_size: int) -> None:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    model = OddModel()
+    before = facts(model)
+    trainer_alone(callbacks=[SyncBatchNormConversion()], max_epochs=1).fit(model)
+    assert model.seen["training"] == before
+
+
+def test_one_rank_is_left_alone() -> None:
+    """Nothing is converted where there are no batches to join."""
+    run_ranks(fit_on_one_rank, 1)
 
 
 def tune(kind: Kind, directory: Path) -> None:
     for by in ("callback", "flag"):
-        model, untuned = Tunable(), Tunable()
+        model = Joint()
+        model.lr, untuned = 0.1, copy.deepcopy(model)
         before = facts(model), weights(model)
         trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
         finder = Tuner(trainer).lr_find(model, num_training=6, early_stop_threshold=None, update_attr=False)
@@ -279,375 +387,84 @@ def test_a_learning_rate_is_found_without_a_trace(tmp_path: Path) -> None:
     on_ranks("ours", tune, tmp_path)
 
 
-# --- the model is itself again --------------------------------------------------------------------
-
-
-class Doubling(nn.BatchNorm1d):
-    """Adds something to torch's layer."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-class OnItsOwn(nn.BatchNorm1d):
-    """Calls the function itself, and so cannot be made to synchronise."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        mean, var = self.running_mean, self.running_var
-        return batch_norm(input, mean, var, self.weight, self.bias, self.training)
-
-
-class OddModel(Classifier):
-    """Layers that are shared, in evaluation, synchronised already, derived, or that no one can synchronise.
-
-    Args:
-        end: what happens in the second training step.
-    """
-
-    def __init__(self, end: BaseException | None = None) -> None:
-        super().__init__()
-        from lightning_ddp_ext import SyncBatchNorm
-
-        shared = nn.BatchNorm1d(16)
-        self.layers[2] = nn.Sequential(
-            nn.Linear(32, 16), shared, nn.ReLU(), shared, Doubling(16), OnItsOwn(16), SyncBatchNorm(16)
-        )
-        self.frozen = nn.BatchNorm1d(16).eval().requires_grad_(False)
-        self.end = end
-        self.seen: dict[str, Any] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(super().forward(x))[:, :10]
-
-    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor | None:
-        if index == 1 and self.end is not None:
-            raise self.end
-        self.note("training")
-        return super().training_step(batch, index)
-
-    def on_train_end(self) -> None:
-        self.note("on_train_end")
-
-    def on_fit_end(self) -> None:
-        self.note("on_fit_end")
-
-    def note(self, place: str) -> None:
-        self.seen[place] = (types_and_modes(self), list(self.state_dict()))
-
-
-class BoomError(Exception):
-    """What goes wrong in these tests; no other code raises it."""
-
-
-def facts(model: nn.Module) -> dict[str, Any]:
-    """What conversion could have changed, names of classes apart."""
-    return {
-        "types": [type(module) for module in model.modules()],
-        "modes": types_and_modes(model),
-        "keys": list(model.state_dict()),
-        "attributes": [sorted(vars(module)) for module in model.modules() if isinstance(module, nn.BatchNorm1d)],
-    }
-
-
-# How fit ends: what is raised in the second step, and how many batches there are.
-ENDS: list[tuple[BaseException | None, int | None]] = [
-    (None, None),
-    (None, 0),
-    (BoomError("no such layer"), None),
-    (KeyboardInterrupt(), None),
-]
-
-
-def leave_fit(kind: Kind, directory: Path) -> list[str]:
-    """The ways out of ``fit`` after which, or in whose last hooks, something is left of the conversion."""
-    wrong = []
-    for by, (end, limit) in itertools.product(("callback", "flag") if kind == "ours" else ("callback",), ENDS):
-        model = OddModel(end)
-        before = facts(model)
-        trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit)
-        with suppress(*(() if end is None else (BoomError, RankFailedError, SystemExit))):
-            trainer.fit(model)
-        places = not_plain(model, by, before, limit) if end is None else []
-        if facts(model) != before or model.layers[2][1] is not model.layers[2][3]:
-            places.append("afterwards")
-        wrong += [f"{kind} {by} {end!r} {limit} {place}" for place in places]
-    return wrong
-
-
-def not_plain(model: OddModel, by: str, before: dict[str, Any], limit: int | None) -> list[str]:
-    """The hooks that have seen other layers or keys than there were before."""
-    places = ["on_fit_end", "on_train_end"] if limit is None and by == "callback" else ["on_fit_end"]
-    wrong = [place for place in places if model.seen[place] != (before["modes"], before["keys"])]
-    if limit is None and (model.seen["training"][0] == before["modes"] or model.seen["training"][1] != before["keys"]):
-        wrong.append("training")
-    return wrong
-
-
-def test_whatever_ends_fit_the_model_is_what_it_was(tmp_path: Path) -> None:
-    """Types, modes, keys and sharing, after the end, an error, Ctrl-C, and where there was nothing to train.
-
-    The hooks at the end of ``fit`` see that, too; state dicts have the same keys all the time.
-    """
-    for ranks in on_both(leave_fit, tmp_path):
-        assert ranks == [[], []]
-
-
-def refused(kind: Kind, directory: Path) -> list[str]:
+def choose_beside_the_flag(kind: Kind, directory: Path) -> str:
     from lightning_ddp_ext import SyncBatchNormConversion
 
-    choices: list[tuple[str, dict[str, Any]]] = [
-        ("nothing", {"include": "backbone.*"}),
-        ("nothing", {"exclude": nn.BatchNorm3d}),
-        ("flag", {"exclude": "layers.2"}),
-        ("flag", {"process_group": 1}),
-    ]
-    errors = []
-    for by, choice in choices:
-        trainer = trainer_with(kind, directory, by=by, callbacks=[SyncBatchNormConversion(**choice)])
-        with pytest.raises((ConversionError, RankFailedError)) as caught:
-            trainer.fit(Classifier())
-        errors.append(str(caught.value))
-    trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Classifier())
-    return errors
+    trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Joint())  # it is no choice
+    trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(process_group=1)])
+    with pytest.raises((ConversionError, RankFailedError)) as caught:
+        trainer.fit(Joint())
+    return str(caught.value)
 
 
-def test_choices_that_cannot_be_meant_end_fit_on_all_ranks(tmp_path: Path) -> None:
-    """A selection that fits nothing, which names the layers that there are, and one beside the Trainer's flag."""
-    layers_there = (
-        "fits no BatchNorm layer; choose among layers.0.1, layers.1.1, layers.2.1, or modules that they are in"
-    )
-    for errors in on_ranks("ours", refused, tmp_path):
-        assert errors[0].endswith(f"include='backbone.*' {layers_there}")
-        assert errors[1].endswith(f"exclude=BatchNorm3d {layers_there}")
-        for error in errors[2:]:
-            assert "sync_batchnorm=True converts all layers over all ranks" in error
+def test_a_choice_beside_the_trainers_flag_ends_fit_on_all_ranks(tmp_path: Path) -> None:
+    """The error says that the flag converts all layers over all ranks."""
+    for error in on_ranks("ours", choose_beside_the_flag, tmp_path):
+        assert "sync_batchnorm=True converts all layers over all ranks" in error
 
 
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-class Saver(L.Callback):
-    """Saves at the end of each step."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.directory / f"step{trainer.global_step}.ckpt")
-
-
-def resume(kind: Kind, directory: Path, by: str) -> dict[str, Any]:
-    """A run with a file after each step; the same from the second and fourth, with and without conversion."""
-    whole, keeper = Classifier(), ModelCheckpoint(directory / by, "{epoch}", save_last=True)
-    keys = list(whole.state_dict())
-    trainer_with(kind, directory, by=by, callbacks=[Saver(directory / by), keeper], enable_checkpointing=True).fit(
-        whole
-    )
+def resume(kind: Kind, directory: Path, by: str) -> None:
+    """A run with a file after each step; the same from the middles of both epochs."""
+    torch.manual_seed(1)
+    whole = Joint()
+    keeper = ModelCheckpoint(directory / by, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer_with(kind, directory, by=by, callbacks=[keeper], enable_checkpointing=True).fit(whole)
     whole.trainer.strategy.barrier()  # rank 0 has written its files
     files = sorted((directory / by).iterdir())
-    states = [torch.load(path, weights_only=True)["state_dict"] for path in files]
-    Classifier().load_state_dict(states[0])
-    found: dict[str, Any] = {"files": [path.name for path in files]}
-    found["other keys"] = [path.name for path, state in zip(files, states, strict=True) if list(state) != keys]
-    for step, how in itertools.product((2, 4), (by, "nothing")):
-        model = Classifier()
-        trainer = trainer_with(kind, directory, by=how)
-        trainer.fit(model, ckpt_path=directory / by / f"step{step}.ckpt")
-        found[f"{step} {how}"] = (trainer.global_step, weights(model))
-    found["whole"] = (whole.trainer.global_step, weights(whole))
-    return found
+    assert [path.name for path in files] == [f"step={step}.ckpt" for step in range(1, 9)]
+    for path in files:
+        assert list(torch.load(path, weights_only=True)["state_dict"]) == list(whole.state_dict())
+    for path in (files[1], files[4]):
+        model = Joint()
+        trainer_with(kind, directory, by=by).fit(model, ckpt_path=path)
+        assert model.trainer.global_step == 8
+        assert_same(weights(model), weights(whole))
 
 
 @pytest.mark.parametrize("by", ["callback", "flag"])
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(by: str, tmp_path: Path) -> None:
     """Files from amid training have a plain model's keys; a resumed run is the uninterrupted one, bit by bit."""
-    first, second = on_ranks("ours", resume, tmp_path, by)
-    assert first["files"] == ["epoch=1.ckpt", "last.ckpt", *(f"step{step}.ckpt" for step in range(1, 7))]
-    assert first["other keys"] == []
-    for found, step in itertools.product((first, second), (2, 4)):
-        assert_same(found[f"{step} {by}"], found["whole"])
-        steps, without = found[f"{step} nothing"]
-        assert steps == 6
-        assert not torch.equal(without["layers.0.0.weight"], found["whole"][1]["layers.0.0.weight"])
+    on_ranks("ours", resume, tmp_path, by)
 
 
-# --- what is said ---------------------------------------------------------------------------------
+def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
+    from lightning_ddp_ext import DDPExtStrategy, SyncBatchNormConversion
+
+    means = []
+    for ranks in (2, "node"):
+        model = Joint()
+        strategy = DDPExtStrategy(init_method, broadcast_buffers=False)
+        options = {"num_nodes": 2, "max_epochs": 1, "num_sanity_val_steps": 0}
+        make_trainer(strategy, callbacks=[SyncBatchNormConversion(process_group=ranks)], **options).fit(model)
+        means.append(model.layers[1].running_mean)
+    return means
 
 
-class Lines(logging.Handler):
-    """Keeps what has been logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def said(kind: Kind, directory: Path) -> list[list[str]]:
-    """What a fit has logged and warned of about BatchNorm, by the callback and by the flag."""
-    found = []
-    for by in ("callback", "flag") if kind == "ours" else ("callback",):
-        lines, ours = Lines(), logging.getLogger("lightning_ddp_ext")
-        ours.setLevel(logging.INFO)
-        for logger in (ours, logging.getLogger("lightning.pytorch")):
-            logger.addHandler(lines)
-        with warnings.catch_warnings(record=True) as caught:
-            trainer = trainer_with(kind, directory, by=by, max_epochs=1)
-            warnings.simplefilter("always")
-            trainer.fit(OddModel())
-        for logger in (ours, logging.getLogger("lightning.pytorch")):
-            logger.removeHandler(lines)
-        texts = [*lines.texts, *(str(warning.message) for warning in caught)]
-        found.append([text for text in texts if "BatchNorm" in text])
-    return found
-
-
-def test_rank_zero_says_once_what_has_been_converted(tmp_path: Path) -> None:
-    """A line, and a warning that names the layer that cannot be. The other ranks are silent."""
-    for kind, (first, second) in zip(KINDS, on_both(said, tmp_path), strict=True):
-        assert second == [[]] * len(first)
-        assert len(first) == (2 if kind == "ours" else 1)
-        for summary, warning in first:
-            assert summary == (
-                "SyncBatchNorm: 5 of 7 layers, statistics over 2 ranks; "
-                "not: 1 its forward may normalise by itself, 1 synchronises already"
-            )
-            assert "layers.2.5 (OnItsOwn): its forward may normalise by itself" in warning
-
-
-# --- groups of ranks ------------------------------------------------------------------------------
-
-
-def in_pairs(kind: Kind, directory: Path) -> Tensor:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    model = Classifier()
-    callbacks = [SyncBatchNormConversion(process_group=2)]
-    trainer_with(kind, directory, by="nothing", devices=4, callbacks=callbacks).fit(model)
-    return model.layers[0][1].running_mean
-
-
-def test_groups_have_statistics_of_their_own(tmp_path: Path) -> None:
-    """With `process_group=2` two ranks each have the same statistics."""
-    first, second, third, fourth = on_ranks("ours", in_pairs, tmp_path, world_size=4)
-    assert_same((first, third), (second, fourth))
-    assert not torch.equal(first, third)
-
-
-# --- averaged models ------------------------------------------------------------------------------
-
-
-def average(trainer: Callable[..., L.Trainer], which: str) -> dict[str, dict[str, Tensor]]:
-    from lightning.pytorch import callbacks
-
-    made = {
-        "SWA": lambda: callbacks.StochasticWeightAveraging(0.01, 2),
-        "EMA": lambda: callbacks.EMAWeightAveraging(decay=0.5),
-        "EMA without buffers": lambda: callbacks.EMAWeightAveraging(decay=0.5, use_buffers=False),
-        "nothing": L.Callback,
-    }
-    found = {}
-    for place in ("before", "after"):  # the other callback
-        model = Classifier()
-        averaging = made[which]()
-        trainer(callbacks=[averaging], place=place).fit(model)
-        found[place] = weights(model)
-    return found
-
-
-def average_alone(rank: int, world_size: int, names: Sequence[str]) -> dict[str, Any]:
-    def make(callbacks: list[L.Callback], place: str) -> L.Trainer:
-        return trainer_alone(callbacks=callbacks, max_epochs=3, precision="64-true")
-
-    return {name: average(make, name) for name in names}
-
-
-def average_on_all(kind: Kind, directory: Path, names: Sequence[str]) -> dict[str, Any]:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    def make(callbacks: list[L.Callback], place: str) -> L.Trainer:
-        both = [*callbacks, SyncBatchNormConversion()] if place == "before" else [SyncBatchNormConversion(), *callbacks]
-        options: dict[str, Any] = {"max_epochs": 3, "precision": "64-true"}
-        return trainer_with(kind, directory, by="nothing", callbacks=both, **options)
-
-    return {name: average(make, name) for name in names}
-
-
-def test_averaged_models_have_the_statistics_that_they_have_in_one_process(tmp_path: Path) -> None:
-    """Averaging callbacks before or after ours end with the weights and statistics of one process, as documented.
-
-    `StochasticWeightAveraging` computes running statistics anew in a last pass over the data, with the averaged
-    weights; `EMAWeightAveraging` averages them as it does weights, or with `use_buffers=False` takes the model's own.
-    """
-    names = ["SWA", "EMA", "EMA without buffers", "nothing"]
-    (alone,) = run_ranks(average_alone, 1, names)
-    for first, second in on_both(average_on_all, tmp_path, names):
-        assert_same(first, second)
-        # Lightning's averaged models are of float32.
-        torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-6)
-        last, own = first["EMA without buffers"]["after"], first["nothing"]["after"]
-        for name in own:
-            if name.endswith(("weight", "running_mean", "running_var")):
-                is_own = torch.allclose(last[name], own[name], rtol=1e-6, atol=1e-6)
-                assert is_own == ("running" in name), name
-
-
-# --- other ways to start --------------------------------------------------------------------------
+@pytest.mark.netns
+def test_groups_have_statistics_of_their_own(two_hosts: Network) -> None:
+    """With `process_group=2` two ranks each have the same statistics, with "node" those of one machine."""
+    env = {**by_hand_env(4), "LOCAL_RANK": lambda rank: str(rank % 2), "NODE_RANK": lambda rank: str(rank // 2)}
+    init_method, places = f"tcp://{two_hosts.address(0)}:29873", [two_hosts[rank // 2] for rank in range(4)]
+    results = run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
+    for means in zip(*results, strict=True):
+        assert_same((means[0], means[2]), (means[1], means[3]))
+        assert not torch.equal(means[0], means[2])
 
 
 def start(rank: int, world_size: int) -> None:
-    """Train on ranks that this process starts, to which model and callback travel, and compare."""
+    """Train on ranks that this process spawns, to which model and callback travel, and compare."""
     from lightning_ddp_ext import DDPExtStrategy, SyncBatchNormConversion
 
-    models = []
-    for start_method in ("fork", "spawn"):
-        model, conversion = Classifier(), SyncBatchNormConversion(include=(nn.Sequential,), process_group="node")
-        before = facts(model)
-        trainer = make_trainer(DDPExtStrategy(start_method=start_method), callbacks=[conversion])
-        trainer.fit(model)
-        assert facts(model) == before
-        models.append(weights(model))
-    alone = Classifier()
+    model = Joint()
+    alone = copy.deepcopy(model)
+    conversion = SyncBatchNormConversion(include=(nn.Sequential,), process_group="node")
+    before = facts(model)
+    make_trainer(DDPExtStrategy(start_method="spawn"), callbacks=[conversion]).fit(model)
+    assert facts(model) == before
     trainer_alone().fit(alone)
-    torch.testing.assert_close(models, 2 * [weights(alone)], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_started_processes_get_the_callback(tmp_path: Path) -> None:
-    """It travels to ranks that are forked or spawned; one that is spawned gets it by pickle."""
-    run_ranks(start, 1, time_limit=60)
-
-
-def train_in_the_other_tree(rank: int, world_size: int, directory: Path) -> list[Any]:
-    pl = importlib.import_module("pytorch_lightning")
-    ours = import_package_anew()
-
-    class Module(pl.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
-            return self.norm(batch[0]).square().sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    found = []
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    for options in ({"callbacks": [ours.SyncBatchNormConversion()]}, {"sync_batchnorm": True}):
-        strategy, module = ours.DDPExtStrategy(f"file://{directory}/store"), Module()
-        trainer = pl.Trainer(strategy=strategy, devices=2, accelerator="cpu", max_steps=3, **quiet, **options)
-        trainer.fit(module, DataLoader(data(), batch_size=4))
-        found.append((type(module.norm) is nn.BatchNorm1d, weights(module)))
-    return found
-
-
-def test_the_other_class_tree_has_both(tmp_path: Path) -> None:
-    """Callback and flag work with `import pytorch_lightning as pl`."""
-    env = {**by_hand_env(2), "DDPX_LIGHTNING": "pytorch_lightning"}
-    first, second = run_ranks(train_in_the_other_tree, 2, tmp_path, env=env)
-    assert_same(first, second)
-    assert_same(first[0], first[1])
-    assert first[0][0] is True
+def test_spawned_processes_get_the_callback() -> None:
+    """It travels to ranks that are spawned by pickle."""
+    run_ranks(start, 1, time_limit=100)

@@ -1,0 +1,210 @@
+"""What ranks get from a synchronised layer, and what one process' torch BatchNorm gives for the joined batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_ddp_ext import SyncBatchNorm
+
+STEPS = 2
+HALF = (torch.bfloat16, torch.float16)
+# What counts as exact, in parts of the largest value (float64: of one, if that is more); half precision: last place.
+_EXACT = {torch.float64: 1e-10, torch.float32: 1e-6, **{dtype: torch.finfo(dtype).eps for dtype in HALF}}
+
+Change = Callable[[Any], Any]
+Shape = tuple[int, ...]
+Results = dict[str, Tensor]
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer and what it is given.
+
+    ``shapes`` are those of the ranks' batches, over and over where there are more ranks; ``fill`` makes data from
+    normal random numbers, ``layout`` puts data (and gradients, unless they have a layout of their own) in memory,
+    ``prepare`` is done to the layer.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    input_dtype: torch.dtype | None = None
+    autocast: bool = False
+    fill: Change = unchanged
+    layout: Change = unchanged
+    layout_of_gradient: Change | None = None
+    prepare: Change = unchanged
+    input_needs_grad: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.dtype}, input {self.input_dtype or self.dtype})"
+
+    def shares(self, world_size: int, step: int) -> list[tuple[Tensor, Tensor]]:
+        """Inputs of all ranks, and gradients of their outputs; the same on every rank."""
+        generator = torch.Generator().manual_seed(step)
+        shapes = [self.shapes[rank % len(self.shapes)] for rank in range(world_size)]
+        return [self._share(shape, generator) for shape in shapes]
+
+    def layer(self, kind: type[nn.Module]) -> Any:
+        """A layer of this kind, with parameters and running statistics that are not those of a new one."""
+        layer = kind(self.shapes[0][1], **self.options, dtype=self.dtype)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for value in layer.state_dict().values():
+                if value.is_floating_point():
+                    value.copy_(torch.rand(value.shape, generator=generator, dtype=torch.float64) + 0.5)
+        self.prepare(layer)
+        return layer
+
+    def _share(self, shape: Shape, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        noise, other = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        # Gradients of parameters, which are sums over the batch, are not to be differences of large numbers.
+        dtype = self.input_dtype or self.dtype
+        layout_of_gradient = self.layout_of_gradient or self.layout
+        return self.layout(self.fill(noise).to(dtype)), layout_of_gradient((other + noise + 1).to(dtype))
+
+
+def rows(batch: Tensor) -> Tensor:
+    """A batch (N, C, ...) as (values a channel, C): batches of all shapes can be joined this way."""
+    return batch.movedim(1, -1).flatten(0, -2)
+
+
+def channels_last(values: Tensor) -> Tensor:
+    return values.contiguous(memory_format=torch.channels_last if values.dim() == 4 else torch.channels_last_3d)
+
+
+def far_off(values: Tensor) -> Tensor:
+    return values + 1e4
+
+
+def frozen(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
+_IMAGES: tuple[Shape, ...] = ((4, 3, 5, 5),)
+_UNEVEN: tuple[Shape, ...] = ((4, 3, 5, 5), (1, 3, 2, 7), (3, 3, 6, 1))
+
+_IN_ALL_PRECISIONS = [
+    Case("2-D", ((5, 3),)),
+    Case("5-D", ((2, 3, 4, 3, 2),)),
+    Case("many channels", ((3, 300),)),
+    Case("uneven", _UNEVEN),
+    Case("nothing on rank 0", ((0, 3, 4, 4), (3, 3, 4, 4))),
+    Case("no pixels on rank 1", ((3, 3, 4, 4), (3, 3, 0, 4))),
+    Case("one sample a rank", ((1, 3),)),
+    Case("nothing anywhere", ((0, 3, 4, 4),)),
+    Case("momentum None", _UNEVEN, {"momentum": None}),
+    Case("no momentum, large eps", _IMAGES, {"momentum": 0.0, "eps": 0.5}),
+    Case("no affine", _UNEVEN, {"affine": False}),
+    Case("no running statistics", _UNEVEN, {"track_running_stats": False}),
+    Case("evaluation", _UNEVEN, prepare=nn.Module.eval),
+    Case("frozen", _UNEVEN, prepare=frozen),
+    Case("frozen weight", _IMAGES, prepare=lambda layer: layer.weight.requires_grad_(False)),
+    Case("no bias", _IMAGES, prepare=lambda layer: layer.register_parameter("bias", None)),
+    Case("input without gradient", ((0, 3), (3, 3)), input_needs_grad=False),
+    Case("no gradients at all", _IMAGES, prepare=frozen, input_needs_grad=False),
+    Case("channels_last", _IMAGES, layout=channels_last),
+    Case("channels_last_3d, gradient not", ((2, 3, 4, 3, 2),), layout=channels_last, layout_of_gradient=unchanged),
+    Case("gradient channels_last, input not", _IMAGES, layout_of_gradient=channels_last),
+    Case("expanded", _IMAGES, layout=lambda values: values[..., :1].expand(values.shape)),
+    Case("far off", _UNEVEN, fill=far_off),
+    Case("far off, nothing on rank 0", ((0, 3), (16, 3)), fill=far_off),
+    Case("far off in a channel", _IMAGES, fill=lambda values: torch.cat([values[:, :1] - 300.0, values[:, 1:]], 1)),
+    Case("constant", _IMAGES, fill=lambda values: torch.full_like(values, 2.5)),
+]
+_OF_HALF_INPUTS = [
+    Case("half input", _UNEVEN, dtype=torch.float32),
+    Case("half input, nothing on rank 0", ((0, 3, 4), (6, 3, 4)), dtype=torch.float32),
+    Case("half input, no running statistics", _IMAGES, {"track_running_stats": False}, dtype=torch.float32),
+    Case("half input under autocast", _UNEVEN, dtype=torch.float32, autocast=True),
+]
+CASES = [
+    *(replace(case, dtype=dtype) for case in _IN_ALL_PRECISIONS for dtype in (torch.float64, torch.float32)),
+    *(replace(case, input_dtype=dtype) for case in _OF_HALF_INPUTS for dtype in HALF),
+    *(Case("half layer", _UNEVEN, dtype=dtype) for dtype in HALF),
+    *(Case("half layer, many values", ((8, 3, 24, 24),), dtype=dtype) for dtype in HALF),
+    Case("float32 under autocast", _UNEVEN, dtype=torch.float32, autocast=True),
+    Case("large", ((8, 16, 32, 32), (5, 16, 32, 32)), dtype=torch.float32),
+]
+
+
+def of_layer(case: Case, kind: type[SyncBatchNorm], rank: int, world_size: int, device: str) -> Results:
+    """What the ranks' layers give this rank, parameter gradients summed."""
+    layer = case.layer(kind).to(device)
+    results: Results = {}
+    for step in range(STEPS):
+        input, gradient = (tensor.to(device) for tensor in case.shares(world_size, step)[rank])
+        results |= _of_step(case, layer, input, gradient, step)
+    gradients = _of_parameters(layer)
+    for value in gradients.values():
+        dist.all_reduce(value)
+    return _at_hand(results | gradients | dict(layer.named_buffers()))
+
+
+def of_one_process(case: Case, rank: int, world_size: int, device: str, dtype: torch.dtype | None = None) -> Results:
+    """What torch gives for the joined batch, this rank's part of it; computed in ``dtype`` (None: as the case is)."""
+    layer = case.layer(nn.BatchNorm1d).to(device, dtype)
+    results: Results = {}
+    for step in range(STEPS):
+        shares = [(rows(input), rows(gradient)) for input, gradient in case.shares(world_size, step)]
+        input, gradient = (torch.cat(parts).to(device, dtype) for parts in zip(*shares, strict=True))
+        sizes = [len(input) for input, _ in shares]
+        joint = _of_step(case, layer, input, gradient, step)
+        results |= {name: value.split(sizes)[rank] for name, value in joint.items()}
+    return _at_hand(results | _of_parameters(layer) | dict(layer.named_buffers()))
+
+
+def _at_hand(results: Results) -> Results:
+    return {name: value.cpu() for name, value in results.items()}
+
+
+def _of_step(case: Case, layer: nn.Module, input: Tensor, gradient: Tensor, step: int) -> Results:
+    input = input.detach().requires_grad_(case.input_needs_grad)
+    with torch.autocast(input.device.type, torch.bfloat16) if case.autocast else nullcontext():
+        output = layer(input)
+    if case.layout is channels_last and input.dim() > 2:
+        torch.testing.assert_close(output.stride(), input.stride())
+    results = {f"output {step}": rows(output.detach())}
+    if output.requires_grad:
+        output.backward(gradient)
+    if input.grad is not None:
+        results[f"input gradient {step}"] = rows(input.grad)
+    return results
+
+
+def _of_parameters(layer: nn.Module) -> Results:
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return {f"gradient of {name}": value for name, value in gradients.items() if value is not None}
+
+
+def deviations(ours: Results, exact: Results, torchs: Results, slack: float = 1.0) -> list[str]:
+    """What is neither exact nor as near to that as torch is, with ``slack`` times as much allowed."""
+    if ours.keys() != exact.keys():
+        return [f"has {sorted(ours)} instead of {sorted(exact)}"]
+    found = [_deviation(name, ours[name], exact[name], torchs[name], slack) for name in ours]
+    return [line for line in found if line]
+
+
+def _deviation(name: str, ours: Tensor, exact: Tensor, torchs: Tensor, slack: float) -> str:
+    if (ours.shape, ours.dtype) != (torchs.shape, torchs.dtype):
+        return f"{name} is {ours.dtype} {tuple(ours.shape)} instead of {torchs.dtype} {tuple(torchs.shape)}"
+    error, of_torch = _distance(ours, exact), _distance(torchs, exact)
+    largest = max(_distance(exact, torch.zeros_like(exact)), 1.0 if ours.dtype == torch.float64 else 0.0)
+    allowed = slack * max(of_torch, _EXACT.get(ours.dtype, 0.0) * largest)
+    return "" if error <= allowed else f"{name} is {error:.2e} off instead of {allowed:.2e}"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
