@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +37,10 @@ class Measured(Net):
     def __init__(self, loaders: int = 1, *, all_kinds: int = 1) -> None:
         super().__init__(list)
         self.all_kinds = all_kinds
-        # The two of the collection share their states.
-        collections = (MetricCollection([BinaryAccuracy(), BinaryRecall()]) for _ in range(loaders))
+        shared = (MetricCollection([BinaryAccuracy(), BinaryRecall()]) for _ in range(loaders))  # of one state
         self.measures = nn.ModuleList(
             nn.ModuleDict({"mean": MeanMetric(), "auroc": BinaryAUROC(), "seen": CatMetric(), "collection": each})
-            for each in collections
+            for each in shared
         )
         self.seen: list[Any] = []
         self.sizes: list[int] = []
@@ -64,7 +64,6 @@ class Measured(Net):
         self.log("min", x.min(), reduce_fx="min", sync_dist=True)
         self.log("max", x.max(), reduce_fx="max", sync_dist=True, on_step=True, on_epoch=True)
         self.log("count", len(x), reduce_fx="sum", sync_dist=True)
-        self.log("three", 3, sync_dist=True)
         self.log("least", label.min(), reduce_fx="min", sync_dist=True)
         everywhere: Any = self.all_gather(torch.tensor(1.0))
         assert everywhere.sum() == self.trainer.world_size
@@ -186,19 +185,16 @@ SAME = (
 )  # fmt: skip
 
 
-def maker(world_size: int, directory: Path) -> Make:
-    def make(exact_evaluation: bool = True, **options: Any) -> L.Trainer:
-        strategy = make_strategy("ours", directory, exact_evaluation=exact_evaluation) if world_size > 1 else "auto"
-        return make_trainer(strategy, devices=world_size, **options)
-
-    return make
+def make_on(world_size: int, directory: Path, exact_evaluation: bool = True, **options: Any) -> L.Trainer:
+    strategy = make_strategy("ours", directory, exact_evaluation=exact_evaluation) if world_size > 1 else "auto"
+    return make_trainer(strategy, devices=world_size, **options)
 
 
 def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found]:
     found = {}
     for evaluation in SAME:
         torch.manual_seed(rank)  # as it may be: user's samplers draw differently on each rank
-        found[evaluation.__name__] = evaluation(maker(world_size, directory))
+        found[evaluation.__name__] = evaluation(partial(make_on, world_size, directory))
     return found
 
 
@@ -215,7 +211,7 @@ def test_same_as_on_one_process(tmp_path: Path) -> None:
 
 def choose(rank: int, world_size: int, directory: Path) -> list[str]:
     """Warnings of evaluations that read not each sample once, because the user has chosen that."""
-    make = maker(world_size, directory)
+    make = partial(make_on, world_size, directory)
     for limit in (2, 0.75):
         trainer = make(limit_val_batches=limit)
         limited = validate(trainer, [loader(19, 3), loader(7, 1)], Measured(2))
@@ -247,6 +243,12 @@ class Pulls(Measured):
         next(dataloader_iter)
 
 
+class Unsized(Ragged):
+    """A batch sampler that does not know how many batches it has."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 class Endless(IterableDataset[Any]):
     """No sampler says what is read."""
 
@@ -255,12 +257,13 @@ class Endless(IterableDataset[Any]):
 
 
 def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
-    make = maker(world_size, directory)
+    make = partial(make_on, world_size, directory)
     uneven = DataLoader(Numbers(4), 1, sampler=ExactDistributedSampler(Numbers(4)))
     calls: list[Callable[[], Any]] = [
         lambda: validate(make(), CombinedLoader([loader(12, 2), loader(2, 2)], "max_size"), Measured(2)),
         lambda: validate(make(), loader(4, 1), Pulls()),
         lambda: validate(make(), [loader(4, 1), DataLoader(Endless())], Measured(2)),
+        lambda: validate(make(), DataLoader(scores(4), batch_sampler=Unsized(range(4), 2, False))),
         lambda: make(limit_val_batches=0).fit(Measured(), uneven),
     ]
     messages = []
@@ -276,6 +279,7 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
     first, *others = run_ranks(refuse, 3, tmp_path, env=by_hand_env(3))
     starts = [
         *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 3,
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
         "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_ddp_ext import ExactDistributedSampler
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.integration.predictions import gather_predictions
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -66,13 +67,14 @@ SIZES = [1, 2, 3, 7, 12]
 
 def several(rank: int, world_size: int, directory: Path) -> list[Any]:
     trainer = make_trainer(make_strategy("ours", directory), devices=world_size)
-    return [predict(trainer, loader(samples)) for samples in SIZES]
+    own = loader(7, sampler=ExactDistributedSampler(range(7)))  # type: ignore[arg-type]
+    return [*(predict(trainer, loader(samples)) for samples in SIZES), predict(trainer, own)]
 
 
 def test_every_prediction_comes_once_and_in_order(tmp_path: Path) -> None:
     """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None."""
     ranks = run_ranks(several, 3, tmp_path, env=by_hand_env(3))
-    for samples, of_ranks in zip(SIZES, zip(*ranks, strict=True), strict=True):
+    for samples, of_ranks in zip([*SIZES, 7], zip(*ranks, strict=True), strict=True):
         gathered = [each for each, _ in of_ranks]
         assert gathered[0].tolist() == list(range(samples))
         assert gathered[1:] == [None, None]

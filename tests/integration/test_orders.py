@@ -18,6 +18,7 @@ from lightning_ddp_ext import (
     ConfigurationError,
     DDPExtStrategy,
     DistributedBatchSamplerWrapper,
+    DistributedWeightedSampler,
     SamplerEpochSeeding,
     ScalableDistributedSampler,
 )
@@ -145,7 +146,9 @@ def train_with_own(kind: Kind, directory: Path) -> list[Batches]:
     scalable = ScalableDistributedSampler(range(24), seed=3)  # type: ignore[arg-type]
     wrapped = DistributedBatchSamplerWrapper(BatchSampler(RandomSampler(range(24)), 4, False), seed=3)
     batches = BatchSampler(scalable, 2, drop_last=False)
-    loaders = [loader(24, sampler=scalable)(), *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
+    weighted = DistributedWeightedSampler([1.0] * 24, 24, replacement=False, seed=3)
+    samplers = [loader(24, sampler=each)() for each in (scalable, weighted)]
+    loaders = [*samplers, *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
     found = [fit(kind, directory, loader(24, shuffle=True), strategy={"sampler": "scalable"})] if kind == "ours" else []
     for each in loaders:
         before = each.batch_sampler, each.sampler

@@ -92,9 +92,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-def refuse_and_begin(
-    rank: int, world_size: int, directory: Path, paths: dict[str, str]
-) -> dict[str, tuple[str, list[str]]]:
+def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, Any]:
     """What the error says, and what is wrong with a run that goes on from the start of the checkpoint's epoch."""
     found = {}
     for name, (_, after) in {**CHANGES[world_size], **(SAME if world_size == 2 else {})}.items():
@@ -118,9 +116,8 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(
     world_size: int, checkpoints: dict[str, str], tmp_path: Path
 ) -> None:
     """Every rank raises and names ``resume_data="epoch"``, with which a run trains on all of that epoch."""
-    by_rank = run_ranks(
-        refuse_and_begin, world_size, tmp_path, checkpoints, env=by_hand_env(world_size), time_limit=100
-    )
+    env = by_hand_env(world_size)
+    by_rank = run_ranks(refuse_and_begin, world_size, tmp_path, checkpoints, env=env, time_limit=100)
     for found in by_rank:
         for name, (message, wrong) in found.items():
             assert ('resume_data="epoch"' in message) == (name not in SAME), name

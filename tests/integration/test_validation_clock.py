@@ -65,7 +65,6 @@ def train(
 @pytest.mark.parametrize(
     ("of_rank_1", "stream", "options"),
     [(1000.0, False, {}), (1.0, True, {}), (1.0, False, {"check_val_every_n_epoch": None})],
-    ids=["fast", "slow, a stream", "slow, from epoch to epoch"],
 )
 def test_rank_zeros_clock_decides_when_all_validate(
     of_rank_1: float, stream: bool, options: dict[str, Any], tmp_path: Path
