@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from tests.harness.training import make_trainer
+from tests.harness.training import Kind, make_strategy, make_trainer
 
-Moment = Literal[
-    "train_batch_start",
-    "train_batch_end",
-    "validation_batch_end",
-    "validation_end",
-    "train_epoch_start",
-    "train_epoch_end",
-    "train_end",
-    "exception",
-]
+Moment = str  # a hook of a callback without its "on_", such as "train_batch_end"
+Points = Collection[str]  # moments and the steps that were done, of the run as a whole: "train_epoch_end-4"
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
+Order = Literal["lightning's", "distributed", "plain", "drawn"]
 
 
 class Numbers(Dataset[Tensor]):
@@ -56,6 +51,51 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(number)])
 
 
+def scores(samples: int) -> Any:
+    """Scores and labels of some samples; always the same for the same number."""
+    x, drawn = torch.rand(2, samples, generator=torch.Generator().manual_seed(samples))
+    return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
+
+
+class Reversed(DistributedSampler[Any]):
+    """A sampler of the user's own that knows about ranks and epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return reversed(list(super().__iter__()))
+
+
+class Turning(Sampler[int]):
+    """A sampler of the user's own that deals out by itself, and begins each epoch one sample further on."""
+
+    def __init__(self, samples: int, rank: int, world_size: int) -> None:
+        self.own = range(rank, samples, world_size)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        shift = self.epoch % len(self.own)
+        return iter([*self.own[shift:], *self.own[:shift]])
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+
+def workers(number: int = 1, **options: Any) -> dict[str, Any]:
+    return {"num_workers": number, "multiprocessing_context": "fork", **options}
+
+
+def ordered(order: Order, samples: int, rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
+    """A loader of batches of two samples in some order."""
+    data: Dataset[Any] = Numbers(samples)
+    if order == "distributed":
+        return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
+    if order == "plain":
+        return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
+    return DataLoader(data, 2, shuffle=True, **options)
+
+
 class Stopped(Exception):
     """What a run is stopped by."""
 
@@ -67,22 +107,29 @@ class Net(L.LightningModule):
         self, loaders: Callable[[], Any], fail_at: tuple[int, int] | None = None, plateau: bool = False
     ) -> None:
         super().__init__()
-        self.plateau = plateau
+        self.loaders, self.fail_at, self.plateau = loaders, fail_at, plateau
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-        self.loaders = loaders
-        self.fail_at = fail_at
         self.steps: list[Step] = []
+        self.events: list[tuple[str, int]] = []  # steps, validations and ends of epochs, each after so many steps
+
+    def happens(self, what: str) -> None:
+        self.events.append((what, self.trainer.fit_loop.epoch_loop.batch_progress.total.processed))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
         parts = [part for part in (batch if isinstance(batch, (list, tuple)) else [batch]) if part is not None]
         if self.fail_at == (epoch, index):
             raise Stopped
+        self.happens("step")
         self.steps.append((epoch, index, *(int(number) for part in parts for number in part.flatten())))
         loss: Tensor = torch.cat([self.layers(part / 100) for part in parts]).square().mean()
         return loss
 
+    def on_validation_start(self) -> None:
+        self.happens("validation")
+
     def on_train_epoch_end(self) -> None:
+        self.happens("epoch end")
         self.log("epoch", float(self.current_epoch))
 
     def validation_step(self, batch: Tensor, index: int) -> None:
@@ -90,14 +137,12 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        schedulers = [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"},
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.6), "interval": "epoch"},
+        schedulers: list[dict[str, Any]] = [
+            {"scheduler": StepLR(optimizer, 2, 0.7), "interval": "step"},
+            {"scheduler": StepLR(optimizer, 1, 0.6), "interval": "epoch"},
+            {"scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.5), "monitor": "epoch"},
         ]
-        if self.plateau:
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-            schedulers.append({"scheduler": scheduler, "monitor": "epoch"})
-        return [optimizer], schedulers
+        return [optimizer], schedulers if self.plateau else schedulers[:2]
 
     def train_dataloader(self) -> Any:
         return self.loaders()
@@ -107,43 +152,18 @@ class Net(L.LightningModule):
 
 
 class Saver(L.Callback):
-    """Saves a checkpoint each time that a moment comes."""
+    """Saves a checkpoint each time that one of these moments comes, named after it and the steps that were done."""
 
-    def __init__(self, moment: Moment, directory: Path) -> None:
-        self.moment = moment
+    def __init__(self, directory: Path, *moments: Moment) -> None:
         self.directory = directory
-        self.saved: list[tuple[str, int]] = []  # the file, and the steps that had been done
+        self.saved: list[tuple[str, int]] = []  # the file, and the steps of this run that had been done
+        for moment in moments:
+            setattr(self, f"on_{moment}", partial(self.save, moment))
 
-    def _save(self, trainer: L.Trainer, moment: Moment) -> None:
-        if moment == self.moment and not trainer.sanity_checking:
-            path = f"{self.directory}/{moment}-{len(self.saved)}.ckpt"
-            assert isinstance(trainer.lightning_module, Net)
-            self.saved.append((path, len(trainer.lightning_module.steps)))
-            trainer.save_checkpoint(path)
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "train_batch_start")
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "train_batch_end")
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "validation_batch_end")
-
-    def on_validation_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "validation_end")
-
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "train_epoch_start")
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "train_epoch_end")
-
-    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "train_end")
-
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        self._save(trainer, "exception")
+    def save(self, moment: Moment, trainer: L.Trainer, *_: Any) -> None:
+        done = len(trainer.lightning_module.steps)  # type: ignore[arg-type]
+        self.saved.append((f"{self.directory}/{moment}-{done}.ckpt", done))
+        trainer.save_checkpoint(self.saved[-1][0])
 
 
 @dataclass
@@ -154,33 +174,77 @@ class Run:
     weights: Tensor
     counts: tuple[Any, ...]
     saved: list[tuple[str, int]] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list, kw_only=True)
 
 
-def fit(
-    strategy: Any,
-    loaders: Callable[[], Any],
-    *,
-    saver: Saver | None = None,
-    fail_at: tuple[int, int] | None = None,
-    ckpt_path: str | None = None,
-    dropout: bool = True,
-    plateau: bool = False,
-    kind: type[Net] = Net,
-    **options: Any,
-) -> Run:
-    """Train from the beginning, or from a checkpoint with another seed and generators that are somewhere else."""
-    L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
-    net = kind(loaders, fail_at, plateau)
-    if not dropout:
-        net.layers[1] = nn.Identity()
-    torch.manual_seed(7 if ckpt_path is None else 1234)
-    callbacks = [] if saver is None else [saver]
-    trainer = make_trainer(strategy, callbacks=callbacks, num_sanity_val_steps=0, **options)
-    try:
-        trainer.fit(net, ckpt_path=ckpt_path)
-    except Stopped:
-        assert fail_at is not None
-    loop = trainer.fit_loop.epoch_loop
-    counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
-    weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-    return Run(net.steps, weights, counts, [] if saver is None else saver.saved)
+@dataclass
+class Training:
+    """A way to train, on this rank. Its options are the Trainer's, and those of ``run``."""
+
+    loaders: Callable[[], Any]
+    directory: Path
+    devices: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    name: str = "run"  # of the folder for its checkpoints; ranks meet in the directory itself
+    side: Kind = "ours"
+
+    def run(self, **options: Any) -> Run:
+        """Train from the beginning, or from a checkpoint with another seed."""
+        defaults = {"max_epochs": 4, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+        chosen: dict[str, Any] = {**defaults, **self.options, **options}
+        saver, ckpt_path = chosen.pop("saver", None) or Saver(self.directory), chosen.pop("ckpt_path", None)
+        kind, fail_at, plateau = chosen.pop("kind", Net), chosen.pop("fail_at", None), chosen.pop("plateau", False)
+        L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
+        net = kind(self.loaders, fail_at, plateau)
+        if not chosen.pop("dropout", True):
+            net.layers[1] = nn.Identity()
+        torch.manual_seed(7 if ckpt_path is None else 1234)
+        strategy = make_strategy(self.side, self.directory, **self.strategy)
+        trainer = make_trainer(strategy, devices=self.devices, callbacks=[saver], **chosen)
+        try:
+            trainer.fit(net, ckpt_path=ckpt_path)
+        except Stopped:
+            assert fail_at is not None
+        loop = trainer.fit_loop.epoch_loop
+        counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
+        weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+        return Run(net.steps, weights, counts, saver.saved, events=net.events)
+
+    def saving(self, name: str, *moments: Moment, **options: Any) -> Run:
+        return self.run(saver=Saver(self.directory / self.name / name, *moments), **options)
+
+
+def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
+    """What a run that was resumed after so many steps has done otherwise than the whole one; empty: nothing."""
+    again = len(resumed.steps) - len(whole.steps[done:])  # steps that no optimiser step had followed yet
+    is_within_step = 0 <= again < training.options.get("accumulate_grad_batches", 1)
+    if not is_within_step or resumed.steps != whole.steps[done - again :]:
+        return f"reads {resumed.steps} instead of {whole.steps[done:]}"
+    if resumed.steps and resumed.counts != whole.counts:
+        return f"counts {resumed.counts} instead of {whole.counts}"
+    if resumed.events != whole.events[len(whole.events) - len(resumed.events) :]:
+        return f"goes on with {resumed.events} after {whole.events}"
+    return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
+
+
+def generations(training: Training, moments: Iterable[Moment], *chosen: Points) -> dict[str, str]:
+    """By checkpoints, each saved by a run that was resumed from the one before, what the last run does otherwise.
+
+    ``chosen`` says which ones are resumed from: of a run without a stop, then of each resumed run, and so on.
+    """
+    whole, runs = training.run(), [("first", 0, training.saving("first", *moments))]
+    found = {"first": wrong} if (wrong := difference(training, whole, 0, runs[0][2])) else {}
+    for generation, points in enumerate(chosen, start=1):
+        earlier, runs = runs, []
+        for name, begun, run in earlier:
+            saved = {f"{Path(path).stem.rpartition('-')[0]}-{begun + n}": (path, begun + n) for path, n in run.saved}
+            for point in points:
+                path, done = saved[point]
+                is_last = generation == len(chosen)
+                resumed = training.saving(f"{name}/{point}", *(() if is_last else moments), ckpt_path=path)
+                if wrong := difference(training, whole, done, resumed):
+                    found[f"{name}/{point}"] = wrong
+                else:
+                    runs.append((f"{name}/{point}", len(whole.steps) - len(resumed.steps), resumed))
+    return found

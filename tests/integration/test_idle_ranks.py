@@ -15,7 +15,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.evaluating import Scores
+from tests.integration.continuing import scores
 
 Batch = dict[str, Tensor]
 Values = dict[str, Any]
@@ -59,7 +59,7 @@ class Measured(L.LightningModule):
 
 
 def loader(samples: int, batch_size: int = 1, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Scores(samples), batch_size, **options)
+    return DataLoader(scores(samples), batch_size, **options)
 
 
 def evaluate(

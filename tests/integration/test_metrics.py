@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +10,13 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_ddp_ext import LogMismatchError
-from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.training import (
-    Batch,
-    Kind,
-    Net,
-    assert_same,
-    data,
-    make_strategy,
-    make_trainer,
-    on_both,
-    on_ranks,
-)
-
-Seen = list[tuple[str, Any]]
+from lightning_ddp_ext import DDPExtError, LogMismatchError
+from tests.harness.training import Batch, Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, on_ranks
 
 
 class AllKinds(Net):
@@ -41,7 +25,7 @@ class AllKinds(Net):
     def __init__(self) -> None:
         super().__init__()
         self.metric, self.collection = MeanMetric(), MetricCollection([SumMetric()])
-        self.seen: Seen = []
+        self.seen: list[tuple[str, Any]] = []
 
     def look(self) -> None:
         for which in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
@@ -108,10 +92,7 @@ class Looks(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         module.look()
 
-    def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
-        module.look()
-
-    on_validation_end = on_test_end = on_train_end = on_train_epoch_end
+    on_train_epoch_end = on_validation_end = on_test_end = on_train_end = on_train_batch_end
 
 
 def _copied(value: Any) -> Any:
@@ -165,8 +146,6 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
         "step": counted(Logs(10)) - nothing,
         "more": counted(Logs(40)) - nothing,
         "epoch": counted(Logs(10, on_step=False, on_epoch=True)) - nothing,
-        "both": counted(Logs(10, on_step=True, on_epoch=True)) - nothing,
-        "at once": counted(Logs(3, sync_dist_group=dist.group.WORLD)) - nothing,
     }
 
 
@@ -176,9 +155,7 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     # Of the first step there is one that tells whether anything is logged, even if nothing is.
     assert ours["step"] == ours["more"] == {"all_gather": 3}
-    assert ours["at once"] == {"all_reduce": 3 * 4}
     assert ours["epoch"] == {"all_gather": 10, "all_reduce": 5}  # of a mean also the batch size
-    assert ours["both"] == {"all_gather": 3 + 10, "all_reduce": 5}
 
 
 class Reads(Net):
@@ -208,104 +185,42 @@ def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_pat
     assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
 
 
-Names = Callable[[int, int], list[str]]  # by rank and step
-
-
 class Differs(Net):
-    """Rank 1 logs other names than rank 0."""
+    """Logs ``a``, and on rank 1 other names from a step on."""
 
-    def __init__(self, names: Names, **options: Any) -> None:
+    def __init__(self, others: list[str], step: int, **options: Any) -> None:
         super().__init__()
-        self.names, self.options = names, options
+        self.others, self.step, self.options = others, step, options
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
-        for name in self.names(self.global_rank, index):
+        for name in self.others if self.global_rank and index >= self.step else ["a"]:
             self.log(name, 1.0, sync_dist=True, **self.options)
         return self.loss(batch)
 
 
+NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
-CASES: dict[str, tuple[Names, dict[str, Any], str]] = {
-    "one more in a later step": (
-        lambda rank, index: ["a", "b"] if rank and index == 2 else ["a"],
-        {},
-        "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank must log",
-    ),
-    "none from the first step on": (
-        lambda rank, index: [] if rank else ["a"],
-        {},
-        "rank 1 did not log training_step.a (mean)",
-    ),
-    "none in a later step": (
-        lambda rank, index: [] if rank and index == 3 else ["a"],
-        {},
-        "rank 1 did not log training_step.a (mean)",
-    ),
-    "another at the end of an epoch": (
-        lambda rank, index: ["b"] if rank else ["a"],
-        EPOCH,
-        "rank 1 logged training_step.b (mean) and did not log training_step.a",
-    ),
-}
+CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
+    (["a", "b"], 2, {}, LogMismatchError, "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank"),
+    ([], 0, {}, LogMismatchError, NOT_LOGGED),
+    ([], 3, {}, LogMismatchError, NOT_LOGGED),
+    (["b"], 0, EPOCH, LogMismatchError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
+    (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
+]
 
 
-def fail(kind: Kind, directory: Path) -> dict[str, str]:
-    told = {}
-    for case, (names, options, _) in CASES.items():
+def fail(kind: Kind, directory: Path) -> list[str]:
+    messages = []
+    for others, step, options, expected, _ in CASES:
         trainer = make_trainer(make_strategy(kind, directory), limit_val_batches=0)
-        try:
-            trainer.fit(Differs(names, **options))
-        except LogMismatchError as error:
-            told[case] = str(error)
-    return told
+        with pytest.raises(expected) as error:
+            trainer.fit(Differs(others, step, **options))
+        messages.append(str(error.value))
+    return messages
 
 
 def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
-    """And hear which rank has logged what, and what not, instead of waiting."""
-    for told in on_ranks("ours", fail, tmp_path):
-        assert told.keys() == CASES.keys()
-        for case, (_, _, sentence) in CASES.items():
-            assert sentence in told[case], told[case]
-
-
-def log_more_in_an_epoch(rank: int, world_size: int, directory: Path, common: list[str], monitor: str | None) -> None:
-    checkpoints = [ModelCheckpoint(directory, monitor=monitor)] if monitor else []
-    trainer = make_trainer(
-        make_strategy("ours", directory), callbacks=checkpoints, limit_val_batches=0, enable_checkpointing=bool(monitor)
-    )
-    trainer.fit(Differs(lambda rank, index: [*common, "b"] if rank else common, **EPOCH))
-
-
-@pytest.mark.parametrize(
-    ("common", "monitor"), [(["a"], None), ([], None), (["a"], "a")], ids=["one more", "none", "one more, and a save"]
-)
-def test_a_rank_that_logs_more_in_an_epoch_is_named(common: list[str], monitor: str | None, tmp_path: Path) -> None:
-    """On every rank, with the value, instead of waiting until the timeout."""
-    for outcome in launch_ranks(log_more_in_an_epoch, 2, tmp_path, common, monitor, env=by_hand_env(2), time_limit=20):
-        assert outcome.error is not None
-        assert re.search(r"rank 1 .*began the reduction of training_step\.b \(mean\)", outcome.story())
-
-
-class ReadsOnException(L.Callback):
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank == 1:
-            raise ValueError("boom")
-
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        (Path(trainer.default_root_dir) / f"{trainer.global_rank}").write_text(f"{trainer.callback_metrics['a']}")
-
-
-def fail_at_the_end_of_an_epoch(rank: int, world_size: int, directory: Path) -> None:
-    strategy = make_strategy("ours", directory)
-    trainer = make_trainer(
-        strategy, callbacks=[ReadsOnException()], limit_val_batches=0, default_root_dir=directory, max_epochs=1
-    )
-    trainer.fit(Differs(lambda rank, index: ["a"], **EPOCH))
-
-
-def test_a_rank_that_fails_reads_its_own_values_and_does_not_wait(tmp_path: Path) -> None:
-    """An epoch's value that a callback reads when its rank alone has failed is that rank's own."""
-    failed = launch_ranks(fail_at_the_end_of_an_epoch, 2, tmp_path, env=by_hand_env(2), time_limit=20)[1]
-    assert failed.error is not None
-    assert "boom" in failed.error.message
-    assert (tmp_path / "1").read_text() == "1.0"
+    """And hear which rank has logged what, and what not, instead of waiting: in a step, or at the end of an epoch."""
+    for messages in on_ranks("ours", fail, tmp_path):
+        for message, (*_, sentence) in zip(messages, CASES, strict=True):
+            assert sentence in message

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import Kind, assert_same, make_strategy, on_ranks
-from tests.integration.continuing import Numbers, Run, Saver, Stream, fit
-from tests.integration.resumed_runs import SavesAtAll, ordered
+from tests.harness.training import Kind, assert_same, on_both, on_ranks
+from tests.integration.continuing import Numbers, Order, Run, Stream, Training, ordered
 
-SAVED_AT = 2  # steps of epoch 1 that were done
 Loaders = Callable[[int, int], Any]  # of a rank among so many
 
 
-def samples(number: int) -> Loaders:
-    return lambda rank, world_size: ordered("lightning's", number, rank, world_size)
+def sampled(number: int, order: Order = "lightning's") -> Loaders:
+    return lambda rank, world_size: ordered(order, number, rank, world_size)
 
 
-def dealt(number: int) -> Loaders:
-    return lambda rank, world_size: ordered("plain", number, rank, world_size)
+def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
+    return ordered("lightning's", 16, rank, world_size)
 
 
-def own(number: int) -> Loaders:
-    return lambda rank, world_size: ordered("distributed", number, rank, world_size)
-
-
-def two(mode: Any = "max_size_cycle") -> Loaders:
-    return lambda *own: CombinedLoader([samples(16)(*own), samples(24)(*own)], mode)
+def two(rank: int, world_size: int) -> CombinedLoader:
+    return CombinedLoader([ordered("drawn", number, rank, world_size) for number in (16, 24)], "max_size_cycle")
 
 
 def stream(rank: int, world_size: int) -> DataLoader[Any]:
@@ -50,180 +42,171 @@ def stateful(rank: int, world_size: int) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(Numbers(16), batch_size=2, shuffle=True)
 
 
-@dataclass(frozen=True)
-class Change:
-    """The data of a run, and those of the run that goes on from its checkpoint."""
-
-    before: Loaders
-    after: Loaders
-    options: dict[str, Any]
+def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
+    return StatefulDataLoader(Stream(9, rank), batch_size=2)
 
 
-CHANGES = {
-    "more samples": Change(samples(16), samples(28), {}),
-    "one sample more, as many batches": Change(samples(15), samples(16), {}),
-    "fewer samples": Change(samples(28), samples(16), {}),
-    "more samples, a sampler of the user's own": Change(own(16), own(28), {}),
-    "fewer than were read": Change(samples(28), samples(4), {}),
-    "two loaders for one": Change(samples(16), two(), {}),
-    "one loader for two": Change(two(), samples(16), {}),
+# By the number of ranks that resume what two ranks have saved: the data before, and those after.
+CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
+    2: {
+        "more samples": (sixteen, sampled(28)),
+        "one sample more, as many batches": (sampled(15), sixteen),
+        "more samples, a sampler of the user's own": (sampled(16, "distributed"), sampled(28, "distributed")),
+        "fewer than were read": (sampled(28), sampled(4)),
+        "two loaders for one": (sixteen, two),
+        "one loader for two": (two, sixteen),
+    },
+    1: {
+        "a stream": (stream, stream),
+        "samples that each rank deals out to itself": (sampled(16, "plain"), sampled(16, "plain")),
+        "a loader with a state": (stateful, stateful),
+    },
 }
-FEWER_RANKS = {
-    "a stream": Change(stream, stream, {}),
-    "samples that each rank deals out to itself": Change(dealt(16), dealt(16), {"use_distributed_sampler": False}),
-    "a loader with a state": Change(stateful, stateful, {}),
-}
+SAME = {"the same": (sixteen, sixteen)}
 
 
-class Weighs(Saver):
-    """Keeps the weights that training begins with."""
-
-    def __init__(self) -> None:
-        super().__init__("train_end", Path())
-        self.weights: Tensor | None = None
-
-    def _save(self, trainer: L.Trainer, moment: Any) -> None:
-        pass
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+def training(directory: Path, devices: int, loaders: Loaders, name: str = "", side: Kind = "ours") -> Training:
+    options = {"max_epochs": 3, "dropout": False, "use_distributed_sampler": "each rank" not in name}
+    return Training(
+        lambda: loaders(int(os.environ["RANK"]), devices), directory, devices, options, name=name, side=side
+    )
 
 
-def train(directory: Path, devices: int, loaders: Loaders, options: dict[str, Any], **more: Any) -> Run:
-    strategy = make_strategy("ours", directory, **more.pop("strategy", {}))
-    chosen = {"limit_val_batches": 0, "dropout": False, "max_epochs": 3, "devices": devices, **options, **more}
-    return fit(strategy, lambda: loaders(int(os.environ["RANK"]), devices), **chosen)
-
-
-def save(directory: Path, name: str, world_size: int, change: Change) -> str:
-    """A checkpoint from the middle of epoch 1."""
-    saver = SavesAtAll(["train_batch_end"], directory / name)
-    run = train(directory, world_size, change.before, change.options, saver=saver)
-    done = next(number for number, step in enumerate(run.steps) if step[0] == 1) + SAVED_AT
-    return next(path for path, steps in run.saved if steps == done)
-
-
-def refuse(directory: Path, world_size: int, path: str, change: Change, **strategy: Any) -> str:
-    with pytest.raises(ResumeError) as raised:
-        train(directory, world_size, change.after, change.options, ckpt_path=path, strategy=strategy)
-    return str(raised.value)
-
-
-def begin_epoch(directory: Path, world_size: int, path: str, change: Change) -> list[str]:
-    """What is wrong with a run that goes on from the start of the checkpoint's epoch."""
-    weighs = Weighs()
-    strategy = {"resume_data": "epoch"}
-    args = (directory, world_size, change.after, change.options)
-    resumed = train(*args, ckpt_path=path, saver=weighs, strategy=strategy)
-    expected = [step for step in train(*args).steps if step[0] >= 1]
-    saved = torch.load(path, weights_only=False)
-    wrong = [] if resumed.steps == expected else [f"reads {resumed.steps} instead of {expected}"]
-    weights = torch.cat([tensor.flatten() for tensor in saved["state_dict"].values()])
-    if weighs.weights is None or not torch.equal(weighs.weights, weights):
-        wrong.append("begins with other weights")
-    if resumed.counts[0] != saved["global_step"] + len(expected):
-        wrong.append(f"is at step {resumed.counts[0]}, after {saved['global_step']} and {len(expected)}")
-    return wrong
+def save(name: str, run: Training) -> str:
+    """A checkpoint from the middle of epoch 1, two steps of which were done."""
+    whole = run.saving(name, "train_batch_end")
+    done = next(number for number, step in enumerate(whole.steps) if step[0] == 1) + 2
+    return next(path for path, steps in whole.saved if steps == done)
 
 
 def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    changes = {**CHANGES, **FEWER_RANKS}
-    return {name: save(directory, name, world_size, change) for name, change in changes.items()}
+    changes = {**CHANGES[1], **CHANGES[2], **SAME}
+    return {name: save(name, training(directory, 2, before, name)) for name, (before, _) in changes.items()}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Saved by two ranks."""
-    found: dict[str, str] = run_ranks(save_all, 2, tmp_path_factory.mktemp("saved"), env=by_hand_env(2), time_limit=60)[
-        0
-    ]
+    directory = tmp_path_factory.mktemp("saved")
+    found: dict[str, str] = run_ranks(save_all, 2, directory, env=by_hand_env(2), time_limit=60)[0]
     return found
 
 
-def refuse_all(rank: int, world_size: int, directory: Path, paths: dict[str, str], default: bool) -> dict[str, str]:
-    changes = CHANGES if world_size == 2 else FEWER_RANKS
-    strategy = {} if default else {"resume_data": "exact"}
-    return {name: refuse(directory, world_size, paths[name], change, **strategy) for name, change in changes.items()}
-
-
-@pytest.mark.parametrize("default", [True, False], ids=["default", "exact"])
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_an_epoch_that_cannot_be_continued_is_refused(
-    world_size: int, default: bool, checkpoints: dict[str, str], tmp_path: Path
-) -> None:
-    """With other data, loaders or ranks, every rank raises, and says how to go on from the start of the epoch."""
-    for found in run_ranks(
-        refuse_all, world_size, tmp_path, checkpoints, default, env=by_hand_env(world_size), time_limit=60
-    ):
-        assert found.keys() == (CHANGES if world_size == 2 else FEWER_RANKS).keys()
-        for message in found.values():
-            assert 'resume_data="epoch"' in message
-
-
-def begin_all(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, list[str]]:
-    changes = CHANGES if world_size == 2 else FEWER_RANKS
-    return {name: begin_epoch(directory, world_size, paths[name], change) for name, change in changes.items()}
-
-
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_the_epoch_can_be_begun_anew(world_size: int, checkpoints: dict[str, str], tmp_path: Path) -> None:
-    """With ``resume_data="epoch"`` the checkpoint's weights are trained on all of its epoch, and on later ones."""
-    found = run_ranks(begin_all, world_size, tmp_path, checkpoints, env=by_hand_env(world_size), time_limit=60)
-    assert found == [{name: [] for name in (CHANGES if world_size == 2 else FEWER_RANKS)}] * world_size
-
-
-def begin_same(rank: int, world_size: int, directory: Path) -> list[str]:
-    same = Change(samples(16), samples(16), {})
-    return begin_epoch(directory, world_size, save(directory, "same", world_size, same), same)
-
-
-def test_the_epoch_is_begun_anew_with_the_same_data_too(tmp_path: Path) -> None:
-    """What ``resume_data="epoch"`` does is the same for a checkpoint that could be continued exactly."""
-    assert run_ranks(begin_same, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[], []]
-
-
-def go_on_after_the_end(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    saver = SavesAtAll(["train_batch_end", "validation_end", "train_epoch_end"], directory / "end")
-    whole = train(directory, world_size, samples(16), {"limit_val_batches": 1.0}, saver=saver)
-    expected = [step for step in train(directory, world_size, samples(28), {}).steps if step[0] >= 1]
+def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, Any]:
+    """What the error says, and what is wrong with a run that goes on from the start of the checkpoint's epoch."""
     found = {}
-    for path, done in whole.saved:
-        if done == 4:
-            resumed = train(directory, world_size, samples(28), {"limit_val_batches": 1.0}, ckpt_path=path)
-            found[Path(path).stem] = resumed.steps == expected or resumed.steps
+    for name, (_, after) in {**CHANGES[world_size], **(SAME if world_size == 2 else {})}.items():
+        message, run = "", training(directory, world_size, after, name)
+        try:
+            run.run(ckpt_path=paths[name])
+        except ResumeError as error:
+            message = str(error)
+        expected = [step for step in run.run().steps if step[0] >= 1]
+        run.strategy = {"resume_data": "epoch"}
+        resumed, saved = run.run(ckpt_path=paths[name]), torch.load(paths[name], weights_only=False)
+        wrong = [] if resumed.steps == expected else [f"reads {resumed.steps} instead of {expected}"]
+        if resumed.counts[0] != saved["global_step"] + len(expected):
+            wrong.append(f"is at step {resumed.counts[0]}, after {saved['global_step']} and {len(expected)}")
+        found[name] = message, wrong
     return found
 
 
-def test_after_the_end_of_an_epoch_other_data_can_follow(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(
+    world_size: int, checkpoints: dict[str, str], tmp_path: Path
+) -> None:
+    """Every rank raises and names ``resume_data="epoch"``, with which a run trains on all of that epoch."""
+    env = by_hand_env(world_size)
+    by_rank = run_ranks(refuse_and_begin, world_size, tmp_path, checkpoints, env=env, time_limit=100)
+    for found in by_rank:
+        for name, (message, wrong) in found.items():
+            assert ('resume_data="epoch"' in message) == (name not in SAME), name
+            assert wrong == [], name
+    if world_size == 1:
+        message = by_rank[0]["a loader with a state"][0]
+        assert "epoch 1 cannot go on in its middle" in message
+        assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
+
+
+def save_ends(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[str]]:
+    """Checkpoints of the end of the first epoch of samples, and of a stream."""
+    runs = {name: training(directory, 2, loaders, name) for name, loaders in (("s", sixteen), ("t", stream))}
+    moments = ("train_batch_end", "validation_end", "train_epoch_end")
+    saved = [run.saving("end", *moments, limit_val_batches=1.0, max_epochs=1).saved for run in runs.values()]
+    samples, streams = ([path for path, done in each if done == each[-1][1]] for each in saved)
+    return samples, streams
+
+
+def resume_ends(rank: int, world_size: int, directory: Path, samples: list[str], streams: list[str]) -> dict[str, bool]:
+    """Whether more samples, and a stream on one rank, are read from the second epoch on."""
+    found = {}
+    for loaders, paths in ((sampled(28), samples), (stream, streams)):
+        run = training(directory, world_size, loaders)
+        expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
+        for path in paths:
+            found[path] = run.run(ckpt_path=path, limit_val_batches=1.0).steps == expected
+    return found
+
+
+def test_after_the_end_of_an_epoch_other_data_and_ranks_can_follow(tmp_path: Path) -> None:
     """A checkpoint of an epoch's last batch, validation or end has nothing left of that epoch, and is never refused."""
-    names = ("train_batch_end-4", "validation_end-4", "train_epoch_end-4")
-    assert (
-        run_ranks(go_on_after_the_end, 2, tmp_path, env=by_hand_env(2), time_limit=60)
-        == [dict.fromkeys(names, True)] * 2
-    )
+    samples, streams = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
+    assert (len(samples), len(streams)) == (3, 3)
+    (found,) = run_ranks(resume_ends, 1, tmp_path, samples, streams, env=by_hand_env(1), time_limit=60)
+    assert found == dict.fromkeys(samples + streams, True)
 
 
-def save_for_stock(rank: int, world_size: int, directory: Path) -> list[str]:
-    saver = SavesAtAll(["train_batch_end", "train_epoch_end"], directory / "both")
-    options = {"dropout": True}
-    run = train(directory, world_size, samples(16), options, saver=saver)
-    return [path for path, _ in run.saved if Path(path).stem in ("train_batch_end-2", "train_epoch_end-4")]
+def save_points(kind: Kind, directory: Path, loaders: Loaders) -> list[str]:
+    saved = training(directory, 2, loaders, side=kind).saving("saved", "train_batch_end", "train_epoch_end").saved
+    return [path for path, _ in saved if Path(path).stem in ("train_batch_end-2", "train_epoch_end-4")]
 
 
-def go_on_as_stock(kind: Kind, directory: Path, paths: list[str]) -> list[Run]:
-    rank, chosen = int(os.environ["RANK"]), {"resume_data": "off"} if kind == "ours" else {}
-    options: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 3}
-    return [
-        fit(make_strategy(kind, directory, **chosen), lambda: samples(16)(rank, 2), ckpt_path=path, **options)
-        for path in paths
-    ]
+def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str]) -> tuple[list[Run], list[str]]:
+    """Runs, and whether a checkpoint is said not to say which data are done."""
+    run = training(directory, 2, loaders, side=kind)
+    run.strategy = {"resume_data": "off"} if kind == "ours" and loaders is sixteen else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = [run.run(ckpt_path=path, dropout=True) for path in paths]
+    return runs, [text for each in caught if "does not say which data" in (text := str(each.message))]
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
     """With ``resume_data="off"`` a resumed run reads what it reads with stock, and draws the same random numbers."""
-    paths = run_ranks(save_for_stock, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
-    ours = on_ranks("ours", go_on_as_stock, tmp_path, paths)
-    stock = on_ranks("stock", go_on_as_stock, tmp_path, paths)
-    for mine, expected in zip(ours, stock, strict=True):
+    (tmp_path / "saved").mkdir()
+    paths = on_ranks("ours", save_points, tmp_path / "saved", sixteen)[0]
+    for (mine, _), (expected, _) in zip(*on_both(resume_points, tmp_path, sixteen, paths), strict=True):
         assert [run.steps for run in mine] == [run.steps for run in expected]
         assert_same([run.weights for run in mine], [run.weights for run in expected])
+
+
+def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) -> None:
+    """It says nothing of the other ranks' data; rank 0 warns, and all read their own."""
+    paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream)
+    (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
+    assert warned == ["the checkpoint does not say which data of epoch 0 are done; it begins again"]
+    assert silent == []
+    for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
+        assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
+
+
+def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[str]]:
+    """Warnings of resumes from an exception, with an order that is drawn and one that is not."""
+    found = []
+    for name, is_drawn in {"drawn": True, "listed": False}.items():
+        options = {"use_distributed_sampler": False}
+        training = Training(lambda d=is_drawn: DataLoader(Numbers(12), 2, shuffle=d), directory, 2, options, name=name)  # type: ignore[misc]
+        path = training.saving("stopped", "exception", fail_at=(1, 3)).saved[0][0]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            training.run(ckpt_path=path)
+        found.append([text for each in caught if "resume_data" in (text := str(each.message))])
+    return found
+
+
+def test_an_order_that_nobody_knows_any_more_is_said_to_be_so(tmp_path: Path) -> None:
+    """A checkpoint of an exception has no random numbers; rank 0 warns where an order was drawn from them."""
+    (drawn, listed), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
+    (message,) = drawn
+    assert "does not say where each rank was in BatchSampler over RandomSampler" in message
+    assert (listed, others) == ([], [[], []])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,236 +10,173 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_ddp_ext import ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.continuing import Moment, Net, Numbers, Stream
-from tests.integration.resumed_runs import Points, Training, difference, generations, ordered, workers
-
-MOMENTS: tuple[Moment, ...] = ("train_batch_start", "train_batch_end", "validation_end", "train_epoch_end", "train_end")
-# Epochs have four batches, and a validation after each second one. Each is resumed from each of the line before.
-FIRST = (
-    ("train_batch_start-3", "train_batch_end-1", "train_batch_end-4", "validation_end-2", "validation_end-4"),
-    ("train_epoch_end-4", "train_batch_start-4"),
+from tests.integration.continuing import (
+    Net,
+    Numbers,
+    Order,
+    Points,
+    Stream,
+    Training,
+    difference,
+    generations,
+    ordered,
+    workers,
 )
-SECOND = ("train_batch_start-7", "train_batch_end-5", "train_batch_end-8", "validation_end-6", "validation_end-8")
-SAMPLES = 16
 
-
-@dataclass(frozen=True)
-class Case:
-    """Loaders of a rank, how training goes, and what is resumed from: of a whole run, of that one, and so on."""
-
-    loaders: Callable[[int], Any]
-    chosen: tuple[Points, ...]
-    moments: tuple[Moment, ...] = MOMENTS
-    options: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-
-    def check(self, rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
-        training = Training(lambda: self.loaders(rank), directory, world_size, self.options, self.strategy, name)
-        return generations(training, self.moments, *self.chosen)
-
-
-def shuffled(samples: int = SAMPLES, **options: Any) -> Callable[[int], Any]:
-    return lambda rank: ordered("lightning's", samples, rank, 2, **options)
-
-
-def combined(mode: Any, **options: Any) -> Callable[[int], Any]:
-    """Two batches of one loader beside nine of the other."""
-    return lambda rank: CombinedLoader([shuffled(6, **options)(rank), shuffled(36)(rank)], mode)
-
-
-def own(mode: Any) -> Callable[[int], Any]:
-    """The same with samplers of the user's own."""
-    return lambda rank: CombinedLoader([ordered("distributed", 6, rank, 2), ordered("plain", 36, rank, 2)], mode)
-
-
-def streams(mode: Any, **options: Any) -> Callable[[int], Any]:
-    """Two batches of one stream beside nine of the other; neither has a length."""
-    return lambda rank: CombinedLoader([_stream(3, rank, **options), _stream(17, rank + 5)], mode)
-
-
-def _stream(samples: int, rank: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Stream(samples, rank), batch_size=2, **options)
+Loaders = Callable[[int, int], Any]  # of a rank among so many
 
 
 class InTwos(BatchSampler):
     """A batch sampler of the user's own."""
 
-    def __iter__(self) -> Iterator[list[int]]:
-        indices = list(self.sampler)
-        return iter([indices[begin : begin + 2] for begin in range(0, len(indices), 2)])
+
+class ValidatesWithWorkers(Net):
+    """Has a worker for its validation, too, that stays."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Numbers(4), batch_size=1, **KEPT)
 
 
-def read(data: Callable[[int], Any], kind: Any = DataLoader, **options: Any) -> Callable[[int], Any]:
-    return lambda rank: kind(data(rank), **{"batch_size": 2, **options})
+def shuffled(samples: int = 16, kind: Any = DataLoader, **options: Any) -> Loaders:
+    return lambda rank, size: kind(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def samples(rank: int) -> Numbers:
-    return Numbers(SAMPLES)
+def sampled(order: Order, samples: int, **options: Any) -> Loaders:
+    return lambda rank, size: ordered(order, samples, rank, size, **options)
 
 
-def nine(rank: int) -> Stream:
-    return Stream(9, rank)
+def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
+    return lambda rank, size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
-EPOCH: tuple[Moment, ...] = ("train_batch_end", "train_epoch_end")
-WITHIN = (("train_batch_end-1", "train_batch_end-3", "train_epoch_end-4"), ("train_batch_end-6", "train_epoch_end-8"))
-IN_STREAM = (("train_batch_end-1", "train_batch_end-5", "train_epoch_end-5"), ("train_batch_end-7",))
+def beside(mode: Any, first: Loaders, second: Loaders) -> Loaders:
+    return lambda rank, size: CombinedLoader([first(rank, size), second(rank, size)], mode)
+
+
+def in_twos(rank: int, size: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(16), batch_sampler=InTwos(RandomSampler(range(16)), 2, False))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Loaders, what is resumed from (of a whole run, of that one, and so on), and how training goes."""
+
+    loaders: Loaders
+    chosen: tuple[Points, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
+        loaders, moments = self.loaders, {each.rpartition("-")[0] for points in self.chosen for each in points}
+        training = Training(lambda: loaders(rank, world_size), directory, world_size, self.options, self.strategy, name)
+        return generations(training, moments, *self.chosen)
+
+
+KEPT = workers(persistent_workers=True)
+STATEFUL = StatefulDataLoader
 VALIDATING = {"limit_val_batches": 1.0, "val_check_interval": 2, "dropout": False}
-# The short loader is read for the second time from its third batch on.
+UNSHARED = {"use_distributed_sampler": False}
+TWO_EPOCHS = {"max_epochs": 2}
+MAX_STEPS = {"max_epochs": -1, "max_steps": 15}
+IN_TWOS = {"accumulate_grad_batches": 2, "dropout": False}
+SCALABLE = {"sampler": "scalable"}
+# Epochs have four batches, and a validation after each second one.
+EACH = (
+    *("train_batch_start-3", "train_batch_start-4", "train_batch_end-1", "train_batch_end-4", "train_epoch_start-4"),
+    *("validation_batch_end-2", "validation_batch_end-4", "validation_end-2", "validation_end-4", "train_epoch_end-4"),
+)
+LATER = ("train_batch_start-7", "train_batch_end-8", "validation_end-6", "train_epoch_end-8")
+STAYING = (
+    *("train_batch_start-4", "train_batch_end-1", "train_batch_end-4", "train_batch_end-6"),
+    *("validation_end-2", "validation_end-4", "train_epoch_end-4", "train_end-16"),
+)
+WITHIN = (("train_batch_end-1", "train_batch_end-3", "train_epoch_end-4"), ("train_batch_end-6", "train_epoch_end-8"))
+# Epochs of five batches.
+OF_FIVE = (("train_batch_end-1", "train_batch_end-3", "train_epoch_end-5"), ("train_batch_end-7", "train_epoch_end-10"))
+# Beside nine batches of the other loader, the short one is read for the second time from its third batch on.
 CYCLED = (("train_batch_end-2", "train_batch_end-3"), ("train_batch_end-4", "train_batch_end-5", "train_batch_end-12"))
+SHORT, LONG = shuffled(6), shuffled(36)
 CASES = {
-    "in a validation": Case(
-        shuffled(),
-        (("validation_batch_end-2", "validation_batch_end-4", "train_epoch_start-4"), ("validation_batch_end-6",)),
-        ("validation_batch_end", "train_epoch_start"),
-        VALIDATING,
+    "each moment": Case(shuffled(), (EACH, LATER), VALIDATING),
+    "random numbers of a validation": Case(
+        shuffled(), (["validation_end-2"], ["validation_end-6"]), {**VALIDATING, "dropout": True}
     ),
-    "dropout and validation": Case(
-        shuffled(),
-        (("validation_end-2",), ("validation_end-6",)),
-        ("validation_end",),
-        {"limit_val_batches": 1.0, "val_check_interval": 2},
-    ),
+    "a third time": Case(shuffled(), (*WITHIN, ["train_batch_end-9", "train_batch_end-12"])),
     # Saved in the last on_train_batch_end, the epoch's end is left out, and with it what would have been updated there.
     "plateau": Case(
-        shuffled(),
-        (("train_batch_start-2", "train_batch_start-4"), ("train_batch_start-7",)),
-        ("train_batch_start",),
-        {"plateau": True},
+        shuffled(), (["train_batch_start-2", "train_batch_start-4"], ["train_batch_start-7"]), {"plateau": True}
     ),
-    "scalable": Case(shuffled(), WITHIN, EPOCH, strategy={"sampler": "scalable"}),
-    "workers": Case(shuffled(**workers(2)), WITHIN, EPOCH),
-    "no batches": Case(
-        read(samples, batch_size=None, shuffle=True), (("train_batch_end-3",), ("train_batch_end-9",)), EPOCH
-    ),
-    "a batch sampler of one's own": Case(
-        lambda rank: DataLoader(samples(rank), batch_sampler=InTwos(RandomSampler(range(SAMPLES)), 2, False)),
-        WITHIN,
-        EPOCH,
-    ),
-    "no distributed sampler": Case(
-        read(lambda rank: Numbers(8), shuffle=True), WITHIN, EPOCH, {"use_distributed_sampler": False}
-    ),
-    "no distributed sampler, workers": Case(
-        read(lambda rank: Numbers(8), shuffle=True, **workers()), WITHIN, EPOCH, {"use_distributed_sampler": False}
-    ),
+    "scalable": Case(shuffled(), WITHIN, strategy=SCALABLE),
+    "workers": Case(shuffled(**workers(2)), WITHIN),
+    "no batches": Case(shuffled(batch_size=None), (["train_batch_end-3"], ["train_batch_end-9"])),
+    "a batch sampler of one's own": Case(in_twos, WITHIN),
+    "no distributed sampler": Case(shuffled(8), WITHIN, UNSHARED),
+    "no distributed sampler, workers": Case(shuffled(8, **workers()), WITHIN, UNSHARED),
     # Loaders are made twice in an epoch, but once after a resume, and making them draws a number.
-    "reloaded": Case(shuffled(), WITHIN, EPOCH, {"reload_dataloaders_every_n_epochs": 1, "dropout": False}),
-    "one stream": Case(read(nine), IN_STREAM, EPOCH),
-    "one stream, workers": Case(read(nine, **workers()), IN_STREAM[:1], EPOCH),
-    "torchdata": Case(read(samples, StatefulDataLoader, shuffle=True), WITHIN, EPOCH),
-    "torchdata, workers": Case(
-        read(samples, StatefulDataLoader, shuffle=True, **workers()), (("train_batch_end-1",),), EPOCH
-    ),
-    "torchdata, scalable, accumulation": Case(
-        read(samples, StatefulDataLoader, shuffle=True),
-        (("train_batch_end-1", "train_batch_end-3"), ("train_batch_end-7",)),
-        ("train_batch_end",),
-        {"accumulate_grad_batches": 2},
-        {"sampler": "scalable"},
-    ),
-    "torchdata, stream": Case(read(nine, StatefulDataLoader), IN_STREAM, EPOCH, {"dropout": False}),
-    "each moment": Case(shuffled(), (FIRST[0], (*SECOND, "train_epoch_end-8")), options=VALIDATING),
-    "each moment of an epoch's end": Case(shuffled(), (FIRST[1], (*SECOND, "train_epoch_end-8")), options=VALIDATING),
-    "dropout": Case(
-        shuffled(),
-        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}, {"train_batch_end-9"}),
-        ("train_batch_end",),
-    ),
-    "a third time": Case(
-        shuffled(),
-        ({"validation_end-4", "train_batch_end-4"}, {"train_batch_end-8", "train_epoch_end-8"}, {"train_batch_end-12"}),
-        options=VALIDATING,
-    ),
-    "workers that stay": Case(
-        shuffled(**workers(persistent_workers=True)),
-        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_epoch_end-8"}),
-        ("train_batch_end", "train_epoch_end"),
-    ),
+    "reloaded": Case(shuffled(), WITHIN, {"reload_dataloaders_every_n_epochs": 1, "dropout": False}),
+    "limit": Case(shuffled(20), WITHIN, {"limit_train_batches": 4}),
     "max_steps": Case(
-        shuffled(),
-        ({"train_batch_end-3", "train_batch_end-4", "train_epoch_end-4"}, {"train_batch_end-8", "train_epoch_end-8"}),
-        options={"max_epochs": -1, "max_steps": 11},
-    ),
-    "max_steps, a third time": Case(
-        shuffled(),
-        ({"train_epoch_end-4"}, {"train_epoch_end-8"}, {"train_epoch_end-12", "train_batch_end-12"}),
-        options={"max_epochs": -1, "max_steps": 15},
+        shuffled(), (WITHIN[0], ["train_batch_end-8", "train_epoch_end-8"], ["train_epoch_end-12"]), MAX_STEPS
     ),
     "accumulation": Case(
-        shuffled(),
-        ({"train_batch_end-1", "train_batch_end-3", "train_batch_end-4"}, {"train_batch_end-5", "train_batch_end-7"}),
-        ("train_batch_end",),
-        {"accumulate_grad_batches": 2},
+        shuffled(), (["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-5", "train_batch_end-7"]), IN_TWOS
     ),
     "accumulation that an epoch cuts short": Case(
         shuffled(),
-        ({"train_batch_end-2", "train_batch_end-3", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}),
-        ("train_batch_end",),
-        {"accumulate_grad_batches": 3},
+        (["train_batch_end-2", "validation_end-2", "train_epoch_end-4"], ["validation_end-6", "train_batch_end-8"]),
+        {**VALIDATING, "accumulate_grad_batches": 3},
     ),
-    "accumulation and validation": Case(
-        shuffled(),
-        ({"validation_end-2", "validation_end-4", "train_epoch_end-4"}, {"validation_end-6", "train_epoch_end-8"}),
-        options={**VALIDATING, "accumulate_grad_batches": 3},
+    "a stream": Case(stream(), OF_FIVE),
+    "a stream, workers": Case(stream(**workers()), OF_FIVE[:1]),
+    "torchdata": Case(shuffled(kind=STATEFUL), WITHIN),
+    "torchdata, scalable": Case(
+        shuffled(kind=STATEFUL), (["train_batch_end-3"], ["train_batch_end-7"]), IN_TWOS, SCALABLE
     ),
-    "limit": Case(
-        shuffled(20),
-        ({"train_batch_end-1", "train_batch_end-4"}, {"train_batch_end-6", "train_batch_end-8"}),
-        ("train_batch_end",),
-        {"limit_train_batches": 4},
+    "torchdata, stream": Case(stream(kind=STATEFUL), OF_FIVE, {"dropout": False}),
+    "torchdata beside a stream": Case(beside("max_size", shuffled(20, STATEFUL), stream(5, number=5)), OF_FIVE),
+    "torchdata beside a longer stream": Case(beside("max_size", stream(number=5), shuffled(12, STATEFUL)), OF_FIVE),
+    "torchdata beside a shorter stream": Case(beside("min_size", shuffled(28, STATEFUL), stream(number=5)), OF_FIVE),
+    # The stream with a state has three of five batches; it was asked for a fourth when the first of these are saved.
+    "torchdata that has ended": Case(
+        beside("max_size", stream(5, STATEFUL), stream(number=5)),
+        (["train_batch_end-3", "train_batch_end-4"], ["train_batch_end-5", "train_batch_end-9"]),
+        {"dropout": False},
     ),
     "two loaders, min_size": Case(
-        combined("min_size"),
-        ({"train_batch_end-1", "train_epoch_end-2"}, {"train_batch_end-3", "train_batch_end-4"}),
-        ("train_batch_end", "train_epoch_end"),
+        beside("min_size", SHORT, LONG),
+        (["train_batch_end-1", "train_epoch_end-2"], ["train_batch_end-3", "train_batch_end-4"]),
     ),
-    "two loaders, max_size": Case(combined("max_size"), CYCLED, ("train_batch_end",)),
-    "two loaders, max_size_cycle": Case(combined("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
-    "two loaders, max_size_cycle, a worker": Case(
-        combined("max_size_cycle", **workers()),
-        (["train_batch_end-3"], ["train_batch_end-5"]),
-        ("train_batch_end",),
-        {"max_epochs": 2},
+    "two loaders, max_size": Case(beside("max_size", SHORT, LONG), CYCLED, TWO_EPOCHS),
+    "cycled": Case(beside("max_size_cycle", SHORT, LONG), CYCLED, TWO_EPOCHS),
+    "cycled, a worker": Case(beside("max_size_cycle", shuffled(6, **workers()), LONG), CYCLED, TWO_EPOCHS),
+    "cycled, own samplers": Case(
+        beside("max_size_cycle", sampled("distributed", 6), sampled("plain", 36)), CYCLED, {**TWO_EPOCHS, **UNSHARED}
     ),
-    "two loaders, max_size_cycle, own samplers": Case(
-        own("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2, "use_distributed_sampler": False}
-    ),
-    "two loaders, max_size_cycle, accumulation": Case(
-        combined("max_size_cycle"),
-        CYCLED,
-        ("train_batch_end",),
-        {"max_epochs": 2, "accumulate_grad_batches": 2, "dropout": False},
-    ),
-    "two streams, max_size": Case(streams("max_size"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
-    "two streams, max_size_cycle": Case(streams("max_size_cycle"), CYCLED, ("train_batch_end",), {"max_epochs": 2}),
-    "two streams, max_size_cycle, a worker": Case(
-        streams("max_size_cycle", **workers()),
-        (["train_batch_end-3"], ["train_batch_end-5"]),
-        ("train_batch_end",),
-        {"max_epochs": 2},
-    ),
+    "cycled, accumulation": Case(beside("max_size_cycle", SHORT, LONG), CYCLED, {**TWO_EPOCHS, **IN_TWOS}),
+    "cycled streams": Case(beside("max_size_cycle", stream(3), stream(17, number=5)), CYCLED, TWO_EPOCHS),
+    "workers that stay, drawn": Case(sampled("drawn", 7, **KEPT), WITHIN, UNSHARED),
+    "workers that stay, a sampler": Case(sampled("distributed", 16, **KEPT), WITHIN),
+    "workers that stay, limit": Case(shuffled(20, **KEPT), WITHIN, {"limit_train_batches": 4, "dropout": False}),
 }
+TELLING = ["random numbers of a validation", "plateau", "no distributed sampler"]
+OTHERS = [name for name in CASES if name not in (*TELLING, "each moment")]
 
 
 def run_cases(rank: int, world_size: int, directory: Path, names: list[str]) -> dict[str, dict[str, str]]:
     return {name: CASES[name].check(rank, world_size, directory, name) for name in names}
 
 
-TELLING = ["in a validation", "plateau", "no distributed sampler"]
-OTHERS = [name for name in CASES if name not in TELLING]
-
-
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(TELLING, marks=pytest.mark.lowest), *(OTHERS[start::6] for start in range(6))],
-    ids=["telling", *(f"part {part}" for part in range(1, 7))],
+    [pytest.param(TELLING, marks=pytest.mark.lowest), ["each moment"], *(OTHERS[start::12] for start in range(12))],
+    ids=["telling", "each moment", *(f"part {part}" for part in range(1, 13))],
 )
 def test_a_resumed_run_can_be_resumed(names: list[str], tmp_path: Path) -> None:
     """However often it was stopped, the batches that are left are the same, and so are the weights, bit for bit."""
@@ -247,62 +184,101 @@ def test_a_resumed_run_can_be_resumed(names: list[str], tmp_path: Path) -> None:
     assert found == [{name: {} for name in names}] * 2
 
 
+def stay(rank: int, world_size: int, directory: Path, order: Order) -> dict[str, str]:
+    options = {**VALIDATING, "kind": ValidatesWithWorkers, "use_distributed_sampler": order != "plain"}
+    case = Case(sampled(order, 7 * world_size, **KEPT), (STAYING,), options)
+    return case.check(rank, world_size, directory, "run")
+
+
+@pytest.mark.parametrize("order", ["lightning's", "distributed", "plain"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_workers_that_stay_read_what_is_left_and_then_whole_epochs(
+    world_size: int, order: Order, tmp_path: Path
+) -> None:
+    """Saved at any moment, with any sampler, on one device or two."""
+    found = run_ranks(stay, world_size, tmp_path, order, env=by_hand_env(world_size), time_limit=110)
+    assert found == [{}] * world_size
+
+
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    training = Training(lambda: shuffled()(rank), directory, world_size, {"dropout": False})
-    whole = training.run()
     found: dict[str, str] = {}
-    done, path = 0, None
-    for number, fail_at in enumerate([(0, 1), (0, 3), (1, 0), (1, 3), None]):
-        run = training.saving(f"{number}", "exception", ckpt_path=path, fail_at=fail_at)
-        expected = whole.steps[done:] if fail_at is None else whole.steps[done : 4 * fail_at[0] + fail_at[1]]
-        if run.steps != expected:
-            found[f"{fail_at}"] = f"reads {run.steps} instead of {expected}"
-        if fail_at is not None:
-            path, done = run.saved[0][0], done + len(run.steps)
-    return found or ({"weights": wrong} if (wrong := difference(training, whole, done, run)) else {})
+    for name, options in {"no workers": {}, "workers that stay": KEPT}.items():
+        training = Training(
+            lambda options=options: shuffled(**options)(rank, 2), directory, 2, {"dropout": False}, name=name
+        )  # type: ignore[misc]
+        whole = training.run()
+        done, path = 0, None
+        for number, fail_at in enumerate([(0, 1), (0, 3), (1, 0), (1, 3), None]):
+            run = training.saving(f"{number}", "exception", ckpt_path=path, fail_at=fail_at)
+            expected = whole.steps[done:] if fail_at is None else whole.steps[done : 4 * fail_at[0] + fail_at[1]]
+            if run.steps != expected:
+                found[f"{name} {fail_at}"] = f"reads {run.steps} instead of {expected}"
+            if fail_at is not None:
+                path, done = run.saved[0][0], done + len(run.steps)
+        found |= {name: wrong} if (wrong := difference(training, whole, done, run)) else {}
+    training.options["accumulate_grad_batches"] = 2
+    path, done = training.saving("accumulated", "exception", fail_at=(1, 3)).saved[0]
+    wrong = difference(training, training.run(), done, training.run(ckpt_path=path))
+    return {**found, "accumulated": wrong} if wrong else found
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """Saved each time that a batch raises, first, last or within an epoch, the run goes on with that batch."""
+    """Saved when a batch raises, first, last or within an epoch, the run goes on with that batch, or its whole step."""
     assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [{}, {}]
 
 
-def go_on_after_a_validation(rank: int, world_size: int, directory: Path) -> str:
-    training = Training(lambda: shuffled(20)(rank), directory, world_size, {"max_epochs": 3, "dropout": False})
-    whole, path = training.run(), str(directory / "validated.ckpt")
+def resume_ended_runs(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+    """What is done otherwise after a validation, after ``max_steps``, and without the validation that was due."""
+    training = Training(lambda: shuffled(20)(rank, 2), directory, 2, {"max_epochs": 3, "dropout": False})
+    validated = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
     net = Net(training.loaders)
     net.layers[1] = nn.Identity()
     trainer = make_trainer(make_strategy("ours", directory), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=0)
     trainer.fit(net)
     trainer.validate(net, verbose=False)
-    trainer.save_checkpoint(path)
-    return difference(training, whole, len(net.steps), training.run(ckpt_path=path))
-
-
-def test_what_is_saved_after_a_validation_goes_on_as_what_is_saved_after_training(tmp_path: Path) -> None:
-    """The seed of the orders is in it, so the next epochs have those that they would have had."""
-    assert run_ranks(go_on_after_a_validation, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
-
-
-def go_on_in_a_stream(rank: int, world_size: int, directory: Path) -> str:
-    training = Training(lambda: read(nine)(rank), directory, world_size, {"max_epochs": 2})
-    path, done = training.saving("cut", "train_end", max_epochs=-1, max_steps=3).saved[0]
-    return difference(training, training.run(), done, training.run(ckpt_path=path))
-
-
-def test_a_stream_without_a_length_goes_on_where_max_steps_has_cut_it_short(tmp_path: Path) -> None:
-    """The rest of the epoch comes, as it does of an epoch whose length is known."""
-    assert run_ranks(go_on_in_a_stream, 2, tmp_path, env=by_hand_env(2)) == ["", ""]
-
-
-def resumed_without_validation(rank: int, world_size: int, directory: Path) -> bool:
-    training = Training(lambda: shuffled()(rank), directory, world_size, {"limit_val_batches": 1.0, "max_epochs": 2})
-    whole = training.saving("whole", "validation_end")
+    trainer.save_checkpoint(validated)
+    after_validation = difference(training, training.run(), len(net.steps), training.run(ckpt_path=validated))
+    streams = Training(lambda: stream()(rank, 2), directory, 2, TWO_EPOCHS, name="stream")
+    path, done = streams.saving("cut", "train_end", max_epochs=-1, max_steps=3).saved[0]
+    cut_short = difference(streams, streams.run(), done, streams.run(ckpt_path=path))
+    validating = Training(lambda: shuffled()(rank, 2), directory, 2, TWO_EPOCHS, name="validating")
+    whole = validating.saving("whole", "validation_end", limit_val_batches=1.0)
     path, done = whole.saved[0]
-    return training.run(ckpt_path=path, limit_val_batches=0).steps == whole.steps[done:]
+    without = validating.run(ckpt_path=path).steps == whole.steps[done:]
+    return {"validated": after_validation, "max_steps": cut_short, "without validation": without}
 
 
-def test_an_epoch_that_was_saved_at_its_validation_is_not_trained_again_without_it(tmp_path: Path) -> None:
-    """Whether a validation is due or not when the run is resumed, the next epoch comes."""
-    assert run_ranks(resumed_without_validation, 2, tmp_path, env=by_hand_env(2)) == [True, True]
+def test_a_run_that_had_ended_goes_on_where_training_was(tmp_path: Path) -> None:
+    """Saved after ``validate``, cut short in a stream by ``max_steps``, or resumed without its validation."""
+    expected = {"validated": "", "max_steps": "", "without validation": True}
+    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [expected] * 2
+
+
+class Planning(Net):
+    """Has Lightning make its training loader in the middle of the sanity check, and validates the same loader."""
+
+    def on_validation_start(self) -> None:
+        assert self.trainer.estimated_stepping_batches == 6
+        self.validated = 0
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.validated += len(batch)
+
+    def on_validation_end(self) -> None:
+        assert self.trainer.sanity_checking or self.validated == 12
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def share_a_sampler(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    loader = DataLoader(Numbers(24), 2, sampler=ScalableDistributedSampler(Numbers(24), seed=1))
+    options = {"num_sanity_val_steps": 1, "max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1.0}
+    training = Training(lambda: loader, directory, options={**options, "kind": Planning, "dropout": False})
+    return generations(training, ["train_batch_end"], ["train_batch_end-1"])
+
+
+def test_loaders_of_training_that_are_made_or_validated_elsewhere_are_resumed(tmp_path: Path) -> None:
+    """Made in a sanity check they are loaders of training, and a sampler that was entered is validated whole."""
+    assert run_ranks(share_a_sampler, 2, tmp_path, env=by_hand_env(2)) == [{}, {}]

@@ -13,8 +13,20 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Moment, Net, Numbers, Run, Stream
-from tests.integration.resumed_runs import Points, Reversed, Training, Turning, generations, ordered, workers
+from tests.integration.continuing import (
+    Moment,
+    Net,
+    Numbers,
+    Points,
+    Reversed,
+    Run,
+    Stream,
+    Training,
+    Turning,
+    generations,
+    ordered,
+    workers,
+)
 
 Loaders = Callable[[int, int], Any]  # of a rank among so many
 SAMPLES = 16
