@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.load import LoadOptions, read, refuse_damage
+from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+
+MAPPED = 5 << 20  # numbers; a file of so many is large enough to be mapped
 
 
 def numbers(*shape: int, start: float = 0.0) -> Tensor:
-    """Different numbers; large enough to be mapped where there are more than 4096."""
+    """Different numbers."""
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
@@ -32,17 +36,8 @@ class Tagged(Tensor):
     """A subclass of tensors."""
 
 
-def model() -> nn.Module:
-    """A module with a buffer that is no part of its state."""
-    module = nn.Sequential(nn.Linear(70, 90), nn.BatchNorm1d(90))
-    module.register_buffer("scratch", numbers(5000), persistent=False)
-    for index, parameter in enumerate(module.parameters()):
-        nn.init.constant_(parameter, index)
-    return module
-
-
-def kinds() -> dict[str, Any]:
-    """Large tensors (which are mapped) and small ones (which are not), one of each kind; always the same."""
+def kinds() -> dict[str, Tensor]:
+    """A tensor of each kind that ``weights_only=True`` reads; always the same."""
     large = numbers(80, 100)
     complex_numbers = torch.complex(large, -large)
     with warnings.catch_warnings():
@@ -55,11 +50,9 @@ def kinds() -> dict[str, Any]:
             "conjugated": complex_numbers.clone().conj(),
             "negated": complex_numbers.clone().conj().imag,
             "float8": torch.arange(20_000).remainder(200).to(torch.float8_e4m3fn),
-            "half": large.half(),
             "bfloat16": large.bfloat16(),
             "scalar": torch.tensor(2.5),
             "empty": torch.empty(0, 3),
-            "small": numbers(3),
             "strided": numbers(100, 80)[::2, 1::3],
             "expanded": numbers(5000).expand(3, 5000),
             "coo": large.to_sparse(),
@@ -72,11 +65,13 @@ def kinds() -> dict[str, Any]:
         }
 
 
-def unusual() -> dict[str, Tensor]:
-    """Tensors that only ``weights_only=False`` can read, or that have a history."""
+def unusual() -> dict[str, Any]:
+    """Tensors that only ``weights_only=False`` can read, or that have a history, and objects that have tensors."""
     leaf = numbers(100, 80).requires_grad_()
     tagged = numbers(5000)
     tagged.other = numbers(6000)  # type: ignore[attr-defined]
+    module = nn.Sequential(nn.BatchNorm1d(5000))
+    module.register_buffer("scratch", numbers(5000), persistent=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # quantisation is deprecated, and strided nested tensors are in beta
         scales, zeros = torch.linspace(0.1, 1, 100).double(), torch.zeros(100, dtype=torch.long)
@@ -89,17 +84,23 @@ def unusual() -> dict[str, Tensor]:
             "jagged": torch.nested.nested_tensor([numbers(5000), numbers(4000)], layout=torch.jagged),
             "quantized": torch.quantize_per_tensor(numbers(80, 100), 40.0, 3, torch.quint8),
             "per channel": torch.quantize_per_channel(leaf.detach(), scales, zeros, 0, torch.qint8),
+            "module": module,
+            "owner": Owner(numbers(5000)),
         }
 
 
-def plain(tensor: Tensor) -> list[Tensor]:
-    """An unusual tensor as others."""
-    if tensor.is_nested:
-        return [part.detach() for part in tensor.unbind()]
-    if tensor.layout != torch.strided:
-        return [tensor]
-    dense = (tensor.dequantize() if tensor.is_quantized else tensor).detach().as_subclass(Tensor)
-    return [dense, *(value for value in vars(tensor).values() if isinstance(value, Tensor))]
+def plain(value: Any) -> list[Tensor]:
+    """A tensor or object of any kind as tensors that can be compared."""
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, Owner):
+        return [value.tensor]
+    if value.is_nested:
+        return [part.detach() for part in value.unbind()]
+    if value.layout != torch.strided:
+        return [value]
+    dense = (value.dequantize() if value.is_quantized else value).detach().as_subclass(Tensor)
+    return [dense, *(each for each in vars(value).values() if isinstance(each, Tensor))]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -107,7 +108,7 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, Tensor):
-        return _same_tensors(left, right)
+        return _facts(left) == _facts(right) and same(vars(left), vars(right))
     if isinstance(left, dict):
         return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
     if isinstance(left, (list, tuple)):
@@ -115,58 +116,37 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _same_tensors(left: Tensor, right: Tensor) -> bool:
-    def facts(tensor: Tensor) -> tuple[Any, ...]:
-        bits = (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.device.type)
-        strides = tensor.stride() if tensor.layout == torch.strided else ()
-        return (tensor.dtype, tensor.layout, tensor.shape, strides, *bits)
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    is_strided = tensor.layout == torch.strided
+    facts = (tensor.dtype, tensor.layout, tensor.shape, tensor.stride() if is_strided else tensor._nnz())
+    facts += (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.device.type)
+    if tensor.device.type == "meta":
+        return facts
+    dense = (tensor if is_strided else tensor.to_dense()).detach().resolve_conj().resolve_neg()
+    return (*facts, bytes(dense.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
-    if facts(left) != facts(right) or not same(vars(left), vars(right)):
-        return False
-    return left.device.type == "meta" or _content(left) == _content(right)
+
+def different(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """The names under which two dictionaries of tensors and objects of any kind differ."""
+    assert left.keys() == right.keys()
+    same_types = {name for name in left if type(left[name]) is type(right[name])}
+    return [name for name in left if name not in same_types or not same(plain(left[name]), plain(right[name]))]
 
 
-def _content(tensor: Tensor) -> list[bytes]:
-    tensor = tensor.detach()
-    if tensor.layout == torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout == torch.sparse_csr:
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout == torch.sparse_bsc:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        parts = [tensor]
-    dense = [part.resolve_conj().resolve_neg().contiguous().reshape(-1) for part in parts]
-    return [bytes(part.view(torch.uint8).numpy()) for part in dense]
+def restored(path: Path, mode: Mode = "auto", *, map_weights: bool = False, **options: Any) -> Any:
+    """The checkpoint as a rank restores it that is alone; ``broadcast`` maps a file of any size."""
+    return restore(locate(path), Ranks(), LoadOptions(mode, **options), map_weights=map_weights)[0]
+
+
+def mapped(path: Path | str) -> bool:
+    """Whether the file, removed or not, is mapped into this process."""
+    return str(path) in Path("/proc/self/maps").read_text()
 
 
 def saved(path: Path, content: Any, **options: Any) -> Archive:
     """The checkpoint as ``torch.save`` writes it."""
     torch.save(content, path, **options)
     return open_archive(path)
-
-
-def read_alone(archive: Archive, *, map_weights: bool = False, **options: Any) -> Any:
-    """The checkpoint as one rank reads it that has nobody to share the checking with."""
-    if options.get("verify", True):
-        refuse_damage(archive, archive.tensor_data)
-    return read(archive, LoadOptions(**options), map_weights=map_weights)
-
-
-def as_bytes(content: Any) -> bytes:
-    """For results of ranks: a plain pickle knows no float8."""
-    written = io.BytesIO()
-    torch.save(content, written)
-    return written.getvalue()
-
-
-def from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
-
-
-def mapped(path: Path | str) -> bool:
-    """Whether the file, removed or not, is mapped into this process."""
-    return str(path) in Path("/proc/self/maps").read_text()
 
 
 def flip(path: Path, position: int, bits: int = 0xFF) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_ddp_ext.checkpoint.async_save import Saver
 from lightning_ddp_ext.errors import CheckpointSaveError
 from tests.checkpoint.content import numbers
+from tests.harness.scripts import run_script
 
 
 class Disk:
@@ -83,21 +79,6 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
     assert it.events == expected
 
 
-def test_a_kept_checkpoint_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A removal that is left out, because its successor could not be written, is logged with its path."""
-    saver, events = Saver(), list[str]()
-    with pytest.raises(ZeroDivisionError):
-        saver.save("new", lambda: events.append(str(1 / 0)))
-    assert saver.failed == {"new"}
-    with caplog.at_level(logging.WARNING):
-        saver.follow_up("old", lambda: events.append("removed"), later=False)
-    assert caplog.messages == ["leaving checkpoint old as it is: the save before has failed"]
-    saver.save("new", lambda: None)
-    assert saver.failed == set()
-    saver.follow_up("old", lambda: events.append("removed"), later=False)
-    assert events == ["removed"]
-
-
 def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
     """A save returns before the write has ended; the next one waits for that, and takes its own copy after it."""
     x = numbers(5)
@@ -117,46 +98,9 @@ def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
     assert it.contents == {"first": [0, 1, 2, 3, 4], "second": [7] * 5}
 
 
-def test_what_cannot_be_pickled_stops_nobody() -> None:
-    """Its error is raised at once and names the entry, nothing is written, and the next save is done."""
-    with disk() as it:
-        with pytest.raises(CheckpointSaveError, match=r"cannot save checkpoint bad: entry 'x' cannot be pickled"):
-            it.save("bad", lambda: None)
-        it.save("good")
-    assert it.events == ["wrote good"]
-
-
-def test_an_interrupted_wait_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After Ctrl-C in a wait, what was saved before and what is saved later is written, in order."""
-
-    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
-
-    with disk(held="first") as it:
-        it.save("first")
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "join", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                it.saver.wait()
-        it.let_go.set()
-        it.save("second")
-        it.save("third")
-    assert it.events == ["wrote first", "wrote second", "wrote third"]
-
-
-def test_several_threads_may_save() -> None:
-    """Each checkpoint is written with the content that it was given, whoever gives it."""
-    with disk() as it:
-        savers = [threading.Thread(target=it.save, args=(str(name), numbers(3) + name)) for name in range(12)]
-        for saver in savers:
-            saver.start()
-        for saver in savers:
-            saver.join()
-    assert it.contents == {str(name): [name, name + 1, name + 2] for name in range(12)}
-
-
-@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-@pytest.mark.parametrize("starts", [False, True])
+@pytest.mark.parametrize(
+    ("error", "starts"), [(RuntimeError("can't start new thread"), False), (KeyboardInterrupt(), True)]
+)
 def test_a_thread_that_cannot_be_started_holds_nobody_up(
     error: BaseException, starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,16 +124,6 @@ def test_a_thread_that_cannot_be_started_holds_nobody_up(
     assert it.events == ["wrote second"]
 
 
-def test_a_saver_that_nobody_needs_any_more_frees_its_memory() -> None:
-    """Though the process would wait for it at its end, if it still had something to do."""
-    with disk() as it:
-        it.save("a")
-    gone = weakref.ref(it.saver)
-    del it.saver
-    gc.collect()
-    assert gone() is None
-
-
 SCRIPT = """
 from lightning_ddp_ext.checkpoint.async_save import Saver
 
@@ -202,5 +136,6 @@ Saver().save_later("it.ckpt", {"x": 1}, write)
 
 def test_an_error_that_nobody_asks_for_is_logged() -> None:
     """At the end of the process, which has waited for the save."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
-    assert "no room" in ended.stderr
+    done = run_script(SCRIPT)
+    assert done.returncode == 0
+    assert "no room" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned
-from tests.checkpoint.content import as_bytes, from_bytes, kinds, model, numbers, plain, same, unusual
+from tests.checkpoint.content import different, kinds, numbers, same, unusual
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
@@ -67,17 +68,21 @@ def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
         assert sharing(result) == sharing(expected)
 
 
-@pytest.mark.parametrize("kind", [*kinds(), *unusual()])
-def test_a_tensor_of_each_kind(kind: str) -> None:
+def test_every_kind_of_tensor_is_taken() -> None:
     """Whatever a save in the foreground takes is taken, and torch saves it as it would have saved the original."""
-    original, expected = ((kinds() | unusual())[kind] for _ in range(2))
-    taken = Buffer().take({"x": original})
-    if kind in kinds() and original.layout == torch.strided and kind != "expanded":
-        original.detach().zero_()
-    result, saved = from_bytes(as_bytes(taken()))["x"], from_bytes(as_bytes({"x": expected}))["x"]
-    assert type(result) is type(saved)
-    assert (result.requires_grad, result.is_leaf, result.layout) == (saved.requires_grad, saved.is_leaf, saved.layout)
-    assert same(plain(result), plain(saved))
+    original, expected = kinds() | unusual(), kinds() | unusual()
+    taken = Buffer().take(original)
+    for name, tensor in kinds().items():
+        if tensor.layout == torch.strided and name != "expanded":
+            original[name].detach().zero_()
+    assert different(as_saved(taken()), as_saved(expected)) == []
+
+
+def as_saved(content: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -91,40 +96,6 @@ def test_arrays_that_begin_at_one_place(order: int) -> None:
     assert same(taken(), expected)
 
 
-def test_a_module_and_an_optimizer() -> None:
-    """Whole objects are taken with their tensors and attributes, and are tied as before."""
-    network = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), model())
-    network[1].weight = network[0].weight
-    network[0].weight.tag = "mine"
-    optimizer = torch.optim.Adam(network[:2].parameters())
-    network[:2](numbers(2, 3)).sum().backward()
-    optimizer.step()
-    expected = copy.deepcopy([network.state_dict(), optimizer.state_dict()])
-    taken = Buffer().take([network, optimizer])
-    for parameter in network.parameters():
-        parameter.detach().zero_()
-    twin, state = taken()
-    assert same([twin.state_dict(), state.state_dict()], expected)
-    assert twin[1].weight is twin[0].weight is state.param_groups[0]["params"][0]
-    assert twin[0].weight.tag == "mine"
-
-
-def test_other_objects_are_those_of_the_moment() -> None:
-    """Counters and lists are pickled when the snapshot is taken, not when it is written."""
-    content = {"epoch": 1, "history": [1, 2], "x": numbers(2)}
-    taken = Buffer().take(content)
-    content["history"].append(3)  # type: ignore[attr-defined]
-    first, second = taken(), taken()
-    assert same(first, {"epoch": 1, "history": [1, 2], "x": numbers(2)})
-    assert first["history"] is not second["history"]
-
-
-def test_empty_tensors_of_any_type_are_saved() -> None:
-    """Beside one another and before others: they have no memory that could be taken for another's."""
-    content = [torch.empty(0, dtype=torch.uint8), numbers(3), torch.empty(0), torch.empty(0, 4, dtype=torch.int16)]
-    assert same(from_bytes(as_bytes(Buffer().take(content)())), content)
-
-
 def test_the_buffer_is_used_again() -> None:
     """New memory is asked for only for a snapshot that is larger than all before; views share one piece of it."""
     buffer, sizes = Buffer(), list[int]()
@@ -135,9 +106,3 @@ def test_the_buffer_is_used_again() -> None:
         sizes.append(buffer.size)
     small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
     assert sizes == [small] * 4 + [large] * 3
-
-
-def test_nothing_of_a_sparse_tensor_is_kept() -> None:
-    """Torch remembers sparse tensors until it has checked them, and forgets them afterwards."""
-    Buffer().take([kinds()["coo"], kinds()["csr"]])()
-    assert torch._utils._sparse_tensors_to_validate == []

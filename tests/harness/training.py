@@ -150,7 +150,7 @@ def on_ranks(
     env: Environment | None = None,
 ) -> list[Any]:
     """What ``function(kind, directory, *args)`` returns by rank, on ranks of one of the two sides."""
-    (directory / kind).mkdir()
+    (directory / kind).mkdir(exist_ok=True)
     on_side = _with_ours if kind == "ours" else _with_stock
     env = {**by_hand_env(world_size), **(env or {})}
     return run_ranks(on_side, world_size, function, directory / kind, *args, env=env, time_limit=time_limit)

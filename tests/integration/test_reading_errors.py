@@ -6,32 +6,30 @@ import argparse
 import os
 import shutil
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from torch import nn
+from torch.serialization import set_crc32_options
 
-from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.harness.damage import flip
-from tests.harness.network import Network
-from tests.harness.ranks import announce, by_hand_env, launch_ranks, run_ranks
+from lightning_ddp_ext import HangWatchdog, RankZeroCheckpointIO, SamplerEpochSeeding
+from lightning_ddp_ext.integration.checkpoints import wants_content
+from tests.harness.damage import flip, with_overlapping_records
+from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import assert_same, make_trainer
-from tests.integration.checkpointing import AtStart, Net, Side, on_ranks, strategy_for, trainer_for
+from tests.integration.checkpointing import Net, Side, on_ranks, strategy_for, train_and_save, trainer_for
 
-SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
-MODES = pytest.mark.parametrize("mode", ["map", "broadcast"])
+MODES = pytest.mark.parametrize(("side", "mode"), [("strategy", "map"), ("callback", "broadcast")])
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """The checkpoint of a short run."""
-    torch.manual_seed(1)
-    trainer = make_trainer("auto", devices=1, max_epochs=1)
-    trainer.fit(Net(width=64))
-    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    train_and_save(tmp_path / "it.ckpt")
     return tmp_path / "it.ckpt"
 
 
@@ -45,73 +43,56 @@ class WouldRun:
         return os.system, (self.command,)
 
 
-def flipped_weight(path: Path) -> None:
-    flip(path, "data/1")  # data/0 is a buffer of the module itself
-
-
-def flipped_pickle(path: Path) -> None:
-    flip(path, "data.pkl")
-
-
-def truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def foreign(path: Path) -> None:
-    path.write_text("not a checkpoint")
-
-
 def directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-def missing(path: Path) -> None:
-    path.unlink()
+def without_checksums(path: Path) -> None:
+    set_crc32_options(False)
+    try:
+        torch.save(torch.load(path, weights_only=False), path)
+    finally:
+        set_crc32_options(True)
 
 
-def hyper_parameters(path: Path) -> None:
-    content = torch.load(path)
-    torch.save({**content, "hyper_parameters": argparse.Namespace(lr=0.1)}, path)
+def with_entry(path: Path, name: str, value: Any) -> None:
+    torch.save({**torch.load(path, weights_only=False), name: value}, path)
 
 
-def dangerous(path: Path) -> None:
-    torch.save({"state_dict": WouldRun(f"touch {path.parent}/it-ran")}, path)
+def with_weight(path: Path, *shape: int) -> None:
+    """With a weight of another shape, or without it."""
+    weights = torch.load(path, weights_only=False)["state_dict"]
+    del weights["layers.3.bias"]
+    with_entry(path, "state_dict", {**weights, **({"layers.3.bias": torch.zeros(shape)} if shape else {})})
 
 
-def other_shape(path: Path) -> None:
-    content = torch.load(path)
-    content["state_dict"]["out.weight"] = torch.zeros(2, 3)
-    torch.save(content, path)
-
-
-def missing_key(path: Path) -> None:
-    content = torch.load(path)
-    del content["state_dict"]["out.weight"]
-    torch.save(content, path)
-
-
-def no_weights(path: Path) -> None:
-    torch.save({"model": {}, "epoch": 3}, path)
-
-
-WRONG: list[tuple[Callable[[Path], None], str, str]] = [
-    (flipped_weight, "DamagedCheckpointError", "is damaged: state_dict.first.weight, state_dict.back.weight differ"),
-    (flipped_pickle, "DamagedCheckpointError", "is damaged: data.pkl differs"),
-    (truncated, "DamagedCheckpointError", "was probably cut off"),
-    (empty, "DamagedCheckpointError", "is empty"),
-    (foreign, "DamagedCheckpointError", "is not a checkpoint"),
+WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
+    (lambda path: flip(path, "data/0"), "DamagedCheckpointError", "is damaged: state_dict.tied, state_dict.layers.0.w"),
+    (lambda path: flip(path, "data.pkl"), "DamagedCheckpointError", "is damaged: data.pkl differs"),
+    (lambda path: with_overlapping_records(path, 30), "DamagedCheckpointError", "is damaged: records data/"),
+    (lambda path: os.truncate(path, path.stat().st_size // 2), "DamagedCheckpointError", "was probably cut off"),
+    (lambda path: os.truncate(path, 0), "DamagedCheckpointError", "is empty"),
+    (lambda path: path.write_text("anything"), "DamagedCheckpointError", "is not a checkpoint: it begins with b'anyt'"),
     (directory, "DamagedCheckpointError", "is a directory"),
-    (missing, "CheckpointNotFoundError", "does not exist"),
-    (hyper_parameters, "UnsafeCheckpointError", "add_safe_globals([argparse.Namespace])"),
-    (dangerous, "UnsafeCheckpointError", "holds posix.system"),
-    (other_shape, "CheckpointMismatchError", "size mismatch for out.weight"),
-    (missing_key, "CheckpointMismatchError", 'Missing key(s) in state_dict: "out.weight"'),
-    (no_weights, "CheckpointError", "has no entry 'state_dict' (it has 'model', 'epoch')"),
+    (os.unlink, "CheckpointNotFoundError", "does not exist"),
+    (
+        lambda path: with_entry(path, "hyper_parameters", argparse.Namespace(lr=0.1)),
+        "UnsafeCheckpointError",
+        "add_safe_globals([argparse.Namespace])",
+    ),
+    (
+        lambda path: with_entry(path, "state_dict", WouldRun(f"touch {path.parent}/it-ran")),
+        "UnsafeCheckpointError",
+        "holds posix.system",
+    ),
+    (lambda path: with_weight(path, 2, 3), "CheckpointMismatchError", "size mismatch for layers.3.bias"),
+    (with_weight, "CheckpointMismatchError", 'Missing key(s) in state_dict: "layers.3.bias"'),
+    (
+        lambda path: torch.save({"model": {}, "epoch": 3}, path),
+        "CheckpointError",
+        "has no entry 'state_dict' (it has 'model', 'epoch')",
+    ),
 ]
 
 
@@ -119,132 +100,106 @@ def refused(side: Side, directory: Path, files: list[Path], mode: Any) -> list[s
     """What each file is refused with, one after another in one process."""
     found = []
     for path in files:
-        trainer = trainer_for(side, directory, RankZeroCheckpointIO(restore=mode))
-        try:
-            trainer.test(Net(width=64), ckpt_path=path, verbose=False)
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("no error")
+        trainer = trainer_for(side, directory, RankZeroCheckpointIO(restore=mode, weights_only=True))
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            trainer.test(Net(), ckpt_path=path, verbose=False)
+        found.append(f"{caught.type.__name__}: {caught.value}")
     return found
 
 
 @pytest.mark.lowest
-@SIDES
 @MODES
 def test_every_rank_says_what_is_wrong_with_a_file(side: Side, mode: str, path: Path, tmp_path: Path) -> None:
     """Damage is named by tensor, refusals by class, differences by parameter; nothing of a file is run."""
-    files = []
-    for spoil, _, _ in WRONG:
-        files.append(Path(shutil.copy(path, tmp_path / f"{spoil.__name__}.ckpt")))
-        spoil(files[-1])
-    results = on_ranks(refused, side, tmp_path, files, mode)
-    assert results[0] == results[1]
-    for (_, kind, says), message in zip(WRONG, results[0], strict=True):
+    files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(WRONG))]
+    for file, (spoil, _, _) in zip(files, WRONG, strict=True):
+        spoil(file)
+    one, other = on_ranks(refused, side, tmp_path, files, mode)
+    assert one == other
+    for (_, kind, says), message in zip(WRONG, one, strict=True):
         assert message.startswith(f"{kind}: ")
         assert says in message, message
     assert not (tmp_path / "it-ran").exists()
 
 
-def fitted_from_disk_of_rank_zero(rank: int, world_size: int, directory: Path, init_method: str) -> Any:
-    """Each host has a directory of its own; only rank 0's has the file, under a path that the others do not have."""
-    from lightning_ddp_ext import DDPExtStrategy
-
-    at_start = AtStart()
-    strategy = DDPExtStrategy(init_method=init_method)
-    trainer = make_trainer(strategy, callbacks=[at_start], devices=1, num_nodes=2, max_epochs=2)
-    trainer.fit(Net(width=64), ckpt_path=directory / str(rank) / "it.ckpt")
-    return {name: at_start.state[name] for name in ("weights", "optimizers", "step")}
+def warned(side: Side, directory: Path, path: Path, mode: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_for(side, directory, RankZeroCheckpointIO(restore=mode)).test(Net(), ckpt_path=path, verbose=False)
+    return [str(each.message) for each in caught if "checksums" in str(each.message)]
 
 
-@pytest.mark.netns
-def test_a_file_that_only_one_host_has_restores_all(two_hosts: Network, path: Path, tmp_path: Path) -> None:
-    """Two machines with separate disks: the second receives weights, optimisers and progress from the first."""
-    for rank in "01":
-        (tmp_path / rank).mkdir()
-    path.rename(tmp_path / "0" / "it.ckpt")
-    env = {"RANK": str, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": str}
-    init_method = f"tcp://{two_hosts.address(0)}:29871"
-    results = run_ranks(fitted_from_disk_of_rank_zero, 2, tmp_path, init_method, env=env, namespaces=list(two_hosts))
-    content = torch.load(tmp_path / "0" / "it.ckpt")
-    for state in results:
-        assert_same(state["weights"], content["state_dict"])
-        assert_same(state["optimizers"], content["optimizer_states"])
-        assert state["step"] == content["global_step"]
+@MODES
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_file_without_checksums_is_read_with_a_warning(side: Side, mode: str, path: Path, tmp_path: Path) -> None:
+    """On rank 0: nobody can tell whether such a file is what was written."""
+    without_checksums(path)
+    told, others = on_ranks(warned, side, tmp_path, path, mode)
+    assert len(told) == 1
+    assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be told from right ones")
+    assert others == []
 
 
-def fails_while_restoring(rank: int, world_size: int, directory: Path, path: Path, moment: str, victim: int) -> None:
-    """Ranks that read together; one of them raises, or is killed, at a moment of its own."""
-    from lightning_ddp_ext.checkpoint import restore
+class Looks(L.Callback):
+    """Reads what is about to be loaded."""
 
-    def strike() -> None:
-        announce("struck")
-        if moment.startswith("killed"):
+    def on_load_checkpoint(self, *_: Any) -> None: ...
+
+
+def test_the_packages_own_hooks_do_not_look_at_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a watchdog weights are mapped; beside a user's hook they are not."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")  # the watchdog would leave it there
+    for callback, looks in ((HangWatchdog(60), False), (SamplerEpochSeeding(), False), (Looks(), True)):
+        trainer = make_trainer("auto", devices=1, callbacks=[callback])
+        assert wants_content(Net(), trainer) is looks
+
+
+class Strikes:
+    """Raises on one rank, or kills it, when it is unpickled."""
+
+    def __init__(self, victim: int, is_killed: bool) -> None:
+        self.state = victim, is_killed
+
+    def __setstate__(self, state: dict[str, tuple[int, bool]]) -> None:
+        victim, is_killed = state["state"]
+        if os.environ.get("RANK") != str(victim):
+            return
+        if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the disk is gone")
 
-    def striking(function: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs) if after else None
-            strike()
-            return result
 
-        return replaced
-
-    if rank == victim and "before" in moment:
-        restore.open_archive = striking(restore.open_archive)  # type: ignore[attr-defined]
-    elif rank == victim and "during" in moment:
-        restore.send = striking(restore.send)
-    elif rank == victim and "after" in moment:
-        restore.send = striking(restore.send, after=True)
-    elif rank == victim and "unpacking" in moment:
-        restore.UntypedStorage = striking(restore.UntypedStorage)  # type: ignore[attr-defined]
-    trainer = make_trainer(
-        strategy_for("strategy", directory), plugins=[RankZeroCheckpointIO(restore="broadcast")], devices=3
-    )
-    trainer.test(Net(width=64), ckpt_path=path, verbose=False)
+def read_together(rank: int, world_size: int, directory: Path, path: Path) -> None:
+    io = RankZeroCheckpointIO(restore="broadcast", weights_only=False)
+    trainer = make_trainer(strategy_for("strategy", directory), plugins=[io], devices=3)
+    trainer.test(Net(), ckpt_path=path, verbose=False)
 
 
-@pytest.mark.parametrize(
-    ("moment", "victim"),
-    [
-        ("raises before", 0),
-        ("raises during", 0),
-        ("raises after", 0),
-        ("killed during", 0),
-        ("killed after", 0),
-        ("raises unpacking", 2),
-        ("raises during", 1),
-        ("killed during", 1),
-    ],
-)
-def test_a_rank_that_fails_while_others_restore_ends_all(moment: str, victim: int, path: Path, tmp_path: Path) -> None:
-    """Whoever fails, at whatever moment: all end within seconds, and say because of whom."""
-    outcomes = launch_ranks(fails_while_restoring, 3, tmp_path, path, moment, victim, env=by_hand_env(3), time_limit=25)
+@pytest.mark.parametrize(("victim", "is_killed"), [(0, False), (0, True), (2, False), (2, True)])
+def test_a_rank_that_fails_while_others_restore_ends_all(
+    victim: int, is_killed: bool, path: Path, tmp_path: Path
+) -> None:
+    """Before rank 0 sends, or when another one unpacks: all end within seconds, and say because of whom."""
+    with_entry(path, "strikes", Strikes(victim, is_killed))
+    outcomes = launch_ranks(read_together, 3, tmp_path, path, env=by_hand_env(3), time_limit=25)
     for rank, outcome in enumerate(outcomes):
-        story = outcome.story()
-        if rank == victim:
-            assert "the disk is gone" in story or outcome.exit_code == -signal.SIGKILL
+        assert outcome.exit_code != 0
+        if is_killed and rank == victim:
+            assert outcome.exit_code == -signal.SIGKILL
         else:
-            assert "the disk is gone" in story or f"rank {victim} " in story, story
+            assert (f"rank {victim} " if is_killed else "the disk is gone") in outcome.story(), outcome.story()
 
 
-def from_shared_files(side: Side, directory: Path, path: Path) -> list[str]:
-    """A model from a file, as users do it without a Trainer, and a Trainer with the plugin alone."""
-    model = Net.load_from_checkpoint(path, width=64)
-    assert isinstance(model, nn.Module)
-    alone = make_trainer(strategy_for("callback", directory), plugins=[RankZeroCheckpointIO()])
-    alone.test(Net(width=64), ckpt_path=path, verbose=False)
+def use_the_plugin_alone(side: Side, directory: Path, path: Path) -> None:
+    """A Trainer with the plugin alone tests, saves to a file, trains and saves to another store."""
+    alone, remote = (make_trainer(strategy_for(side, directory), plugins=[RankZeroCheckpointIO()]) for _ in range(2))
+    alone.test(Net(), ckpt_path=path, verbose=False)
     alone.save_checkpoint(directory / "alone.ckpt")
-    remote = make_trainer(strategy_for("callback", directory), plugins=[RankZeroCheckpointIO()])
-    remote.fit(Net(width=64))
+    remote.fit(Net())
     remote.save_checkpoint("memory://checkpoints/it.ckpt")
-    return sorted(model.state_dict())
 
 
 def test_the_plugin_serves_a_stock_strategy_alone(path: Path, tmp_path: Path) -> None:
     """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and saves, also to other stores."""
-    names = on_ranks(from_shared_files, "callback", tmp_path, path)
-    content = torch.load(tmp_path / "alone.ckpt")
-    assert names[0] == sorted(content["state_dict"])
-    assert_same(content["state_dict"], torch.load(path)["state_dict"])
+    on_ranks(use_the_plugin_alone, "callback", tmp_path, path)
+    assert_same(torch.load(tmp_path / "alone.ckpt")["state_dict"], torch.load(path)["state_dict"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -76,53 +75,47 @@ class HalfUsed(Net):
         return super().loss(batch) + self.branches[self.global_rank](batch[1]).square().mean()
 
 
-@dataclass(frozen=True)
-class Case:
-    """Options of the Trainer and of the strategy; those of the strategy are made in the rank, by a function."""
-
-    model: type[Net] = Net
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: Callable[[], dict[str, Any]] = dict
-
-
-CASES = {
-    "plain": Case(),
-    "accumulation": Case(trainer={"accumulate_grad_batches": 3}),
-    "clipping by norm": Case(trainer={"gradient_clip_val": 0.1}),
-    "clipping by value": Case(trainer={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
-    "bf16-mixed": Case(trainer={"precision": "bf16-mixed"}),
-    "64-true": Case(trainer={"precision": "64-true"}),
-    "manual optimisation": Case(Manual),
-    "several optimisers": Case(TwoOptimizers, strategy=lambda: {"find_unused_parameters": True}),
-    "unused parameters": Case(HalfUsed, strategy=lambda: {"find_unused_parameters": True}),
-    "static graph": Case(strategy=lambda: {"static_graph": True}),
-    "static graph, manual": Case(Manual, strategy=lambda: {"static_graph": True}),
-    "bucket views": Case(strategy=lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
-    "own buffers": Case(strategy=lambda: {"broadcast_buffers": False, "init_sync": False}),
-    "model averaging": Case(
-        strategy=lambda: {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
-    ),
-    "own sampling": Case(trainer={"use_distributed_sampler": False}),
-    "flags": Case(
-        trainer={
-            "num_sanity_val_steps": 1,
-            "limit_train_batches": 3,
-            "val_check_interval": 2,
-            "deterministic": True,
-            "reload_dataloaders_every_n_epochs": 1,
-            "log_every_n_steps": 1,
-        }
-    ),
+FLAGS = {
+    "num_sanity_val_steps": 1,
+    "limit_train_batches": 3,
+    "val_check_interval": 2,
+    "deterministic": True,
+    "reload_dataloaders_every_n_epochs": 1,
+    "log_every_n_steps": 1,
 }
+Options = Callable[[], dict[str, Any]]  # made in the rank
+# The model, and options of the Trainer and of the strategy.
+CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
+    "plain": (Net, {}, dict),
+    "accumulation": (Net, {"accumulate_grad_batches": 3}, dict),
+    "clipping by norm": (Net, {"gradient_clip_val": 0.1}, dict),
+    "clipping by value": (Net, {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, dict),
+    "bf16-mixed": (Net, {"precision": "bf16-mixed"}, dict),
+    "64-true": (Net, {"precision": "64-true"}, dict),
+    "manual optimisation": (Manual, {}, dict),
+    "several optimisers": (TwoOptimizers, {}, lambda: {"find_unused_parameters": True}),
+    "unused parameters": (HalfUsed, {}, lambda: {"find_unused_parameters": True}),
+    "static graph": (Net, {}, lambda: {"static_graph": True}),
+    "static graph, manual": (Manual, {}, lambda: {"static_graph": True}),
+    "bucket views": (Net, {}, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
+    "own buffers": (Net, {}, lambda: {"broadcast_buffers": False, "init_sync": False}),
+    "model averaging": (
+        Net,
+        {},
+        lambda: {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2},
+    ),
+    "own sampling": (Net, {"use_distributed_sampler": False}, dict),
+    "flags": (Net, FLAGS, dict),
+}
+Results = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
     """All that a user would look at after fit, validate, test and predict."""
-    case = CASES[name]
+    make_model, options, strategy_options = CASES[name]
     L.seed_everything(7)
-    recorder, model = Recorder(), case.model()
-    strategy = make_strategy(kind, directory, **case.strategy())
-    trainer = make_trainer(strategy, callbacks=[recorder], **case.trainer)
+    recorder, model = Recorder(), make_model()
+    trainer = make_trainer(make_strategy(kind, directory, **strategy_options()), callbacks=[recorder], **options)
     trainer.fit(model)
     result = {"weights": weights(model), "trained": [*model.parameters()], "step": trainer.global_step}
     result["validate"] = trainer.validate(model, verbose=False)
@@ -133,24 +126,18 @@ def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name in CASES:
-        try:
-            results[name] = train(kind, directory, name)
-        except Exception as error:
-            raise RuntimeError(f"in the case {name!r}: {error}") from error
-    return results
+    return {name: train(kind, directory, name) for name in CASES}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What ours and what stock say to each case, by rank; one Trainer after another in the same two processes."""
     return on_both(train_all, tmp_path_factory.mktemp("numbers"), time_limit=90)
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_are_those_of_stock_ddp(name: str, results: tuple[list[dict[str, Any]], list[dict[str, Any]]]) -> None:
+def test_numbers_are_those_of_stock_ddp(name: str, results: Results) -> None:
     """Weights, every logged metric, evaluations and predictions equal stock's on each rank, to the last bit."""
     ours, stock = ([by_case[name] for by_case in by_rank] for by_rank in results)
     assert_same(ours, stock)

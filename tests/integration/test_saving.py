@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import CheckpointSaveError, DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.disks import make_read_only, small_disk, why_no_disks
+from lightning_ddp_ext import DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from tests.harness.disks import small_disk, why_no_disks
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
-from tests.harness.training import make_trainer
-from tests.integration.checkpointing import Net, Side, checkpoint_callback, on_ranks, trainer_for
-
-SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
-IN_BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+from tests.harness.training import At, Net, make_trainer, weights
+from tests.integration.checkpointing import Side, checkpoint_callback, on_ranks, trainer_for
 
 
 @pytest.fixture
@@ -35,34 +31,39 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-class SaveEachEpoch(L.Callback):
-    """Saves at the end of each epoch; with ``catch``, notes what goes wrong and trains on."""
+class Ballast(L.Callback):
+    """Makes the checkpoints of some epochs ones that do not fit the disk."""
 
-    def __init__(self, path: Path, *, catch: bool = True, ballast_from: int = 1, spoil: Any = None) -> None:
-        self.path = path
-        self.catch = catch
-        self.ballast_from = ballast_from
-        self.spoil = spoil
-        self.errors: list[str] = []
+    def __init__(self, epochs: tuple[int, ...]) -> None:
+        self.epochs = epochs
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log("epoch", float(trainer.current_epoch), sync_dist=True)
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        megabytes = 16 if trainer.current_epoch >= self.ballast_from else 0
-        checkpoint["ballast"] = torch.zeros(megabytes << 20, dtype=torch.uint8)
+        if trainer.current_epoch in self.epochs:
+            checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
+
+
+class SaveEachEpoch(Ballast):
+    """Saves at the end of each epoch, of which the second does not fit; with ``catch``, trains on."""
+
+    def __init__(self, path: Path, *, catch: bool) -> None:
+        super().__init__((1,))
+        self.path = path
+        self.catch = catch
+        self.errors: list[str] = []
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if self.spoil is not None and trainer.current_epoch == 1 and trainer.is_global_zero:
-            self.spoil(self.path)
         try:
             trainer.save_checkpoint(self.path)
         except DDPExtError as error:
             self.errors.append(f"{type(error).__name__}: {error}")
             if not self.catch:
                 raise
-        finally:
-            os.seteuid(os.getuid())
 
 
-def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int = 2) -> dict[str, Any]:
+def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int) -> dict[str, Any]:
     raised = ""
     trainer = trainer_for(side, directory, checkpoint_io, [callback], max_epochs=epochs)
     try:
@@ -72,28 +73,11 @@ def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: 
     return {"errors": callback.errors, "raised": raised, "epoch": trainer.current_epoch}
 
 
-def read_only(path: Path) -> None:
-    make_read_only(path.parent)
-
-
-def forbidden(path: Path) -> None:
-    os.seteuid(65534)  # nobody
-
-
-def gone(path: Path) -> None:
-    shutil.rmtree(path.parent)
-    path.parent.write_text("something else")
-
-
-def directory_instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 @pytest.mark.lowest
-@SIDES
-@IN_BACKGROUND
-@pytest.mark.parametrize("catch", [True, False])
+@pytest.mark.parametrize(
+    ("side", "background", "catch"),
+    [("strategy", False, True), ("callback", False, False), ("strategy", True, False), ("callback", True, True)],
+)
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     side: Side, background: bool, catch: bool, disk: Path, tmp_path: Path
 ) -> None:
@@ -113,61 +97,44 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-@SIDES
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (read_only, "Read-only file system; its file system is mounted read-only"),
-        (forbidden, "Permission denied; let user nobody write to"),
-        (directory_instead, "Is a directory; there is a directory at that path"),
-        (gone, "File exists; a file stands where the path needs a directory"),
-    ],
-)
-def test_what_a_disk_refuses_is_named_on_every_rank(
-    side: Side, spoil: Any, says: str, disk: Path, tmp_path: Path
-) -> None:
-    """A read-only disk, a directory of somebody else's, a directory at the path: each with what to do."""
-    place = disk / "place"
-    place.mkdir(mode=0o755)
-    callback = SaveEachEpoch(place / "it.ckpt", ballast_from=9, spoil=spoil)
-    if spoil is read_only:
-        callback.path = disk / "it.ckpt"
-    results = on_ranks(fitted, side, tmp_path, callback, RankZeroCheckpointIO())
-    assert results[0] == results[1]
-    assert says in results[0]["errors"][0]
-    if spoil not in (directory_instead, gone):
-        assert torch.load(callback.path)["epoch"] == 0
+class MissingValue(dict[str, Any]):
+    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
+
+    def items(self) -> Any:
+        raise KeyError("???")
+
+    def __reduce__(self) -> Any:
+        return MissingValue, ()
 
 
-class Unpicklable(SaveEachEpoch):
-    """Puts into the checkpoint what cannot be written."""
+def saved_with_objects(side: Side, directory: Path) -> list[str]:
+    """What a save says to a function, at once and in the background, and then to an object that can be pickled."""
 
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint["mine"] = lambda: None
+    class Adds(L.Callback):
+        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = value
+
+    io, errors = RankZeroCheckpointIO(), []
+    trainer = trainer_for(side, directory, io, [Adds()], max_epochs=1)
+    value: Any = None
+    trainer.fit(Net())
+    for io.background in (False, True):
+        for value in (lambda: None, MissingValue(lr=1)):  # noqa: B007 # the callback reads it
+            try:
+                trainer.save_checkpoint(directory / f"{len(errors)}.ckpt")
+                errors.append("")
+            except DDPExtError as error:
+                errors.append(str(error))
+    return errors
 
 
-@IN_BACKGROUND
-def test_what_cannot_be_pickled_is_named(background: bool, tmp_path: Path) -> None:
-    """The error names the checkpoint's entry, on every rank."""
-    io = RankZeroCheckpointIO(background=background)
-    results = on_ranks(fitted, "strategy", tmp_path, Unpicklable(tmp_path / "it.ckpt"), io, 1)
-    assert results[0] == results[1]
-    assert "entry 'mine' cannot be pickled" in results[0]["errors"][0]
-    assert not list(tmp_path.glob("*.ckpt"))
-
-
-class Ballast(L.Callback):
-    """Makes the checkpoints of some epochs ones that do not fit the disk."""
-
-    def __init__(self, epochs: tuple[int, ...]) -> None:
-        self.epochs = epochs
-
-    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.log("epoch", float(trainer.current_epoch), sync_dist=True)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.current_epoch in self.epochs:
-            checkpoint["ballast"] = torch.zeros(16 << 20, dtype=torch.uint8)
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    """The error names the checkpoint's entry, on every rank; a value that merely cannot be looked at is saved."""
+    one, other = on_ranks(saved_with_objects, "strategy", tmp_path)
+    assert one == other
+    assert ["entry 'mine' cannot be pickled" in text for text in one] == [True, False, True, False]
+    assert one[1::2] == ["", ""]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
 
 
 def remembered(side: Side, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
@@ -180,9 +147,15 @@ def remembered(side: Side, directory: Path, place: Path, background: bool, faili
     return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
 
 
-@SIDES
-@IN_BACKGROUND
-@pytest.mark.parametrize(("failing", "kept"), [((1,), 2), ((1, 2), 0)])
+@pytest.mark.parametrize(
+    ("side", "background", "failing", "kept"),
+    [
+        ("strategy", False, (1, 2), 0),
+        ("callback", False, (1,), 2),
+        ("strategy", True, (1,), 2),
+        ("callback", True, (1, 2), 0),
+    ],
+)
 def test_the_save_that_failed_is_the_one_that_is_forgotten(
     side: Side, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
 ) -> None:
@@ -197,49 +170,21 @@ def test_the_save_that_failed_is_the_one_that_is_forgotten(
     assert all(torch.load(path)["epoch"] == kept for path in disk.iterdir())
 
 
-class MissingValue(dict[str, Any]):
-    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
-
-    def items(self) -> Any:
-        raise KeyError("???")
-
-    def __reduce__(self) -> Any:
-        return MissingValue, ()
-
-
-def saved_with_a_missing_value(side: Side, directory: Path) -> bool:
-    class Config(L.Callback):
-        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-            checkpoint["config"] = MissingValue(lr=1)
-
-    trainer = trainer_for(side, directory, None, [Config()], max_epochs=1)
-    trainer.fit(Net())
-    trainer.save_checkpoint(directory / "it.ckpt")
-    return (directory / "it.ckpt").exists()
-
-
-def test_a_value_that_cannot_be_looked_at_fails_no_save(tmp_path: Path) -> None:
-    """As long as it can be pickled."""
-    assert on_ranks(saved_with_a_missing_value, "strategy", tmp_path) == [True, True]
-
-
 def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:
-    class Raises(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == 2 and trainer.global_rank == 1:
-                raise ValueError("on purpose")
+    def fail(trainer: L.Trainer) -> None:
+        if trainer.global_rank == 1:
+            raise ValueError("on purpose")
 
     io = RankZeroCheckpointIO(background=background)
-    trainer = trainer_for(side, directory, io, [Raises(), callback])
-    try:
+    trainer = trainer_for(side, directory, io, [At("on_train_batch_start", fail, earlier=2), callback])
+    with pytest.raises((ValueError, DDPExtError)) as caught:
         trainer.fit(Net())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return f"{caught.type.__name__}: {caught.value}"
 
 
-@IN_BACKGROUND
-@pytest.mark.parametrize("kind", [OnExceptionCheckpoint, ModelCheckpoint, RankZeroCheckpoint])
+@pytest.mark.parametrize(
+    ("kind", "background"), [(OnExceptionCheckpoint, True), (ModelCheckpoint, False), (RankZeroCheckpoint, True)]
+)
 def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
     """Callbacks that save on an exception have their file when one rank has failed, and the cause is what is raised."""
     options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
@@ -265,7 +210,7 @@ def files_at_every_step(side: Side, directory: Path, place: Path, options: dict[
 
 
 @pytest.mark.lowest
-@SIDES
+@pytest.mark.parametrize("side", ["strategy", "callback"])
 def test_in_the_background_there_is_always_a_checkpoint(side: Side, tmp_path: Path) -> None:
     """Nothing is removed before its successor is on the disk; a link never points at nothing."""
     place = tmp_path / "kept"
@@ -292,16 +237,13 @@ def best_by_rank(side: Side, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.lowest
-@SIDES
-def test_the_best_scores_are_rank_zeros_on_every_rank(side: Side, tmp_path: Path) -> None:
+def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
     """Which checkpoint is best, and what it is called, does not depend on whom you ask."""
-    ours = on_ranks(best_by_rank, side, tmp_path)
-    assert ours[0] == ours[1]
-    assert Path(ours[0]["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == [
-        "epoch=0-score=0.0.ckpt",
-        "epoch=1-score=1.0.ckpt",
-    ]
+    one, other = on_ranks(best_by_rank, "callback", tmp_path)
+    assert one == other
+    assert Path(one["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
+    names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == names
 
 
 @pytest.mark.lowest
@@ -313,48 +255,20 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
         RankZeroCheckpoint(save_topk=2)
 
 
-def test_an_error_of_a_save_can_be_caught_as_what_it_is() -> None:
-    """It is an `OSError` with its number, and one of ours."""
-    error = CheckpointSaveError("no space", path="/x", errno=28)
-    assert isinstance(error, OSError)
-    assert isinstance(error, DDPExtError)
-    assert error.errno == 28
-
-
-def forked(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """Ranks that are forked, by a process that goes on with the model."""
-    from lightning_ddp_ext import DDPExtStrategy
-
+def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
+    """Ranks that are forked, by a process that goes on with the model; whether it has learnt, and what was saved."""
     io, model = RankZeroCheckpointIO(background=True), Net()
     io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
-    before = model.out.weight.detach().clone()
-    callback = ModelCheckpoint(directory, "it")
-    trainer = make_trainer(
-        DDPExtStrategy(start_method="fork"), plugins=[io], callbacks=[callback], enable_checkpointing=True, max_epochs=1
-    )
-    trainer.fit(model)
-    saved = torch.load(callback.best_model_path)["state_dict"]
-    return {
-        "trained": not torch.equal(before, model.out.weight),
-        "as saved": all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved),
-    }
+    before, callback = weights(model), ModelCheckpoint(directory, "it")
+    options: dict[str, Any] = {"plugins": [io], "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
+    make_trainer(DDPExtStrategy(start_method="fork"), **options).fit(model)
+    saved, after = torch.load(callback.best_model_path)["state_dict"], weights(model)
+    return [all(torch.equal(other[name], value) for name, value in after.items()) for other in (before, saved)]
 
 
 def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
     """After `fit` the model of the script is the trained one, and its checkpoint is there, in the background, too."""
-    assert run_ranks(forked, 1, tmp_path) == [{"trained": True, "as saved": True}]
-
-
-def saves_by_hand(rank: int, world_size: int, directory: Path) -> None:
-    trainer = trainer_for("strategy", directory, RankZeroCheckpointIO(background=True), max_epochs=1)
-    trainer.fit(Net())
-    trainer.save_checkpoint(directory / "by-hand.ckpt")
-
-
-def test_what_is_saved_last_is_there_when_the_process_has_ended(tmp_path: Path) -> None:
-    """Nobody has to wait for a save in the background after `fit`."""
-    run_ranks(saves_by_hand, 2, tmp_path, env=by_hand_env(2))
-    assert torch.load(tmp_path / "by-hand.ckpt")["global_step"] == 4
+    assert run_ranks(forked, 1, tmp_path) == [[False, True]]
 
 
 class Waits:
@@ -365,16 +279,17 @@ class Waits:
         return Waits, ()
 
 
+class Slow(L.Callback):
+    """Has rank 0 save what takes until the test lets it."""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            checkpoint["slow"] = Waits()
+
+
 def saves_slowly(rank: int, world_size: int, directory: Path) -> None:
-    class Slow(L.Callback):
-        def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-            if trainer.is_global_zero:
-                checkpoint["slow"] = Waits()
-
-        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-            trainer.save_checkpoint(directory / "it.ckpt")
-
-    trainer_for("strategy", directory, None, [Slow()], max_epochs=1).fit(Net())
+    save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
+    trainer_for("strategy", directory, None, [Slow(), save], max_epochs=1).fit(Net())
 
 
 def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:

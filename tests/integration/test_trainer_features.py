@@ -1,24 +1,24 @@
-"""`DDPExtStrategy` in place of `ddp`: callbacks, loggers, data modules, checkpoints and tuning work as there."""
+"""What people do with a Trainer, its callbacks, loggers and data modules works with `DDPExtStrategy` as with `ddp`."""
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-)
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.harness.training import (
+    KINDS,
     Batch,
     Kind,
     Net,
@@ -28,16 +28,114 @@ from tests.harness.training import (
     make_strategy,
     make_trainer,
     on_both,
+    on_ranks,
     weights,
 )
+
+Result = dict[str, Any]
+
+
+def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
+    """A Trainer that writes to the directory; ranks meet in the one above."""
+    L.seed_everything(7)
+    return make_trainer(make_strategy(kind, directory.parent), default_root_dir=directory, **options)
+
+
+def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -> Result:
+    """Train with these options of the Trainer, and return where that has led."""
+    trainer = trainer_in(kind, directory, **options)
+    model = Net() if model is None else model
+    trainer.fit(model)
+    torch.distributed.barrier()  # rank 0 has written its files
+    return {"weights": weights(model), "step": trainer.global_step, "epoch": trainer.current_epoch}
+
+
+def fast_dev_run(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, fast_dev_run=2)
+
+
+def detect_anomaly(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, detect_anomaly=True)
+
+
+def max_time(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, max_time=timedelta(microseconds=1), max_epochs=-1)
+
+
+def accumulation_by_epoch(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, callbacks=[callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=3)
+
+
+def moving_average(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, callbacks=[callbacks.EMAWeightAveraging()])
+
+
+def stochastic_average(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, callbacks=[callbacks.StochasticWeightAveraging(0.01, 1)], max_epochs=3)
+
+
+class Pinned(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(data(), batch_size=3, shuffle=True, pin_memory=True, num_workers=1, persistent_workers=True)
+
+
+def pinned_memory(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory, Pinned())
+
+
+class Writer(callbacks.BasePredictionWriter):
+    """Keeps what it would write."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.written: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, index: int, loader: int
+    ) -> None:
+        self.written.append((prediction, list(indices)))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.written.append((predictions, indices))
+
+
+def prediction_writer(kind: Kind, directory: Path) -> Result:
+    writer = Writer()
+    predictions = trainer_in(kind, directory, callbacks=[writer]).predict(Net(), return_predictions=True)
+    return {"returned": predictions, "written": writer.written}
+
+
+def loggers(kind: Kind, directory: Path) -> Result:
+    board = TensorBoardLogger(directory, name="board", version=0, log_graph=False)
+    chosen = [CSVLogger(directory, name="csv", version=0), board]
+    result = fit(kind, directory, logger=chosen, log_every_n_steps=1, callbacks=[callbacks.LearningRateMonitor()])
+    with (directory / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = [{name: float(value or "nan") for name, value in row.items()} for row in csv.DictReader(file)]
+    events = list((directory / "board" / "version_0").glob("events.out.tfevents.*"))
+    return {**result, "csv": rows, "event files": len(events)}
+
+
+def simple_profiler(kind: Kind, directory: Path) -> Result:
+    """How often each action of the loops and the strategy was recorded, whatever the strategy's class is called."""
+    profiler = SimpleProfiler(dirpath=directory, filename="simple")
+    result = fit(kind, directory, profiler=profiler)
+    families = ("[Strategy]", "[_TrainingEpochLoop]", "run_training_batch")
+    durations = profiler.recorded_durations.items()
+    return {**result, **{name.split(".")[-1]: len(each) for name, each in durations if name.startswith(families)}}
+
+
+def pytorch_profiler(kind: Kind, directory: Path) -> Result:
+    profiler = PyTorchProfiler(dirpath=directory, filename="torch", emit_nvtx=False)
+    result = fit(kind, directory, profiler=profiler, max_epochs=1)
+    return {**result, "files": len(list(directory.glob("fit-torch*")))}
 
 
 class Module(L.LightningDataModule):
     """Data of its own, and a note of which hooks were called."""
 
-    def __init__(self, batch_size: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size = 2
         self.calls: list[str] = []
 
     def prepare_data(self) -> None:
@@ -63,20 +161,11 @@ class GettingWorse(Net):
         self.log("val_loss", abs(self.current_epoch - 1.0), sync_dist=True)
 
 
-def with_callbacks(kind: Kind, directory: Path) -> dict[str, Any]:
-    L.seed_everything(1)
-    checkpoint = ModelCheckpoint(directory / "best", "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
-    stopping, rates = EarlyStopping("val_loss", patience=2), LearningRateMonitor()
-    logger, module, model = CSVLogger(directory, name="logs", version=0), Module(), GettingWorse()
-    trainer = make_trainer(
-        make_strategy(kind, directory),
-        callbacks=[checkpoint, stopping, rates],
-        logger=logger,
-        log_every_n_steps=1,
-        enable_checkpointing=True,
-        max_epochs=9,
-    )
-    trainer.fit(model, datamodule=module)
+def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
+    checkpoint = callbacks.ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
+    stopping, module = callbacks.EarlyStopping("val_loss", patience=2), Module()
+    trainer = trainer_in(kind, directory, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=9)
+    trainer.fit(GettingWorse(), datamodule=module)
     trainer.strategy.barrier()  # rank 0 has written its files
     return {
         "epochs": trainer.current_epoch,
@@ -84,106 +173,127 @@ def with_callbacks(kind: Kind, directory: Path) -> dict[str, Any]:
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
         "score": checkpoint.best_model_score,
-        "rates": rates.lrs,
         "hooks": module.calls,
-        "files": sorted(path.name for path in (directory / "best").iterdir()),
-        "log": (directory / "logs" / "version_0" / "metrics.csv").read_text(),
+        "files": sorted(path.name for path in directory.iterdir()),
     }
 
 
-def test_callbacks_loggers_and_data_modules_do_what_they_do_with_stock(tmp_path: Path) -> None:
-    """Which checkpoints are kept, when training stops, what is logged and which hooks run is as with stock."""
-    ours, stock = on_both(with_callbacks, tmp_path)
-    assert ours == stock
-    assert ours[0]["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-    assert ours[0]["best"] == "epoch=1.ckpt"
-    assert [result["epochs"] for result in ours] == [4, 4]
-    assert ours[0]["hooks"] == ["prepare_data", "setup", "teardown"]
-    assert ours[1]["hooks"] == ["setup", "teardown"], "data is prepared once a host"
-
-
-def averaged(kind: Kind, directory: Path, callback: str) -> dict[str, Tensor]:
-    from lightning.pytorch import callbacks
-
-    L.seed_everything(1)
-    made = callbacks.EMAWeightAveraging() if callback == "EMA" else callbacks.StochasticWeightAveraging(0.01, 1)
-    model = Net()
-    make_trainer(make_strategy(kind, directory), callbacks=[made], max_epochs=3).fit(model)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("callback", ["EMA", "SWA"])
-def test_averaged_weights_are_those_of_stock(callback: str, tmp_path: Path) -> None:
-    """Callbacks that keep a second model give the same one on every rank, the one of stock."""
-    ours, stock = on_both(averaged, tmp_path, callback)
-    assert_same(ours, stock)
-    assert_same(ours[0], ours[1])
-
-
-def resumed(kind: Kind, directory: Path) -> dict[str, Any]:
-    """An epoch, a checkpoint in mid-epoch and two of ModelCheckpoint; then the rest, from each of them."""
-    L.seed_everything(1)
-    checkpoint = ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_last=True)
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[checkpoint], enable_checkpointing=True)
+def resume(kind: Kind, directory: Path) -> Result:
+    """Some epochs, a checkpoint by hand and two of ModelCheckpoint; then the rest, from each of them."""
+    checkpoint = callbacks.ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_last=True)
+    trainer = trainer_in(kind, directory, callbacks=[checkpoint], enable_checkpointing=True)
     trainer.fit(Net())
     by_hand = directory / "by-hand.ckpt"
     trainer.save_checkpoint(by_hand)
-    found: dict[str, Any] = {}
+    found: Result = {}
     for path in ("last", "best", str(by_hand)):
         model, recorder = Net(), Recorder()
-        callbacks = [recorder, ModelCheckpoint(directory, monitor="val_loss")]
-        callbacks[1].best_model_path = checkpoint.best_model_path
-        again = make_trainer(
-            make_strategy(kind, directory), callbacks=callbacks, enable_checkpointing=True, max_epochs=4
-        )
-        again.fit(model, ckpt_path=path)
-        found[Path(path).name] = {"weights": weights(model), "metrics": recorder.metrics, "step": again.global_step}
-        found[f"test from {Path(path).name}"] = again.test(model, ckpt_path=path, verbose=False)
+        again = callbacks.ModelCheckpoint(directory, monitor="val_loss")
+        again.best_model_path = checkpoint.best_model_path
+        trainer = trainer_in(kind, directory, callbacks=[recorder, again], enable_checkpointing=True, max_epochs=4)
+        trainer.fit(model, ckpt_path=path)
+        found[Path(path).name] = {"weights": weights(model), "metrics": recorder.metrics, "step": trainer.global_step}
+        found[f"test from {Path(path).name}"] = trainer.test(model, ckpt_path=path, verbose=False)
     content = torch.load(by_hand, weights_only=True)
     return {**found, "file": {name: content[name] for name in ("state_dict", "epoch", "global_step")}}
-
-
-def test_resuming_goes_on_as_with_stock(tmp_path: Path) -> None:
-    """`ckpt_path` takes "last", "best" and a file of `trainer.save_checkpoint`; what follows is stock's, bit by bit."""
-    ours, stock = on_both(resumed, tmp_path)
-    assert_same(ours, stock)
-    assert [result["last"]["step"] for result in ours] == [16, 16]
 
 
 class Tunable(Net):
     """Has a learning rate that can be set."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr = 0.1
+    lr = 0.1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def tuned(kind: Kind, directory: Path) -> dict[str, Any]:
-    L.seed_everything(1)
-    model, module = Tunable(), Module()
-    trainer = make_trainer(make_strategy(kind, directory), default_root_dir=directory)
+def learning_rate_finder(kind: Kind, directory: Path) -> Result:
+    trainer, model, module = trainer_in(kind, directory), Tunable(), Module()
     before = weights(model)
     finder = Tuner(trainer).lr_find(model, datamodule=module, num_training=8, early_stop_threshold=None)
     assert finder is not None
-    put_back = weights(model)
+    assert_same(weights(model), before)
     trainer.fit(model, datamodule=module)
-    return {"found": finder.results, "lr": model.lr, "before": before, "put back": put_back, "after": weights(model)}
+    return {"found": finder.results, "lr": model.lr, "weights": weights(model)}
 
 
-def test_a_learning_rate_is_found_as_with_stock(tmp_path: Path) -> None:
-    """`lr_find` ends as it should on all ranks, puts the weights back, and leaves a Trainer that trains."""
-    ours, stock = on_both(tuned, tmp_path)
-    assert_same(ours, stock)
-    assert_same(ours[0]["put back"], ours[0]["before"])
-    assert len(ours[0]["found"]["loss"]) == 8
-
-
-@pytest.mark.parametrize("kind", ["ours", "stock"])
-def test_scaling_the_batch_size_is_refused_as_with_stock(kind: Kind, tmp_path: Path) -> None:
-    """Lightning does not scale batches of distributed strategies, and knows that ours is one."""
-    trainer = make_trainer(make_strategy(kind, tmp_path))
+def batch_size_scaling(kind: Kind, directory: Path) -> Result:
     with pytest.raises(ValueError, match="not supported with distributed strategies"):
-        Tuner(trainer).scale_batch_size(Net(), datamodule=Module())
+        Tuner(trainer_in(kind, directory)).scale_batch_size(Net(), datamodule=Module())
+    return {"refused": True}
+
+
+FEATURES: tuple[Callable[[Kind, Path], Result], ...] = (
+    fast_dev_run,
+    detect_anomaly,
+    max_time,
+    accumulation_by_epoch,
+    moving_average,
+    stochastic_average,
+    pinned_memory,
+    prediction_writer,
+    loggers,
+    simple_profiler,
+    pytorch_profiler,
+    checkpoints_and_early_stopping,
+    resume,
+    learning_rate_finder,
+    batch_size_scaling,
+)
+Results = tuple[list[dict[str, Result]], list[dict[str, Result]]]
+
+
+def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
+    results = {}
+    for feature in FEATURES:
+        (directory / feature.__name__).mkdir(exist_ok=True)  # the other rank may have made it
+        results[feature.__name__] = feature(kind, directory / feature.__name__)
+        torch.distributed.barrier()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What ours and what stock give with each feature, by rank; one Trainer after another in the same processes."""
+    return on_both(use_all, tmp_path_factory.mktemp("features"), time_limit=110)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [feature.__name__ for feature in FEATURES])
+def test_a_feature_does_what_it_does_with_stock(name: str, results: Results) -> None:
+    """Weights, metrics, files, and what is called how often are equal on each rank, to the last bit."""
+    ours, stock = ([by_name[name] for by_name in by_rank] for by_rank in results)
+    assert_same(ours, stock)
+
+
+def test_features_have_been_used(results: Results) -> None:
+    """The kept checkpoints are the best two, data are prepared once a host, and resumed runs have made all steps."""
+    (first, second), _ = results
+    found = first["checkpoints_and_early_stopping"]
+    assert (found["files"], found["best"], found["epochs"]) == (
+        ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"],
+        "epoch=1.ckpt",
+        4,
+    )
+    assert found["hooks"] == ["prepare_data", "setup", "teardown"]
+    assert second["checkpoints_and_early_stopping"]["hooks"] == ["setup", "teardown"]
+    assert first["resume"]["last"]["step"] == 16
+    assert len(first["learning_rate_finder"]["found"]["loss"]) == 8
+
+
+class Compiled(Net):
+    def configure_model(self) -> None:
+        self.layers = torch.compile(self.layers)
+
+
+def compiled(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory / "compiled", Compiled(), max_epochs=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
+    """With torch's own compiler, inductor."""
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ours, stock = (on_ranks(kind, compiled, tmp_path, time_limit=140, env=env) for kind in KINDS)
+    assert_same(ours, stock)
