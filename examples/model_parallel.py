@@ -1,7 +1,6 @@
-"""A network in two parts, each on a device of its own, in every rank; and the same with micro-batches in a pipeline.
+"""Spread one network over two devices in each rank, and compute its parts at the same time on micro-batches.
 
-    python examples/model_parallel.py                # 2 ranks of 2 devices: 4 GPUs if there are so many, else the CPU
-    torchrun --nproc-per-node 2 examples/model_parallel.py
+Run it: python examples/model_parallel.py (2 ranks of 2 devices: four GPUs if there are so many, else the CPU)
 
 While the second part computes one micro-batch, the first part computes the next one: on two GPUs that takes up to a
 third off a step. On the CPU both parts share the same cores, so nothing is gained, and the table says so.
@@ -28,39 +27,30 @@ class TwoParts(L.LightningModule):
         self.micro_batches = micro_batches
 
     def configure_model(self) -> None:
-        first, second = self.trainer.strategy.rank_devices
+        first, self.second_device = self.trainer.strategy.rank_devices
         self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).to(first)
-        self.second = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)).to(second)
-        self.second_device = second
+        self.second = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        self.second.to(self.second_device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x, y = batch
         halves = (self.first(part).to(self.second_device, non_blocking=True) for part in x.chunk(self.micro_batches))
         waiting, results = next(halves), []
         for following in halves:  # is computed on the first device while the second one computes `waiting`
             results.append(self.second(waiting))
             waiting = following
-        return torch.cat([*results, self.second(waiting)])
-
-    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        x, y = batch
-        return nn.functional.mse_loss(self(x), y.to(self.second_device))
+        results.append(self.second(waiting))
+        return nn.functional.mse_loss(torch.cat(results), y.to(self.second_device))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 def seconds_per_step(micro_batches: int) -> float:
-    L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        strategy=DDPExtStrategy(devices_per_rank=2),
-        accelerator="gpu" if HAS_GPUS else "cpu",
-        devices=4,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    accelerator = "gpu" if HAS_GPUS else "cpu"
+    strategy = DDPExtStrategy(devices_per_rank=2)
+    trainer = L.Trainer(strategy=strategy, accelerator=accelerator, devices=4, max_epochs=1, **quiet)
     x = torch.randn(2 * BATCHES * BATCH_SIZE, WIDTH)
     began = time.perf_counter()
     trainer.fit(TwoParts(micro_batches), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), BATCH_SIZE))

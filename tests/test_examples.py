@@ -1,54 +1,102 @@
-"""Each example runs, and does what it says."""
+"""Each example runs as a user runs it, and what it prints is right."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
+import yaml
 
-from tests.harness.scripts import run_script
+from tests.launchers.environments import by_srun
+from tests.harness.scripts import run_script, start_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+TIME_LIMIT = 110.0
+
+# What each script prints, in one line that would be another one if it did something else.
+PRINTED = {
+    "minimal.py": r"2 ranks found y = (2\.9|3\.0)\d x -(0\.9|1\.0)\d in 40 steps",
+    "gan_manual_optimization.py": r"generated mean (3\.[5-9]|4\.[0-4])\d, of the data 4\.00",
+    "gradient_accumulation.py": r"largest difference of a weight: (0e\+00|[1-9]e-0[678])",
+    "iterable_uneven.py": r"rank 0 has 20 batches and made 10 steps",
+    "predict_and_gather.py": r"predictions\.csv has 41 rows, in the dataset's order: True",
+    "partial_sync_batchnorm.py": r"(?s)encoder: running means [^\n]* the same\n.*head: running means [^\n]* different",
+    "loggers_and_profiler.py": r"logs/metrics/version_0/metrics\.csv: 6 rows, the last one is 1,0\.\d+,59",
+    "bug_report.py": r"(?s)after 10 steps the weights sum to -?\d\.\d{6}\n.*lightning-ddp-ext +\d",
+    "model_parallel.py": r" 1  +\d+ ms  1\.00 ×\n +2  +\d+ ms  .*\n +4  +\d+ ms",
+}
 
 
-def run(name: str, *argv: str, directory: Path, time_limit: float = 60.0) -> str:
-    """The output of an example that has ended with status 0."""
-    completed = run_script(EXAMPLES / name, *argv, cwd=directory, time_limit=time_limit)
+def run(script: Path, *argv: str, directory: Path, launcher: tuple[str, ...] = ("python",)) -> str:
+    """Run an example that is meant to succeed, and return what it prints."""
+    completed = run_script(script, *argv, cwd=directory, launcher=launcher, time_limit=TIME_LIMIT)
     assert completed.returncode == 0, completed.output
     return completed.output
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_scripts(name: str, tmp_path: Path) -> None:
+    """It ends with success and prints what it should."""
+    output = run(EXAMPLES / name, directory=tmp_path)
+    assert re.search(PRINTED[name], output), output
+
+
+def test_hang_watchdog(tmp_path: Path) -> None:
+    """Both ranks end, and the report says which one was stuck, in which function and line."""
+    completed = run_script(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, time_limit=TIME_LIMIT)
+    assert completed.returncode == 1
+    stuck = r"rank 0 stopped: rank 1 .* never entered all_reduce .* training_step, \S+/hang_watchdog\.py:\d+"
+    assert re.search(stuck, completed.output), completed.output
+    assert "read_from_a_dead_disk" in "".join(path.read_text() for path in (tmp_path / "hang_reports").iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp"])
 def test_digits(strategy: str, tmp_path: Path) -> None:
     """The example learns the digits with ours and, unchanged, with stock Lightning's strategy, and resumes."""
-    output = run(
-        "digits.py", "--strategy", strategy, "--init-method", f"file://{tmp_path}/", "--epochs", "2", directory=tmp_path
-    )
+    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/", "--epochs", "2")
+    output = run(EXAMPLES / "digits.py", *argv, directory=tmp_path)
     accuracies = [float(figure) for figure in re.findall(r"test_accuracy ([\d.]+)%", output)]
     assert len(accuracies) == 2
     assert min(accuracies) > 90, output
     assert "resumed from" in output
 
 
+def test_adopted_project(tmp_path: Path) -> None:
+    """The diff has two lines; with it the project trains as before, and validates each image once."""
+    project = shutil.copytree(EXAMPLES / "adopted_project", tmp_path / "project")
+    stock = run(project / "train.py", directory=project)
+    subprocess.run(["git", "apply", "adopt.diff"], cwd=project, check=True)
+    ours = run(project / "train.py", directory=project)
+    assert len(re.findall(r"^\+[^+]", (project / "adopt.diff").read_text(), re.MULTILINE)) == 2
+    assert "process group: gloo, 2 ranks" in ours
+    [before], [after] = (re.findall(r"train_loss ([\d.]+), val_loss ([\d.]+)", output) for output in (stock, ours))
+    assert after[0] == before[0]
+    assert float(after[1]) == pytest.approx(float(before[1]), rel=0.02)
+
+
 def test_resume_elsewhere(tmp_path: Path) -> None:
     """A run on two ranks is killed, its file is found whole, and three ranks go on at the step that was saved."""
-    output = run("resume_elsewhere.py", "--directory", str(tmp_path / "run"), directory=tmp_path, time_limit=110)
+    output = run(EXAMPLES / "resume_elsewhere.py", directory=tmp_path)
     assert "2 ranks begin at step 0" in output
-    assert "killed; what is left: " in output
+    assert re.search(r"^killed; what is left: .*run\.ckpt", output, re.MULTILINE)
     begun = re.search(r"^3 ranks begin at step (\d+)$", output, re.MULTILINE)
     assert begun is not None, output
     assert int(begun[1]) % 30 == 0
     assert int(begun[1]) > 0
-    assert len(re.findall(r"^epoch \d+ ends", output.partition("3 ranks begin")[2], re.MULTILINE)) == 2
 
 
 def test_exact_metrics(tmp_path: Path) -> None:
     """Four ranks with stock count 44 of 41 images or divide by 40; ours gives the accuracies of one process."""
-    output = run("exact_metrics.py", directory=tmp_path)
-    rows = re.findall(r"^│ (.+?) +│ (\d+) +│ ([\d.]+)% +│ ([\d.]+)% +│$", output, re.MULTILINE)
+    output = run(EXAMPLES / "exact_metrics.py", directory=tmp_path)
+    rows = re.findall(r"^(.+?)  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
     alone, stock, unrepeated, ours = (tuple(map(float, row[1:])) for row in rows)
     assert ours == alone
     assert (ours[0], stock[0], unrepeated[0]) == (41, 44, 41)
@@ -56,12 +104,75 @@ def test_exact_metrics(tmp_path: Path) -> None:
     assert unrepeated[1] == pytest.approx(ours[1] * 41 / 40, abs=0.01)
 
 
+def test_torchrun(tmp_path: Path) -> None:
+    """The script starts two ranks, which find torchrun's address."""
+    output = run(EXAMPLES / "torchrun.sh", directory=tmp_path, launcher=("bash",))
+    assert re.search(PRINTED["minimal.py"], output), output
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(0o755)
+
+
+SRUN = """
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
+    echo "harness: rank $rank is process $!"
+done
+status=0
+for task in $(jobs -p); do wait $task || status=$?; done
+exit $status
+"""
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """A task is warned as the job asks for: both stop, saved; SLURM requeues the job, and it goes on from there."""
+    asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
+    assert {"--requeue", "--signal=SIGUSR1@120", "--ntasks-per-node=2"} <= set(asked)
+    program(tmp_path / "bin/srun", SRUN)
+    program(tmp_path / "bin/scontrol", f'echo "$@" >> {tmp_path}/requests\n')
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = by_srun(2) | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
+    options = {"env": job, "cwd": tmp_path, "launcher": ("bash",), "time_limit": TIME_LIMIT / 2}
+    argv = (EXAMPLES / "slurm.sbatch", str(EXAMPLES / "background_checkpoints.py"))
+    with start_script(*argv, **options) as script:
+        script.wait_for_line("2 ranks begin at step 0", timeout=TIME_LIMIT / 2)
+        script.kill(1, signal.SIGUSR1)
+        assert script.wait().returncode == 138, script.output
+    assert (tmp_path / "requests").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    again = run_script(*argv, **options).output
+    begun = re.search(r"2 ranks begin at step (\d+)", again)
+    assert begun is not None, again
+    assert 0 < int(begun[1]) < 320
+    assert "saved step 320" in again
+
+
+def test_kubernetes() -> None:
+    """Names, numbers and addresses of the service, the job and torchrun fit together."""
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    [container] = pod["containers"]
+    options = dict(re.findall(r"--(\S+) (\S+)", container["args"][0]))
+    assert (service["kind"], service["spec"]) == ("Service", {"clusterIP": "None", "selector": {"job-name": name}})
+    assert (job["kind"], spec["completionMode"], pod["restartPolicy"]) == ("Job", "Indexed", "Never")
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert options["master-addr"] == f"{name}-0.{pod['subdomain']}"
+    assert options["node-rank"] == "$JOB_COMPLETION_INDEX"
+    assert spec["completions"] == spec["parallelism"] == int(options["nnodes"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["nproc-per-node"])
+    assert [mount["name"] for mount in container["volumeMounts"]] == [volume["name"] for volume in pod["volumes"]]
+    assert pod["terminationGracePeriodSeconds"] > 30  # torchrun kills ranks that have not stopped 30 s after SIGTERM
+
+
 def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tmp_path: Path) -> None:
     """LightningCLI takes strategy, plugin and callbacks from YAML, prints all their options, and takes those."""
     config, printed = EXAMPLES / "config.yaml", tmp_path / "printed.yaml"
-    printed.write_text(run("cli.py", "fit", "--config", str(config), "--print_config", directory=tmp_path))
+    printed.write_text(run(EXAMPLES / "cli.py", "fit", "--config", str(config), "--print_config", directory=tmp_path))
     options = ("--trainer.strategy.init_args.init_method", f"file://{tmp_path}/meet")
-    output = run("cli.py", "fit", "--config", str(printed), *options, directory=tmp_path)
+    output = run(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, directory=tmp_path)
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
@@ -83,10 +194,3 @@ def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     losses = re.findall(r"^loss ([\d.]+), saved to \S+/(epoch=\d-step=\d+).ckpt$", said, re.MULTILINE)
     assert [file for _, file in losses] == ["epoch=2-step=24", "epoch=4-step=36"]
     assert float(losses[1][0]) < float(losses[0][0])
-
-
-def test_model_parallel(tmp_path: Path) -> None:
-    """Two ranks of two devices each, with and without a pipeline; the table says on what it was measured."""
-    output = run("model_parallel.py", directory=tmp_path, time_limit=100)
-    assert "on the CPU, as there are no four GPUs" in output or "on two GPUs" in output
-    assert re.findall(r"^ +(\d+) +\d+ ms +[\d.]+ ×$", output, re.MULTILINE) == ["1", "2", "4"]

@@ -16,6 +16,7 @@ from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.integration.lightning_tree import (
     ModelCheckpoint,
+    SLURMEnvironment,
     rank_zero_info,
     rank_zero_warn,
     refuse_missing,
@@ -49,6 +50,8 @@ def candidates(trainer: Any) -> set[str]:
     if trainer.strategy.stop_checkpoint is not None:
         directories = [callback.dirpath for callback in callbacks] or [trainer.default_root_dir]
         found |= {os.path.join(directory, trainer.strategy.stop_checkpoint) for directory in directories if directory}
+    if SLURMEnvironment.detect():
+        found.add(trainer._checkpoint_connector._hpc_resume_path)  # saved by a job that has been requeued
     paths = {os.path.normpath(path) for path in found if path}
     return {path for path in paths if locate(path).fs.exists(locate(path).path)}
 

@@ -1,0 +1,40 @@
+"""Save in the background, and go on where the last run ended: the script for clusters that preempt jobs.
+
+Run it: python examples/background_checkpoints.py; stop it with Ctrl-C or SIGTERM and run it again.
+"""
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from torch.utils.data import DataLoader
+
+import lightning_ddp_ext as ddpx
+
+
+class Model(BoringModel):
+    def train_dataloader(self) -> DataLoader[torch.Tensor]:
+        return DataLoader(RandomDataset(32, 512), batch_size=8, shuffle=True)
+
+
+class Report(L.Callback):
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.is_global_zero:
+            print(f"{trainer.world_size} ranks begin at step {trainer.global_step}", flush=True)
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)  # a run that goes on within an epoch needs the same data
+    trainer = L.Trainer(
+        strategy=ddpx.DDPExtStrategy(save_deadline=60),  # seconds from a signal to the end, the save included
+        accelerator="cpu",
+        devices=2,
+        max_epochs=10,
+        plugins=[ddpx.RankZeroCheckpointIO(background=True)],  # a step waits for a copy in memory, not for the disk
+        callbacks=[ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50), Report()],
+        logger=False,
+    )
+    # The newest whole checkpoint, `preempted.ckpt` of a stop included; none at the first start.
+    trainer.fit(Model(), ckpt_path="last")
+    if trainer.is_global_zero:
+        print(f"saved step {trainer.global_step}: {trainer.checkpoint_callback.last_model_path}")

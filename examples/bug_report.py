@@ -1,0 +1,38 @@
+"""Show a problem in the smallest script: change the model until it fails, and send the script with all that it prints.
+
+Run it: python examples/bug_report.py, or with "ddp" behind it for stock Lightning's strategy.
+"""
+
+import subprocess
+import sys
+
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_ddp_ext  # noqa: F401 - registers the strategy "ddp_ext"
+
+
+class Model(BoringModel):
+    """Put what fails here."""
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    trainer = L.Trainer(
+        strategy=sys.argv[1] if len(sys.argv) > 1 else "ddp_ext",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        limit_train_batches=10,
+        limit_val_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Model()
+    trainer.fit(model)
+    if trainer.is_global_zero:
+        print(f"after {trainer.global_step} steps the weights sum to {model.layer.weight.sum().item():.6f}", flush=True)
+        # Versions, devices, launcher. It needs: pip install '.[cli]'
+        subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "env"], check=False)

@@ -1,0 +1,40 @@
+"""Let rank 1 get stuck on purpose: the watchdog says which rank it is and where, and ends both.
+
+Run it: python examples/hang_watchdog.py
+"""
+
+import threading
+
+import lightning as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_ddp_ext as ddpx
+
+
+class Stuck(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
+        if batch_idx == 5 and self.global_rank == 1:
+            read_from_a_dead_disk()  # leave this out in a script of your own
+        return super().training_step(batch, batch_idx)
+
+
+def read_from_a_dead_disk() -> None:
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    trainer = L.Trainer(
+        strategy="ddp_ext",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        # In earnest: longer than the longest step and save together, 600 s, say. The report holds all ranks' stacks.
+        callbacks=[ddpx.HangWatchdog(timeout=5, directory="hang_reports")],
+        logger=False,
+    )
+    try:
+        trainer.fit(Stuck())
+    except ddpx.RankHungError as error:
+        print(f"rank {trainer.global_rank} stopped: {error}", flush=True)
+        raise SystemExit(1) from None

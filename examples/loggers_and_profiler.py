@@ -1,0 +1,49 @@
+"""Log metrics from rank 0, lines from every rank to a file of its own, and a profile from each rank.
+
+Run it: python examples/loggers_and_profiler.py
+"""
+
+import logging
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import SimpleProfiler
+
+import lightning_ddp_ext as ddpx
+
+log = logging.getLogger(__name__)
+only_rank_1 = ddpx.rank_logger(__name__, ranks=1)
+
+
+class Model(BoringModel):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.step(batch)
+        self.log("loss", loss, sync_dist=True)  # the mean over the ranks; a logger writes on rank 0 alone
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        log.info("epoch %d ends", self.current_epoch)
+        only_rank_1.info("rank 1 alone says this")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    metrics = CSVLogger("logs", name="metrics")  # or TensorBoardLogger, WandbLogger, …
+    trainer = L.Trainer(
+        strategy="ddp_ext",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        logger=metrics,
+        log_every_n_steps=10,
+        profiler=SimpleProfiler("logs", "profile"),  # logs/fit-profile-0.txt, logs/fit-profile-1.txt
+        callbacks=[ddpx.RankLogging("logs", console="rank_zero")],  # logs/rank-0.log, logs/rank-1.log
+        limit_val_batches=0,
+    )
+    trainer.fit(Model())
+    if trainer.is_global_zero:
+        rows = Path(metrics.log_dir, "metrics.csv").read_text().splitlines()
+        print(f"{metrics.log_dir}/metrics.csv: {len(rows) - 1} rows, the last one is {rows[-1]}")

@@ -1,0 +1,43 @@
+"""Fit a line on two CPU ranks: the smallest script to start your own from.
+
+Run it: python examples/minimal.py
+"""
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_ddp_ext  # noqa: F401 - registers the strategy "ddp_ext"
+
+
+class Line(L.LightningModule):
+    """Learns y = 3 x - 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(1, 1)
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.line(x), y)
+        self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)  # the mean over both ranks
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+if __name__ == "__main__":
+    L.seed_everything(1)
+    x = torch.linspace(-1, 1, 256).unsqueeze(1)
+    loader = DataLoader(TensorDataset(x, 3 * x - 1), batch_size=16, shuffle=True)
+
+    # With GPUs: accelerator="gpu", devices=torch.cuda.device_count().
+    trainer = L.Trainer(strategy="ddp_ext", accelerator="cpu", devices=2, max_epochs=5, logger=False)
+    model = Line()
+    trainer.fit(model, loader)
+
+    if trainer.is_global_zero:
+        found = f"y = {model.line.weight.item():.2f} x {model.line.bias.item():+.2f}"
+        print(f"{trainer.world_size} ranks found {found} in {trainer.global_step} steps")
