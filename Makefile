@@ -7,7 +7,7 @@ NEXT   := .venv-next
 WHEEL  := .venv-wheel
 SEED   := 0
 COUNT  := 300
-BENCHMARKS := rendezvous scale checkpoint sampling uneven batchnorm supervision collectives
+BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision collectives
 BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/__init__.py)
@@ -26,7 +26,8 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast gpu soak coverage lint types api dist test-wheel test-lowest test-next bench bench-quick clean
+.PHONY: help venv demo docs test fast gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+    bench-quick clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -78,10 +79,10 @@ test-wheel: dist $(WHEEL)/$(INSTALLED) ## The fast tests on the wheel, installed
 	cd $(WHEEL)/tests && ../bin/python -m pytest -m "unit or lowest" --numprocesses 3 --dist worksteal
 
 test-lowest: $(LOWEST)/$(INSTALLED) ## A cheap subset of the tests on the lowest supported versions (see compatibility.md)
-	$(LOWEST)/bin/python -m pytest -m lowest
+	$(LOWEST)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
 
 test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (LIGHTNING_NEXT= another requirement)
-	$(NEXT)/bin/python -m pytest -m lowest
+	$(NEXT)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
 
 bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (hours, on a machine without other work)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \

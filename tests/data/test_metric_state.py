@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
-from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
 
