@@ -82,6 +82,7 @@ test-lowest: $(LOWEST)/$(INSTALLED) ## A cheap subset of the tests on the lowest
 	$(LOWEST)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
 
 test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (LIGHTNING_NEXT= another requirement)
+	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
 	$(NEXT)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
 
 bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (hours, on a machine without other work)
@@ -121,7 +122,6 @@ $(NEXT)/$(INSTALLED): pyproject.toml constraints.txt
 	@grep -v lightning constraints.txt > $(NEXT)/constraints.txt
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt $(TORCH)
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt -e '.[test,examples]'
-	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
 	@rm -f $(NEXT)/.installed-* && touch $@
 
 # An environment that is already there is used as it is; a half-made one is completed.
