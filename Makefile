@@ -3,13 +3,19 @@ PYTHON ?= python3
 
 VENV   := .venv
 LOWEST := .venv-lowest
+NEXT   := .venv-next
+WHEEL  := .venv-wheel
 SEED   := 0
 COUNT  := 300
+BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision collectives
 BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/__init__.py)
 TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
-LIGHTNING := $(shell sed -n 's/.*"lightning>=\([0-9.]*\)".*/\1/p' pyproject.toml)
+# `dependencies` of pyproject.toml and what follows down to `cli`, each at its lower bound.
+LOWEST_OF := sed -n '/^dependencies/,/^cli/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
+LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
+LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
 
@@ -20,7 +26,8 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast gpu soak coverage lint types test-lowest bench clean
+.PHONY: help venv demo docs test fast gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+    bench-quick clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target does; do \
@@ -56,11 +63,35 @@ lint: venv ## Style and formatting
 types: venv ## Types, strictly
 	$(BIN)/mypy
 
-test-lowest: $(LOWEST)/$(INSTALLED) ## A cheap subset of the tests on the lowest supported Lightning
-	$(LOWEST)/bin/python -m pytest -m lowest
+api: venv ## Record the public API in tests/public-api.txt, after a change that is meant
+	$(BIN)/python -m tests.public_api
 
-bench: venv ## Run the benchmarks and print their tables
-	@set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+dist: venv ## Build the wheel and the sdist into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+# The tests are those of the sdist, without its package, so that it is the wheel that they import.
+test-wheel: dist $(WHEEL)/$(INSTALLED) ## The fast tests on the wheel, installed into an environment of its own
+	$(WHEEL)/bin/python $(PIP) --no-deps --force-reinstall dist/*.whl
+	rm -rf $(WHEEL)/tests && mkdir $(WHEEL)/tests
+	tar -xzf dist/*.tar.gz -C $(WHEEL)/tests --strip-components 1 --exclude 'lightning_ddp_ext-*/lightning_ddp_ext'
+	cd $(WHEEL)/tests && ../bin/python -m pytest -m "unit or lowest" --numprocesses 3 --dist worksteal
+
+test-lowest: $(LOWEST)/$(INSTALLED) ## A cheap subset of the tests on the lowest supported versions (see compatibility.md)
+	$(LOWEST)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
+
+test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (LIGHTNING_NEXT= another requirement)
+	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
+	$(NEXT)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
+
+bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (hours, on a machine without other work)
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
+	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; done
+	$(BIN)/python benchmarks/tables.py
+
+bench-quick: venv ## Run each benchmark once and as short as it can be: shows that it works, measures nothing
+	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python benchmarks/$$script.py --quick; done
 
 clean: ## Remove what tests and builds leave behind; keeps the environments
 	rm -rf build dist site htmlcov checkpoints lightning_logs .coverage .coverage.* \
@@ -73,13 +104,25 @@ $(VENV)/$(INSTALLED): pyproject.toml constraints.txt
 	$(VENV)/bin/python $(PIP) -c constraints.txt -e '.[dev,examples]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
+$(WHEEL)/$(INSTALLED): pyproject.toml constraints.txt
+	$(call make-environment,$(WHEEL))
+	$(WHEEL)/bin/python $(PIP) -c constraints.txt $(TORCH)
+	$(WHEEL)/bin/python $(PIP) -c constraints.txt '.[test,docs,examples]'
+	@rm -f $(WHEEL)/.installed-* && touch $@
+
 $(LOWEST)/$(INSTALLED): pyproject.toml constraints.txt
 	$(call make-environment,$(LOWEST))
-	@{ grep -v lightning constraints.txt; printf '%s\n' lightning==$(LIGHTNING) pytorch-lightning==$(LIGHTNING); } \
-	    > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt $(TORCH)
+	@{ grep ^pytest constraints.txt; $(LOWEST_OF); $(LOWEST_OF) | sed -n 's/^lightning/pytorch-&/p'; } > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt $(LOWEST_TORCH)
 	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[test,examples]'
 	@rm -f $(LOWEST)/.installed-* && touch $@
+
+$(NEXT)/$(INSTALLED): pyproject.toml constraints.txt
+	$(call make-environment,$(NEXT))
+	@grep -v lightning constraints.txt > $(NEXT)/constraints.txt
+	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt $(TORCH)
+	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt -e '.[test,examples]'
+	@rm -f $(NEXT)/.installed-* && touch $@
 
 # An environment that is already there is used as it is; a half-made one is completed.
 define make-environment

@@ -1,61 +1,28 @@
 """All-reduce by size: torch's own, and the ring of sends and receives; beside a model of it and the machine's limit.
 
-    python benchmarks/collectives.py                          # 2 and 4 ranks over gloo, about 2 minutes
-    python benchmarks/collectives.py --ranks 8 --plot all_reduce.svg
+    python benchmarks/collectives.py    # 2 and 4 ranks over gloo, about 2 minutes
 
 The model says that a message of b bytes takes alpha + b / beta. Both are fitted to the ring's own transfers, so a ring
 of N ranks should take 2 (N - 1) (alpha + size / N / beta). Over loopback every byte is copied by the same cores, so the
-limit is how fast one core copies memory. `--plot` needs matplotlib.
+limit is how fast one core copies memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import fork_ranks, print_table, scratch_directory, spread, statuses
+from measuring import Effort, Figures, Results, Table, alone, main, on_ranks, ratio, spread, take_turns
 from torch import Tensor
 
 from lightning_ddp_ext.reductions.ring import ring_sum
 
 SIZES = [2**power for power in range(10, 27, 4)]  # bytes: 1 KiB to 64 MiB
-_UNITS = {2**20: "MiB", 2**10: "KiB"}
-
-Seconds = dict[str, dict[int, list[float]]]
-
-
-def measure(rank: int, world_size: int, directory: str, repeats: int) -> None:
-    """One rank's part; rank 0 writes what it has measured."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
-    group = dist.group.WORLD
-    contestants: dict[str, Callable[[Tensor], object]] = {
-        "torch": dist.all_reduce,
-        "ring": lambda tensor: ring_sum(tensor, group),
-        "transfer": lambda tensor: exchange(tensor, rank, world_size),
-    }
-    found: Seconds = {name: {} for name in contestants}
-    for size in SIZES:
-        tensor = torch.ones(size // 4)
-        for turn in range(repeats + 1):  # the first one warms up; the order of the contestants rotates
-            names = list(contestants)
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                dist.barrier()
-                began = time.perf_counter()
-                contestants[name](tensor)
-                if turn > 0:
-                    found[name].setdefault(size, []).append(time.perf_counter() - began)
-                tensor.fill_(1.0)
-    if rank == 0:
-        Path(directory, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def exchange(tensor: Tensor, rank: int, world_size: int) -> None:
@@ -65,88 +32,73 @@ def exchange(tensor: Tensor, rank: int, world_size: int) -> None:
     sent.wait()
 
 
-def on_ranks(world_size: int, repeats: int) -> Seconds:
-    with scratch_directory() as directory:
-        pids = fork_ranks(world_size, lambda rank: measure(rank, world_size, directory, repeats))
-        ended = statuses(pids, 600.0)
-        if any(ended):
-            raise SystemExit(f"ranks ended with {ended}")
-        found = json.loads(Path(directory, "found.json").read_text())
-    return {name: {int(size): times for size, times in by_size.items()} for name, by_size in found.items()}
+def timed(reduce: Callable[[Tensor], object], tensor: Tensor) -> Figures:
+    tensor.fill_(1.0)
+    dist.barrier()
+    began = time.perf_counter()
+    reduce(tensor)
+    return {"ms": 1000 * (time.perf_counter() - began)}
 
 
-def fit(transfers: dict[int, list[float]]) -> tuple[float, float]:
-    """Latency in seconds, of the smallest message; bandwidth in bytes a second, of what the largest takes beyond it."""
-    alpha = statistics.median(transfers[SIZES[0]])
-    return alpha, SIZES[-1] / (statistics.median(transfers[SIZES[-1]]) - alpha)
+def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Results]:
+    """Of torch's, the ring and one of its transfers on rank 0, by size."""
+
+    def work(rank: int, directory: Path) -> list[Results]:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+        assert dist.group.WORLD is not None
+        kinds: dict[str, Callable[[Tensor], object]] = {
+            "torch": dist.all_reduce,
+            "ring": partial(ring_sum, group=dist.group.WORLD),
+            "transfer": partial(exchange, rank=rank, world_size=world_size),
+        }
+        found = []
+        for size in sizes:
+            turns = {name: partial(timed, kind, torch.ones(size // 4)) for name, kind in kinds.items()}
+            take_turns(turns, 1)  # warms up
+            found.append(take_turns(turns, repeats))
+        dist.barrier()
+        return found
+
+    found: list[Results] = on_ranks(work, world_size)[0]
+    return found
 
 
-def copy_bandwidth() -> float:
+def copy_speed() -> Figures:
     """Bytes a second that one core copies from memory to memory, in buffers that no cache holds."""
-    torch.set_num_threads(1)
     source, target = torch.ones(2**26), torch.ones(2**26)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - began)
-    return source.nbytes / statistics.median(times)
+    began = time.perf_counter()
+    target.copy_(source)
+    return {"bytes": source.nbytes / (time.perf_counter() - began)}
 
 
 def shown(size: int) -> str:
-    unit = next(unit for unit in _UNITS if size >= unit)
-    return f"{size // unit} {_UNITS[unit]}"
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
-def report(world_size: int, found: Seconds, limit: float) -> None:
-    alpha, beta = fit(found["transfer"])
+def measure(world_size: int, effort: Effort) -> Table:
+    sizes = effort.choose(SIZES, quick=SIZES[:2])
+    results = milliseconds(sizes, world_size, effort.repeats(15))
+    # The latency is that of the smallest message; the bandwidth is that of what the largest one takes beyond it.
+    transfers = [statistics.median(found["transfer"]["ms"]) for found in results]
+    alpha, beta = transfers[0], sizes[-1] / max(transfers[-1] - transfers[0], 1e-9)
     rows = []
-    for size in SIZES:
+    for size, found in zip(sizes, results, strict=True):
         model = 2 * (world_size - 1) * (alpha + size / world_size / beta)
-        torchs, ring = ([1000 * value for value in found[name][size]] for name in ("torch", "ring"))
-        ratio = statistics.median(ring) / statistics.median(torchs)
-        speed = size / statistics.median(found["torch"][size]) / 1e9
-        rows.append(
-            (shown(size), spread(torchs), spread(ring), f"{ratio:.2f} ×", f"{1000 * model:.2f}", f"{speed:.2f}")
-        )
-    title = (
-        f"All-reduce on {world_size} ranks, ms; alpha {1e6 * alpha:.0f} µs, beta {beta / 1e9:.2f} GB/s, "
-        f"one core copies {limit / 1e9:.1f} GB/s"
+        torchs, ring = found["torch"]["ms"], found["ring"]["ms"]
+        speed = size / statistics.median(torchs) / 1e6
+        times = f"{ratio(ring, torchs).median:.2f} ×"
+        rows.append([shown(size), spread(torchs), spread(ring), times, f"{model:.2f}", f"{speed:.2f}"])
+    columns = ["torch", "ring", "ring / torch", "model of the ring", "torch, GB/s"]
+    title = f"ms on {world_size} ranks; alpha {1000 * alpha:.0f} µs, beta {beta / 1e6:.2f} GB/s"
+    return Table(f"on_{world_size}", [title, *columns], rows)
+
+
+def measure_copy(effort: Effort) -> Table:
+    speeds = take_turns({"copy": alone(copy_speed)}, effort.repeats(5))["copy"]["bytes"]
+    return Table(
+        "copy", ["copied from memory to memory", "GB/s"], [["by one core", f"{spread(speeds).median / 1e9:.1f}"]]
     )
-    print_table(title, ("size", "torch", "ring", "ring / torch", "model of the ring", "torch, GB/s"), rows)
-
-
-def plot(path: str, results: dict[int, Seconds], limit: float) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for world_size, found in results.items():
-        for name in ("torch", "ring"):
-            medians = [statistics.median(found[name][size]) for size in SIZES]
-            axes.loglog(SIZES, medians, marker="o", label=f"{name}, {world_size} ranks")
-    axes.loglog(SIZES, [size / limit for size in SIZES], linestyle=":", color="grey", label="copy in memory")
-    axes.set(xlabel="bytes", ylabel="seconds", title="All-reduce")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--plot", metavar="FILE", help="draw the medians, too")
-    options = parser.parse_args()
-    results = {world_size: on_ranks(world_size, options.repeats) for world_size in options.ranks}
-    limit = copy_bandwidth()
-    for world_size, found in results.items():
-        report(world_size, found, limit)
-    if options.plot:
-        plot(options.plot, results, limit)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, {"on_2": partial(measure, 2), "on_4": partial(measure, 4), "copy": measure_copy})

@@ -15,8 +15,8 @@ import nbformat
 import pytest
 import yaml
 
-from tests.launchers.environments import by_srun
 from tests.harness.scripts import run_script, start_script
+from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIME_LIMIT = 110.0

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+import lightning_ddp_ext
+
+ROOT = Path(lightning_ddp_ext.__file__).parents[1]
 PACKAGE = "lightning_ddp_ext"
 ADAPTERS = (f"{PACKAGE}.integration", f"{PACKAGE}.cli", f"{PACKAGE}.__main__")
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")

@@ -37,7 +37,7 @@ def as_it_was(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch)
     assert what_is_there() == before
 
 
-class OnStderr(logging.StreamHandler[Any]):
+class OnStderr(logging.StreamHandler):
     """Writes to what is stderr at the moment: under pytest it is another one in a fixture than in the test."""
 
     stream = property(lambda self: sys.stderr, lambda self, value: None)

@@ -1,0 +1,156 @@
+"""Launch, end and death of ranks, beside stock Lightning in the same run.
+
+    python benchmarks/launching.py                      # everything, about 25 minutes on 2 cores
+    python benchmarks/launching.py start --repeats 1    # one table
+
+Ranks on one machine share its cores: read ratios rather than seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+from measuring import (
+    Effort,
+    Figures,
+    Table,
+    fork_ranks,
+    main,
+    ratio,
+    scratch_directory,
+    spread,
+    statuses,
+    take_turns,
+)
+from training import Net, make_trainer
+
+import lightning_ddp_ext  # noqa: F401  # for the ranks that are forked from this process
+
+WORKER = Path(__file__).with_name("worker.py")
+
+# The strategy, and whether torchrun starts the ranks.
+STARTS = {
+    "stock `ddp`": ("ddp", False),
+    "`ddp_ext`": ("ddp_ext", False),
+    "stock `ddp_spawn`": ("ddp_spawn", False),
+    "`ddp_ext_spawn`": ("ddp_ext_spawn", False),
+    "stock `ddp_fork`": ("ddp_fork", False),
+    "`ddp_ext_fork`": ("ddp_ext_fork", False),
+    "`ddp_ext_forkserver`, safe with CUDA": ("ddp_ext_forkserver", False),
+    "stock `ddp`, torchrun": ("ddp", True),
+    "`ddp_ext`, torchrun": ("ddp_ext", True),
+}
+DEATHS = {
+    "plain script": ("ddp_ext", False),
+    "spawn": ("ddp_ext_spawn", False),
+    "fork": ("ddp_ext_fork", False),
+    "forkserver": ("ddp_ext_forkserver", False),
+    "torchrun": ("ddp_ext", True),
+}
+
+
+@contextmanager
+def started(strategy: str, by_torchrun: bool, world_size: int, *arguments: str) -> Iterator[tuple[psutil.Popen, Path]]:
+    """Start the worker; each rank writes a file into the directory when its first step begins."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if by_torchrun else []
+    command = [sys.executable, *torchrun, str(WORKER), strategy, str(world_size), *arguments]
+    with scratch_directory() as directory:
+        environment = {**os.environ, "FIRST_STEP_DIRECTORY": str(directory)}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        yield psutil.Popen(command, env=environment, **quiet), directory
+
+
+def first_steps(directory: Path) -> list[list[str]]:
+    """The moment of each rank's first step, and its process id, in the order of the ranks."""
+    return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
+
+
+def seconds_to_first_step(strategy: str, by_torchrun: bool, world_size: int) -> Figures:
+    begin = time.monotonic()
+    with started(strategy, by_torchrun, world_size) as (run, directory):
+        assert run.wait(timeout=180) == 0, f"{strategy} ended with {run.returncode}"
+        moments = [float(moment) for moment, _ in first_steps(directory)]
+    assert len(moments) == world_size, moments
+    return {"seconds": max(moments) - begin}
+
+
+def measure_start(effort: Effort) -> Table:
+    """Seconds from the start of the script until the last rank begins its first training step."""
+    world_sizes = effort.choose((2, 4, 8), quick=(2,))
+    names = effort.choose(list(STARTS), quick=["stock `ddp_fork`", "`ddp_ext_fork`"])
+    rows: dict[str, list[object]] = {name: [name] for name in names}
+    for world_size in world_sizes:
+        kinds: dict[str, Callable[[], Figures]] = {
+            name: partial(seconds_to_first_step, *STARTS[name], world_size) for name in names
+        }
+        results = take_turns(kinds, effort.repeats(3))
+        for name in names:
+            seconds, stock = results[name]["seconds"], results[names[0]]["seconds"]
+            rows[name] += [spread(seconds), f"{ratio(seconds, stock).median:.2f}"]
+    columns = ["seconds from launch to the first step", *(c for n in world_sizes for c in (f"{n} ranks", "×"))]
+    return Table("start", columns, list(rows.values()))
+
+
+def seconds_until_gone(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
+    """From SIGKILL to one rank in training until the last process of the run is gone."""
+    with started(strategy, by_torchrun, world_size, "endless") as (run, directory):
+        while len(first_steps(directory)) < world_size:
+            time.sleep(0.05)
+            assert run.poll() is None, "the run ended before every rank had trained a step"
+        everyone = [run, *run.children(recursive=True)]
+        os.kill(int(first_steps(directory)[victim][1]), signal.SIGKILL)
+        begin = time.monotonic()
+        while any(is_running(process) for process in everyone):
+            run.poll()
+            time.sleep(0.01)
+            assert time.monotonic() - begin < 120, "processes are left"
+        return time.monotonic() - begin
+
+
+def is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def measure_deaths(effort: Effort) -> Table:
+    """Each rank is killed in its turn."""
+    world_size = effort.choose(4, quick=2)
+    rows = []
+    for name in effort.choose(list(DEATHS), quick=["fork"]):
+        found = [
+            [seconds_until_gone(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(2))]
+            for victim in range(world_size)
+        ]
+        longest = max(statistics.median(values) for values in found)
+        rows.append([name, f"{longest:.1f}", f"{max(map(max, found)):.1f}"])
+    title = f"seconds until the last process is gone, after SIGKILL of each of {world_size} ranks"
+    return Table("deaths", [title, "longest median", "longest"], rows)
+
+
+def measure_ends(effort: Effort) -> Table:
+    """Exit statuses of ranks whose training has gone well."""
+
+    def run(strategy: str) -> Figures:
+        pids = fork_ranks(2, lambda rank: make_trainer(strategy, 2, max_steps=4).fit(Net()))
+        return {"failed": any(statuses(pids))}
+
+    kinds = {"stock `ddp`": partial(run, "ddp"), "`ddp_ext`": partial(run, "ddp_ext")}
+    results = take_turns(kinds, effort.repeats(200))
+    rows = [[name, f"{sum(found['failed']):.0f} of {len(found['failed'])}"] for name, found in results.items()]
+    return Table("ends", ["runs of 2 ranks over gloo", "ended with a status other than 0"], rows)
+
+
+if __name__ == "__main__":
+    main(__doc__, {"start": measure_start, "deaths": measure_deaths, "ends": measure_ends})

@@ -1,0 +1,169 @@
+"""Our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
+
+    python benchmarks/samplers.py                       # about 10 minutes on 2 cores; takes 8 GiB of memory
+    python benchmarks/samplers.py index --repeats 3     # one table
+
+Every measurement runs in a process of its own. Memory is the most that has been resident, over what was before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from measuring import Effort, Figures, Table, alone, main, power, ratio, spread, take_turns
+from memory import MIB, peak, reset_peak
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+
+from lightning_ddp_ext import (
+    DistributedBatchSamplerWrapper,
+    DistributedWeightedSampler,
+    ScalableDistributedSampler,
+)
+from lightning_ddp_ext.data.samplers import TorchOrderSampler
+
+
+class Sized:
+    """A dataset of which only the length is known."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class InMemory(torch.utils.data.Dataset[Any]):
+    """Samples in one tensor; batches are taken from it at once, so that the sampler is what costs."""
+
+    def __init__(self, length: int) -> None:
+        self.samples = torch.arange(length)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return self.samples[indices]
+
+
+def exhaust(indices: Iterable[Any]) -> None:
+    deque(indices, maxlen=0)
+
+
+def first_index(kind: Any, length: int, position: int = 0) -> Figures:
+    """Of rank 3 of 8, and the memory for it and 200,000 more."""
+    next(iter(kind(Sized(1000), 8, 3)))  # first calls
+    sampler = kind(Sized(length), 8, 3)
+    before = reset_peak()
+    begin = time.perf_counter()
+    if position:
+        sampler.resume_at(1, position)
+    indices = iter(sampler)
+    next(indices)
+    seconds = time.perf_counter() - begin
+    exhaust(islice(indices, 200_000))
+    return {"ms": seconds * 1000, "MiB": (peak() - before) / MIB}
+
+
+def measure_first(effort: Effort) -> Table:
+    ours = ScalableDistributedSampler
+    long, longer, longest = effort.choose((10**8, 10**9, 10**12), quick=(10**6, 10**6, 10**6))
+    turns: dict[str, Callable[[], Figures]] = {
+        f"torch, {power(long)} samples": partial(first_index, DistributedSampler, long),
+        f"`ScalableDistributedSampler`, {power(long)}": partial(first_index, ours, long),
+        f"`ScalableDistributedSampler`, {power(longer)}": partial(first_index, ours, longer),
+        f"`ScalableDistributedSampler`, {power(longest)}": partial(first_index, ours, longest),
+        f"resumed in the middle of {power(longer)}": partial(first_index, ours, longer, longer // 2),
+        f"torch's order as we make it, {power(long)}": partial(first_index, TorchOrderSampler, long),
+    }
+    results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
+    rows = [[name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"] for name, found in results.items()]
+    return Table("first", ["first index, 8 ranks", "ms", "extra memory a rank, MiB"], rows)
+
+
+def next_indices(make: Callable[[], Any], count: int) -> Figures:
+    """Once the first one is there, when torch has paid for its list."""
+    indices = iter(make())
+    exhaust(islice(indices, count // 20))  # the block that is read, its memory, first calls
+    begin = time.process_time()
+    exhaust(islice(indices, count))
+    return {"ns": (time.process_time() - begin) / count * 1e9}
+
+
+def whole_epoch(make: Callable[[], Any], count: int) -> Figures:
+    begin = time.process_time()
+    exhaust(make())
+    return {"ns": (time.process_time() - begin) / count * 1e9}
+
+
+def measure_index(effort: Effort) -> Table:
+    count = effort.choose(1_000_000, quick=10_000)
+    length = 8 * (count + count // 20)
+    weights = torch.ones(effort.choose(1_000_000, quick=1000))
+    stock = partial(DistributedSampler, Sized(length), 8, 3)
+    scalable, longest = (partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12))
+    in_torchs_order = partial(TorchOrderSampler, Sized(length), 8, 3)
+    weighted = partial(DistributedWeightedSampler, weights, length, num_replicas=8, rank=3)
+    turns: dict[str, Callable[[], Figures]] = {
+        "torch, once its list is there": partial(next_indices, stock, count),
+        f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
+        "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
+        "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),
+        f"torch's order as we make it, over {power(length)}": partial(next_indices, in_torchs_order, count),
+        f"`DistributedWeightedSampler`, {power(len(weights))} weights": partial(next_indices, weighted, count),
+    }
+    results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
+    return Table("index", ["processor time of an index", "ns"], [[n, spread(f["ns"])] for n, f in results.items()])
+
+
+def epoch(kind: Any, length: int) -> Figures:
+    dataset = InMemory(length)
+    loader = DataLoader(dataset, batch_size=256, sampler=kind(dataset, 1, 0), collate_fn=lambda batch: batch)
+    begin = time.perf_counter()
+    exhaust(loader)
+    return {"s": time.perf_counter() - begin}
+
+
+def measure_epoch(effort: Effort) -> Table:
+    length = effort.choose(10**7, quick=10**4)
+    samplers = {
+        "torch": DistributedSampler,
+        "`ScalableDistributedSampler`": ScalableDistributedSampler,
+        "torch's order as we make it": TorchOrderSampler,
+    }
+    kinds = {name: alone(partial(epoch, kind, length)) for name, kind in samplers.items()}
+    results = take_turns(kinds, effort.repeats(7))
+    rows = [[name, spread(found["s"]), ratio(found["s"], results["torch"]["s"])] for name, found in results.items()]
+    return Table(
+        "epoch", [f"one epoch of {power(length)} through a `DataLoader` over data in memory", "s", "× torch"], rows
+    )
+
+
+def drawing(dealt: bool, length: int) -> Figures:
+    batches: Any = BatchSampler(RandomSampler(Sized(length)), 32, drop_last=False)
+    drawn: Iterator[Any] = iter(DistributedBatchSamplerWrapper(batches, 1, 0) if dealt else batches)
+    begin = time.process_time()
+    count = sum(1 for _ in drawn)
+    return {"us": (time.process_time() - begin) / count * 1e6}
+
+
+def measure_batches(effort: Effort) -> Table:
+    """Over a whole epoch: the wrapper draws all batches when the epoch begins."""
+    length = effort.choose(500_000, quick=1000)
+    kinds = {"alone": False, "with `DistributedBatchSamplerWrapper`": True}
+    turns = {name: alone(partial(drawing, dealt, length)) for name, dealt in kinds.items()}
+    results = take_turns(turns, effort.repeats(5))
+    title = "processor time of a batch of 32 that a random batch sampler draws"
+    return Table("batches", [title, "µs"], [[name, spread(found["us"])] for name, found in results.items()])
+
+
+if __name__ == "__main__":
+    main(
+        __doc__,
+        {"first": measure_first, "index": measure_index, "epoch": measure_epoch, "batches": measure_batches},
+    )

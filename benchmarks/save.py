@@ -1,0 +1,170 @@
+"""Saving in the foreground and in the background, and verifying, beside stock Lightning.
+
+python benchmarks/save.py    # about 7 minutes on 2 cores; takes 4 GiB of disk
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from measuring import Effort, Figures, Table, alone, main, ratio, scratch_directory, spread, take_turns
+from memory import MIB, Peak
+
+import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
+
+Content = dict[str, Any]
+
+
+def content_of(mebibytes: float) -> Content:
+    """So many MiB in tensors of 4 MiB, or of a sixteenth of it all."""
+    each = min(4, max(mebibytes / 16, 0.25))
+    count = round(mebibytes / each)
+    return {"state_dict": {f"layer.{number}": torch.rand(int(each * MIB) // 4) for number in range(count)}}
+
+
+def size_of(mebibytes: int) -> str:
+    return f"{mebibytes} MiB" if mebibytes < 1024 else f"{mebibytes // 1024} GiB"
+
+
+# In the foreground.
+
+
+def save_raw(content: Content, path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        for tensor in content["state_dict"].values():
+            view = memoryview(tensor.numpy()).cast("B")
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def save_stock(content: Content, path: Path) -> None:
+    TorchCheckpointIO().save_checkpoint(content, path)
+
+
+def save_ours(content: Content, path: Path) -> None:
+    ddpx.RankZeroCheckpointIO().save_checkpoint(content, path)
+
+
+def timed_save(save: Callable[[Content, Path], None], mebibytes: int, path: Path) -> Figures:
+    content = content_of(mebibytes)
+    save(content_of(1), path)  # imports and first calls
+    os.sync()
+    with Peak() as peak:
+        begin = time.perf_counter()
+        save(content, path)
+        seconds = time.perf_counter() - begin
+    path.unlink()
+    os.sync()
+    return {"seconds": seconds, "peak": peak.mebibytes}
+
+
+def measure_save(effort: Effort) -> Table:
+    """A save that is on the disk when it returns; stock's is not."""
+    saves = {"raw write, fsync": save_raw, "stock, no fsync": save_stock, "ours, fsync": save_ours}
+    rows = []
+    with scratch_directory() as directory:
+        for size in effort.choose((10, 100, 1024), quick=(1,)):
+            kinds = {
+                name: alone(partial(timed_save, save, size, directory / "it.ckpt")) for name, save in saves.items()
+            }
+            results = take_turns(kinds, effort.repeats(7 if size < 1024 else 3))
+            raw, stock, ours = (results[name]["seconds"] for name in saves)
+            memory = [f"{statistics.median(results[name]['peak']):.0f}" for name in list(saves)[1:]]
+            ratios = ratio(ours, raw), ratio(ours, stock)
+            rows.append([size_of(size), *map(spread, (raw, stock, ours)), *ratios, f"{', '.join(memory)} MiB"])
+    return Table(
+        "save",
+        ["seconds of a save in the foreground", *saves, "× raw", "× stock", "memory: stock, ours"],
+        rows,
+    )
+
+
+# In the background.
+
+
+def make_stock_io() -> Any:
+    return AsyncCheckpointIO(TorchCheckpointIO())
+
+
+def make_our_io() -> Any:
+    return ddpx.RankZeroCheckpointIO(background=True)
+
+
+def wait(io: Any) -> None:
+    """Until what was given to the background is written."""
+    if isinstance(io, AsyncCheckpointIO):
+        io.teardown()
+    else:
+        io.wait()
+
+
+def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -> Figures:
+    """How long each call takes that begins a save, beside a copy in memory, and the memory that it takes."""
+    content, io = content_of(mebibytes), make_io()
+    twin = {name: torch.zeros_like(tensor) for name, tensor in content["state_dict"].items()}
+    seconds, copies, most = [], [], []
+    for _ in range(saves):
+        begin = time.perf_counter()
+        for name, tensor in content["state_dict"].items():
+            twin[name].copy_(tensor)
+        copies.append(time.perf_counter() - begin)
+        with Peak() as peak:
+            begin = time.perf_counter()
+            io.save_checkpoint(content, path)
+            seconds.append(time.perf_counter() - begin)
+            wait(io)
+        most.append((peak.before, peak.most))
+    io.teardown()
+    path.unlink()
+    first, later = seconds[0], statistics.median(seconds[1:])
+    taken = (max(peak for _, peak in most) - most[0][0]) / MIB
+    return {"first": first, "later": later, "own": later / statistics.median(copies[1:]), "memory": taken / mebibytes}
+
+
+def measure_background(effort: Effort) -> Table:
+    """How long training stands still for a save, and what memory that takes."""
+    size, saves = effort.choose((1024, 20), quick=(1, 2))
+    with scratch_directory() as directory:
+        ios = {"stock `AsyncCheckpointIO`": make_stock_io, "`RankZeroCheckpointIO(background=True)`": make_our_io}
+        kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}
+        results = take_turns(kinds, effort.repeats(3))
+    rows = [[name, *map(spread, figures.values())] for name, figures in results.items()]
+    title = f"seconds that training stands still for {size_of(size)} in the background"
+    return Table("background", [title, "first", "later", "× a memory copy", "memory × payload"], rows)
+
+
+# Verifying.
+
+
+def gigabytes_a_second(mebibytes: int, path: Path) -> Figures:
+    """From a file that is in memory already, as after a save."""
+    torch.save(content_of(mebibytes), path)
+    archive = open_archive(path)
+    for _ in range(2):  # the first one reads from the disk
+        begin = time.perf_counter()
+        assert not find_damage(archive, archive.tensor_data)
+    return {"speed": archive.size / 1e9 / (time.perf_counter() - begin)}
+
+
+def measure_verify(effort: Effort) -> Table:
+    size = effort.choose(1024, quick=1)
+    with scratch_directory() as directory:
+        verify = alone(partial(gigabytes_a_second, size, directory / "it.ckpt"))
+        speeds = take_turns({"ours": verify}, effort.repeats(5))["ours"]["speed"]
+    return Table(
+        "verify", ["checksums of a checkpoint, verified by one rank", "GB/s"], [[size_of(size), spread(speeds)]]
+    )
+
+
+if __name__ == "__main__":
+    main(__doc__, {"save": measure_save, "background": measure_background, "verify": measure_verify})

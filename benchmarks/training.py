@@ -1,0 +1,51 @@
+"""The Trainer and the model that the benchmarks train."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+WARMING_UP = 20  # steps
+
+
+def make_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
+    """A Trainer on the CPU that says and writes nothing by itself."""
+    warnings.simplefilter("ignore")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(**{**quiet, "strategy": strategy, "accelerator": "cpu", "devices": devices, **options})
+
+
+class Net(L.LightningModule):
+    """Four linear layers, and so many values logged over all ranks in each step."""
+
+    def __init__(self, width: int = 64, logged: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+        self.width = width
+        self.names = [f"metric {number}" for number in range(logged)]
+        self.began = self.began_cpu = 0.0
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == WARMING_UP:
+            self.began, self.began_cpu = time.perf_counter(), time.process_time()
+        loss: Tensor = self.layers(batch).square().mean()
+        for name in self.names:
+            self.log(name, loss, sync_dist=True)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(torch.ones(100_000, self.width), batch_size=16)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def milliseconds_a_step(self, steps: int) -> dict[str, float]:
+        """What a step has taken since the first ones, by the clock and of processor time of all threads."""
+        clock, cpu = time.perf_counter() - self.began, time.process_time() - self.began_cpu
+        return {"clock": clock / steps * 1000, "processor": cpu / steps * 1000}
