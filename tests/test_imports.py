@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "lightning_ddp_ext"
-ADAPTERS = (f"{PACKAGE}.integration", f"{PACKAGE}.cli", f"{PACKAGE}.__main__")
+ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("integration", "lightning", "pytorch_lightning", "cli", "__main__"))
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 NO_TORCH = (f"{PACKAGE}.errors", f"{PACKAGE}.world")
 

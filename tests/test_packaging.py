@@ -44,6 +44,7 @@ PUBLIC = [
     "OptionError",
     "RankAbsentError",
     "RankConsistency",
+    "RankDebugger",
     "RankDiedError",
     "RankFailedError",
     "RankHungError",
