@@ -196,8 +196,8 @@ def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
     by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     raise UnevenInputsError(
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
-        "drop_last=True give all ranks equally many"
+        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
+        "or drop_last=True give all ranks equally many"
     )
 
 

@@ -328,8 +328,8 @@ def test_lengths_that_differ_are_refused_when_training_begins(tmp_path: Path) ->
     assert first[0] == first[1]
     assert first[0] == (
         "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
-        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
-        "drop_last=True give all ranks equally many"
+        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
+        "or drop_last=True give all ranks equally many"
     )
     assert "must have a length on every rank or on none (got (-1, 3), by rank, where -1 is none)" in first[2]
     assert "must have a length on every rank or on none (got (-1, 3), by rank, where -1 is none)" in second[2]
