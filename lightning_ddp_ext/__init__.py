@@ -1,10 +1,11 @@
 """Data-parallel training with PyTorch Lightning that starts, fails and stops as it should.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
-``ddp_ext_notebook`` and ``ddp_ext_forkserver``.
+``ddp_ext_notebook`` and ``ddp_ext_forkserver``, in ``lightning`` and in ``pytorch_lightning``.
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -54,22 +55,31 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
     WorldError,
 )
-from lightning_ddp_ext.integration.callbacks.hang_watchdog import HangWatchdog
-from lightning_ddp_ext.integration.callbacks.rank_consistency import RankConsistency
-from lightning_ddp_ext.integration.callbacks.rank_logging import RankLogging
-from lightning_ddp_ext.integration.callbacks.rank_zero_checkpoint import RankZeroCheckpoint
-from lightning_ddp_ext.integration.callbacks.sampler_epoch_seeding import SamplerEpochSeeding
-from lightning_ddp_ext.integration.callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
-from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
-from lightning_ddp_ext.integration.predictions import gather_predictions
-from lightning_ddp_ext.integration.strategy import DDPExtStrategy
-from lightning_ddp_ext.integration.strategy import register as _register
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.reductions.ring import ring_all_reduce
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
+from lightning_ddp_ext.trees import adapter as _adapter
+from lightning_ddp_ext.trees import register_names as _register_names
 from lightning_ddp_ext.world import World
+
+if _TYPE_CHECKING:
+    from lightning_ddp_ext.integration.public import (
+        DDPExtStrategy,
+        HangWatchdog,
+        RankConsistency,
+        RankDebugger,
+        RankLogging,
+        RankZeroCheckpoint,
+        RankZeroCheckpointIO,
+        SamplerEpochSeeding,
+        SyncBatchNormConversion,
+        gather_predictions,
+    )
+else:
+    _public = _adapter("public")
+    globals().update({name: getattr(_public, name) for name in _public.__all__})
 
 __all__ = [
     "BatchNormError",
@@ -103,6 +113,7 @@ __all__ = [
     "OptionError",
     "RankAbsentError",
     "RankConsistency",
+    "RankDebugger",
     "RankDiedError",
     "RankFailedError",
     "RankHungError",
@@ -133,5 +144,5 @@ __all__ = [
     "ring_all_reduce",
 ]
 
-_register()
+_register_names()
 _watch_own_launcher()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.harness.scripts import run_script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARKS / "results").glob("*.json"))}

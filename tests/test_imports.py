@@ -12,7 +12,7 @@ import lightning_ddp_ext
 
 ROOT = Path(lightning_ddp_ext.__file__).parents[1]
 PACKAGE = "lightning_ddp_ext"
-ADAPTERS = (f"{PACKAGE}.integration", f"{PACKAGE}.cli", f"{PACKAGE}.__main__")
+ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("integration", "lightning", "pytorch_lightning", "cli", "__main__"))
 LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 NO_TORCH = (f"{PACKAGE}.errors", f"{PACKAGE}.world")
 

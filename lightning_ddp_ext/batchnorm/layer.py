@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_ddp_ext.batchnorm import cpu, cuda
 from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import Running
-from lightning_ddp_ext.batchnorm.sync_context import SyncContext
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
 from lightning_ddp_ext.errors import BatchNormInputError, ConversionError
 
 CONTEXT = "_ddpx_context"  # the attribute that layers get when they are converted
@@ -92,7 +92,14 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         self._check_channels_and_device(input)
         batch_norm = cpu.batch_norm if input.device.type == "cpu" else cuda.batch_norm
-        return batch_norm(input, self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context)
+        running = self._count_batch()
+        if not is_idle():
+            return batch_norm(input, self.weight, self.bias, running, self.eps, self._ddpx_context)
+        # Joins the collectives of both passes with an empty batch; the output is of no use to any rank.
+        empty = batch_norm(input[:0], self.weight, self.bias, running, self.eps, self._ddpx_context)
+        is_cudnn = torch.backends.cudnn.enabled
+        own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
+        return own + empty.sum()
 
     def _check_channels_and_device(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.

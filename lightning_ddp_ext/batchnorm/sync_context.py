@@ -17,6 +17,20 @@ from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
 _HEADER = 2  # the layer's index, and the phase
 
 
+_is_idle = False
+
+
+def is_idle() -> bool:
+    """Whether this rank's present batch is one that does not count."""
+    return _is_idle
+
+
+def set_idle(idle: bool) -> None:
+    """Have this rank's synchronised layers take part with empty batches, or with its own again."""
+    global _is_idle
+    _is_idle = idle
+
+
 class Phase(IntEnum):
     """The pass in which a layer exchanges numbers."""
 

@@ -8,18 +8,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.cli.output import Report, add_row, count_text, table
 from lightning_ddp_ext.cli.verification import verify
 from lightning_ddp_ext.errors import DDPExtError
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
-from lightning_ddp_ext.integration.strategy import DDPExtStrategy
+from lightning_ddp_ext.trees import adapter
 from lightning_ddp_ext.world import read_world
+
+if TYPE_CHECKING:
+    from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
+else:
+    _tree = adapter("lightning_tree")
+    Callback, LightningModule, Trainer = _tree.Callback, _tree.LightningModule, _tree.Trainer
 
 _STEPS = 4
 

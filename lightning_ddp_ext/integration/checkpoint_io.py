@@ -20,7 +20,8 @@ from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError, OptionError
-from lightning_ddp_ext.integration.lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
+
+from .lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
 
 OnSaveError = Literal["raise", "warn"]
 

@@ -17,10 +17,15 @@ from torch import nn
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError, RankFailedError
-from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
-from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.foreign import adapted
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.call_site import call_site
+from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
+from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
+
+from .checkpoint_io import RankZeroCheckpointIO
+from .compat import ReplacedMethods
+from .foreign import adapted
+from .lightning_tree import (
     Callback,
     LightningModule,
     Precision,
@@ -28,10 +33,6 @@ from lightning_ddp_ext.integration.lightning_tree import (
     TrainerStatus,
     rank_zero_warn,
 )
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.call_site import call_site
-from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
-from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 
 class Checkpoints:

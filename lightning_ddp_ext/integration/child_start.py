@@ -7,8 +7,9 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_ddp_ext.integration.lightning_tree import GlobalStateSnapshot
 from lightning_ddp_ext.supervision.parent_watch import watch_launcher
+
+from .lightning_tree import GlobalStateSnapshot
 
 
 @dataclass(frozen=True)

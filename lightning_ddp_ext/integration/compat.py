@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ddp_ext.integration.lightning_tree import Loop, refuse_missing
+from .lightning_tree import Loop, refuse_missing
 
 
 class ReplacedMethods:
@@ -67,6 +67,11 @@ def iterators_of(loop: Any) -> list[Any]:
 def fetcher_of(loop: Any) -> Any:
     """What fetches batches for a loop: its attribute ``length`` says which batch is the last."""
     return _read(loop, "_data_fetcher")
+
+
+def is_read_in_step(loop: Any) -> bool:
+    """Whether steps of a loop take ``dataloader_iter``, and so ask for their batches themselves."""
+    return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def active_loop_of(trainer: Any) -> Any:

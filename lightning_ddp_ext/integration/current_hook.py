@@ -41,7 +41,7 @@ def _activity(frame: FrameType, trainer: Any) -> str:
         return f"{_stage(trainer) or 'a'}_dataloader_next"
     if module.endswith(".trainer.call") and function in _CALLERS:
         return str(frame.f_locals.get(_HOOK, ""))
-    is_between = module.startswith("lightning_ddp_ext.integration") or ".strategies." in module or ".trainer." in module
+    is_between = module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
     return function if is_between and function in _CALLS else ""
 
 

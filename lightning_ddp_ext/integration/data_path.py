@@ -21,12 +21,14 @@ from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDis
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.compat import ReplacedMethods, active_loop_of, iterators_of
-from lightning_ddp_ext.integration.evaluation import EVALUATED, Evaluation, IdleRanks
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn, update_dataloader
-from lightning_ddp_ext.integration.resume import ResumeData
-from lightning_ddp_ext.integration.training_data import TrainingData
-from lightning_ddp_ext.integration.uneven import UnevenInputs
+
+from .compat import ReplacedMethods, active_loop_of, iterators_of
+from .evaluation import EVALUATED, Evaluation, IdleRanks
+from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from .resume import ResumeData
+from .training_data import TrainingData
+from .uneven import Mode as UnevenMode
+from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
 
@@ -44,7 +46,7 @@ class DataPath:
         *,
         order: Order,
         exact_evaluation: bool,
-        uneven_inputs: Literal["stop_at_shortest"] | None,
+        uneven_inputs: UnevenMode | None,
         resume_data: ResumeData,
         idle_ranks: IdleRanks,
     ) -> None:
@@ -52,13 +54,13 @@ class DataPath:
         _check_choice("exact_evaluation", exact_evaluation, (True, False))
         _check_choice("resume_data", resume_data, get_args(ResumeData))
         _check_choice("idle_ranks", idle_ranks, get_args(IdleRanks))
-        _check_choice("uneven_inputs", uneven_inputs, (None, "stop_at_shortest"))
+        _check_choice("uneven_inputs", uneven_inputs, (None, *get_args(UnevenMode)))
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
-        self.uneven = UnevenInputs(strategy, stops_at_shortest=uneven_inputs is not None)
+        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
         self.worker_seed: int | None = None  # see SamplerEpochSeeding
@@ -78,8 +80,19 @@ class DataPath:
 
         self._replaced.replace(connector, "_prepare_dataloader", prepare)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank's present batch does not count."""
+        return self.uneven.is_idle if self._trainer.training else self.evaluation.is_idle
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
+        return self.uneven.idle or self.evaluation.idle
+
     def detach(self) -> None:
         """Leave the Trainer to itself."""
+        self.uneven.attach()
         self._replaced.put_back()
 
     def on_train_batch_start(self, batch: Any) -> None:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_ddp_ext.errors import StoreError
-from lightning_ddp_ext.integration.environment import WorldEnvironment
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
+from lightning_ddp_ext.rendezvous.init_method import File, InitMethod, Tcp, check_file
+from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
+
+from .environment import WorldEnvironment
+from .lightning_tree import (
     ClusterEnvironment,
     LightningEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.init_method import File, InitMethod, Tcp, check_file
-from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"

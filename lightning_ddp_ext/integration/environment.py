@@ -6,12 +6,13 @@ import os
 
 from typing_extensions import override
 
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.world import World, check_devices
+
+from .lightning_tree import (
     ClusterEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
 )
-from lightning_ddp_ext.world import World, check_devices
 
 
 class WorldEnvironment(ClusterEnvironment):

@@ -22,9 +22,10 @@ from lightning_ddp_ext.data.loader import (
 )
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
 from lightning_ddp_ext.errors import ExactEvaluationError
-from lightning_ddp_ext.integration.compat import active_loop_of, combined_loader_of, mode_of, results_of
-from lightning_ddp_ext.integration.lightning_tree import RunningStage, rank_zero_warn
-from lightning_ddp_ext.integration.uneven import lengths_by_rank
+
+from .compat import active_loop_of, combined_loader_of, mode_of, results_of
+from .lightning_tree import RunningStage, rank_zero_warn
+from .uneven import lengths_by_rank
 
 IdleRanks = Literal["repeat", "skip"]
 

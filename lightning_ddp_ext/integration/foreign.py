@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.integration.lightning_tree import lightning_version, rank_zero_info
+
+from .lightning_tree import lightning_version, rank_zero_info
 
 
 def adapted(content: Any, path: str, model: nn.Module | None = None) -> dict[str, Any]:

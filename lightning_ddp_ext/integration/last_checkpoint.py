@@ -14,7 +14,8 @@ from lightning_ddp_ext.checkpoint.load import refuse_damage
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
-from lightning_ddp_ext.integration.lightning_tree import (
+
+from .lightning_tree import (
     ModelCheckpoint,
     SLURMEnvironment,
     rank_zero_info,

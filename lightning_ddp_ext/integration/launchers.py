@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
@@ -17,46 +16,39 @@ import torch.multiprocessing
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import GroupInUseError, RankFailedError, WorldError
-from lightning_ddp_ext.integration.child_start import ChildStart, ResultsQueue
-from lightning_ddp_ext.integration.endpoints import environment_of_started_ranks, start_variables
-from lightning_ddp_ext.integration.environment import source_of
-from lightning_ddp_ext.integration.last_checkpoint import with_last_checkpoint
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.rendezvous.process_context import current, leave
+from lightning_ddp_ext.supervision.debugger import NO_LIMIT
+from lightning_ddp_ext.supervision.exception_report import print_line
+from lightning_ddp_ext.supervision.failure import supervised
+from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID
+from lightning_ddp_ext.supervision.rank_processes import (
+    ChildScripts,
+    RankProcesses,
+    StartedRanks,
+    note_started,
+    started_ranks,
+)
+
+from .callbacks.rank_debugger import debugged_rank
+from .child_start import ChildStart, ResultsQueue
+from .endpoints import environment_of_started_ranks, start_variables
+from .environment import source_of
+from .last_checkpoint import with_last_checkpoint
+from .lightning_tree import (
     GlobalStateSnapshot,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExitException,
     check_missing_main_guard,
     disable_module_memory_sharing,
+    imported_script_launchers,
     lightning_name,
     set_num_threads_if_needed,
 )
-from lightning_ddp_ext.integration.stopping import StoppedException
-from lightning_ddp_ext.rendezvous.process_context import current, leave
-from lightning_ddp_ext.supervision.exception_report import print_line
-from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID
-from lightning_ddp_ext.supervision.rank_processes import ChildScripts, RankProcesses
+from .stopping import StoppedException
 
 if TYPE_CHECKING:
-    from lightning_ddp_ext.integration.strategy import DDPExtStrategy
-
-
-@dataclass(frozen=True)
-class StartedRanks:
-    """What this process remembers of having started ranks by running its script again."""
-
-    variables: dict[str, str]
-    world_size: int
-    scripts: ChildScripts
-
-
-_started: StartedRanks | None = None
-
-
-def started_ranks() -> StartedRanks | None:
-    """The ranks that this process has started by running its script again, if it has."""
-    return _started
+    from .strategy import DDPExtStrategy
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -75,16 +67,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         _refuse_other_size(self.num_processes * self.num_nodes)
-        if _started is not None:
-            self.procs = list(_started.scripts.children)
+        started = started_ranks()
+        if started is not None:
+            self.procs = list(started.scripts.children)
         elif not self.cluster_environment.creates_processes_externally:
-            self._start()
+            self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(function, args, trainer)
         return supervised(function, *args, harmless=(TunerExitException, StoppedException), **kwargs)
 
-    def _start(self) -> None:
-        global _started
+    def _start(self, trainer: Any) -> None:
         start = start_variables(
             self._strategy.chosen_init_method,
             self.cluster_environment,
@@ -93,15 +85,17 @@ class ScriptLauncher(SubprocessScriptLauncher):
         )
         with environment_of_started_ranks({**start.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
-        _started = StartedRanks(start.variables, self.num_processes * self.num_nodes, ChildScripts(list(self.procs)))
+        limit = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
+        scripts = ChildScripts(list(self.procs), **limit)
+        note_started(StartedRanks(start.variables, self.num_processes * self.num_nodes, scripts))
         atexit.register(start.clean_up)
-        atexit.register(_started.scripts.wait)  # before that
+        atexit.register(scripts.wait)  # before that
         _keep_others_from_starting_ranks()
 
 
 def _refuse_other_size(world_size: int) -> None:
     context = current()
-    joined = _started if context is None or len(context.table) == 1 else context.world
+    joined = started_ranks() if context is None or len(context.table) == 1 else context.world
     if joined is not None and joined.world_size != world_size:
         raise GroupInUseError(
             f"this script's world_size is {joined.world_size} already, and this Trainer wants {world_size}; give every "
@@ -118,7 +112,8 @@ def _keep_others_from_starting_ranks() -> None:
     def use_those(self: SubprocessScriptLauncher) -> None:
         _refuse_other_size(self.num_processes * self.num_nodes)
 
-    SubprocessScriptLauncher._call_children_scripts = use_those  # type: ignore[method-assign]
+    for launcher in imported_script_launchers():
+        launcher._call_children_scripts = use_those  # type: ignore[method-assign]
 
 
 class ProcessesLauncher(MultiProcessingLauncher):

@@ -10,7 +10,8 @@ from lightning_ddp_ext.batchnorm.conversion import convert, restore_batchnorm
 from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 from lightning_ddp_ext.errors import ConversionError
-from lightning_ddp_ext.integration.lightning_tree import LayerSync, rank_zero_info, rank_zero_warn
+
+from .lightning_tree import LayerSync, rank_zero_info, rank_zero_warn
 
 
 class TrainedLayers:

@@ -1,38 +1,19 @@
-"""Choose one of the two Lightning distributions, and import everything that the package takes from it.
+"""Import everything that the package takes from Lightning, of the tree that this module was loaded for.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are separate class trees, often installed together: a strategy made
-from one is refused by a Trainer of the other. The variable ``DDPX_LIGHTNING`` names the tree; else it is the one that
-has been imported already; else ``lightning``, if it is installed.
-
-Private names of Lightning are imported here and nowhere else, without the underscore in front of them.
+That is ``lightning.pytorch``, or ``pytorch_lightning``; see ``trees``. Private names of Lightning are imported here and
+nowhere else, without the underscore in front of them.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_ddp_ext.errors import ConfigurationError
 
-_FABRIC_OF = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-_CHOICES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-
-
-def _pick() -> str:
-    chosen = os.environ.get("DDPX_LIGHTNING")
-    if chosen is not None:
-        if chosen not in _CHOICES:
-            raise ConfigurationError(
-                f"DDPX_LIGHTNING must be one of {', '.join(_CHOICES)} (got {chosen!r}); "
-                "name the package that your code imports, or unset it"
-            )
-        return _CHOICES[chosen]
-    imported = [tree for tree in _FABRIC_OF if tree in sys.modules]
-    installed = [tree for name, tree in _CHOICES.items() if importlib.util.find_spec(name) is not None]
-    return (imported or installed or ["lightning.pytorch"])[0]
+_IS_SECOND = __package__ == "lightning_ddp_ext.pytorch_lightning"
+_OTHER_PACKAGE = "lightning_ddp_ext.integration" if _IS_SECOND else "lightning_ddp_ext.pytorch_lightning"
 
 
 def refuse_missing(owner: type, *names: str) -> None:
@@ -44,6 +25,28 @@ def refuse_missing(owner: type, *names: str) -> None:
     for name in names:
         if not hasattr(owner, name):
             raise _missing(f"{owner.__module__}.{owner.__qualname__}.{name}")
+
+
+def refuse_other_tree(*objects: object) -> None:
+    """Refuse callbacks and plugins of ours that are for Trainers of the other tree.
+
+    Raises:
+        ConfigurationError: says what to import instead.
+    """
+    own, other = ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
+    for each in objects:
+        for base in type(each).__mro__:
+            if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
+                raise ConfigurationError(
+                    f"{base.__name__} is made for {other}, and this Trainer is of {own}; "
+                    f"write from lightning_ddp_ext.{own} import {base.__name__}"
+                )
+
+
+def imported_script_launchers() -> list[type[SubprocessScriptLauncher]]:
+    """The class with which stock strategies start ranks, of each tree that is imported."""
+    names = [f"{tree}.strategies.launchers.subprocess_script" for tree in ("lightning.pytorch", "pytorch_lightning")]
+    return [sys.modules[name]._SubprocessScriptLauncher for name in names if name in sys.modules]
 
 
 def _missing(name: str) -> ImportError:
@@ -95,9 +98,9 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 
 else:
-    lightning_name = _pick()
+    lightning_name = "pytorch_lightning" if _IS_SECOND else "lightning.pytorch"
     lightning_version = import_module(lightning_name).__version__
-    _root, _fabric = lightning_name, _FABRIC_OF[lightning_name]
+    _root, _fabric = lightning_name, "lightning_fabric" if _IS_SECOND else "lightning.fabric"
     _NAMES = {
         _root: ("Callback", "LightningModule", "Trainer"),
         f"{_root}.accelerators": ("Accelerator",),

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.integration.lightning_tree import calling_result
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
+
+from .lightning_tree import calling_result
 
 
 class BatchedMetrics:
@@ -83,4 +84,4 @@ class BatchedMetrics:
 
     @property
     def _idle_ranks(self) -> tuple[int, ...]:
-        return self._strategy.data.evaluation.idle  # type: ignore[no-any-return]
+        return self._strategy.data.idle_ranks  # type: ignore[no-any-return]

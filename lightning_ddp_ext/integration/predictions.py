@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
-from lightning_ddp_ext.integration.lightning_tree import CombinedLoader
+
+from .lightning_tree import CombinedLoader
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "

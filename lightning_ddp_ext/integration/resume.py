@@ -11,9 +11,11 @@ from lightning_ddp_ext.data.generators import restore_random
 from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.errors import ResumeError
-from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, end_restart, mode_of
-from lightning_ddp_ext.integration.lightning_tree import rank_zero_info, rank_zero_warn
-from lightning_ddp_ext.integration.loop_state import Restart, change_to, find_restart
+
+from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
+from .lightning_tree import rank_zero_info, rank_zero_warn
+from .loop_state import Restart, change_to, find_restart
+from .uneven import UnevenInputs
 
 ResumeData = Literal["exact", "epoch", "off"]
 
@@ -80,6 +82,10 @@ class Resume:
         return self._strategy.lightning_module.trainer
 
     @property
+    def _uneven(self) -> UnevenInputs:
+        return self._strategy.data.uneven  # type: ignore[no-any-return]
+
+    @property
     def _knows_each_rank(self) -> bool:
         return bool(self._ranks) and self._ranks[0]["random"] is not None
 
@@ -132,7 +138,7 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
-        last = self.done + self._count_left()
+        last = self.done + self._uneven.most(self._count_left())
         if last < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(last))
 
@@ -186,7 +192,7 @@ class Resume:
         if math.inf in (whole, left):
             return self.restart.done
         accumulated: int = self._trainer.accumulate_grad_batches
-        return int(whole - left) // accumulated * accumulated
+        return int(self._uneven.most(whole - left)) // accumulated * accumulated
 
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.

@@ -11,18 +11,19 @@ from functools import partial
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
+from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
+
+from .compat import ReplacedMethods
+from .lightning_tree import (
     SIGTERMException,
     SLURMEnvironment,
     Strategy,
     TrainerStatus,
     rank_zero_info,
 )
-from lightning_ddp_ext.integration.loop_state import Stopped
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
-from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
+from .loop_state import Stopped
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)

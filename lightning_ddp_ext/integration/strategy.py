@@ -18,17 +18,35 @@ from typing_extensions import override
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError, WorldError
-from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
-from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
-from lightning_ddp_ext.integration.comm_hooks import CommHook, HookName, find_hook, register_on_cpu
-from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.data_path import DataPath, Order
-from lightning_ddp_ext.integration.endpoints import endpoint_of
-from lightning_ddp_ext.integration.environment import WorldEnvironment, source_of
-from lightning_ddp_ext.integration.evaluation import IdleRanks
-from lightning_ddp_ext.integration.launchers import ProcessesLauncher, ScriptLauncher, started_ranks
-from lightning_ddp_ext.integration.layer_sync import RanksLayerSync
-from lightning_ddp_ext.integration.lightning_tree import (
+from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
+from lightning_ddp_ext.rendezvous.init_method import Env, InitMethod, check_run_id, choose
+from lightning_ddp_ext.rendezvous.named_barrier import Call
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
+from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
+from lightning_ddp_ext.rendezvous.process_context import current, join
+from lightning_ddp_ext.rendezvous.request import Request, Timeouts
+from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
+from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
+from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
+from lightning_ddp_ext.supervision.debugger import DebuggedRank
+from lightning_ddp_ext.supervision.exception_report import install_excepthook
+from lightning_ddp_ext.supervision.parent_watch import watch_parent
+from lightning_ddp_ext.supervision.rank_processes import started_ranks
+from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.world import World, check_devices, read_world
+
+from .callbacks.rank_debugger import debugged_rank
+from .checkpoint_io import RankZeroCheckpointIO
+from .checkpoints import Checkpoints, agree_on_path
+from .comm_hooks import CommHook, HookName, find_hook, register_on_cpu
+from .compat import ReplacedMethods
+from .data_path import DataPath, Order
+from .endpoints import endpoint_of
+from .environment import WorldEnvironment, source_of
+from .evaluation import IdleRanks
+from .launchers import ProcessesLauncher, ScriptLauncher
+from .layer_sync import RanksLayerSync
+from .lightning_tree import (
     Accelerator,
     CheckpointIO,
     ClusterEnvironment,
@@ -44,24 +62,13 @@ from lightning_ddp_ext.integration.lightning_tree import (
     lightning_version,
     rank_zero_info,
     rank_zero_warn,
+    refuse_other_tree,
 )
-from lightning_ddp_ext.integration.metrics import BatchedMetrics
-from lightning_ddp_ext.integration.resume import ResumeData
-from lightning_ddp_ext.integration.stopping import Stops
-from lightning_ddp_ext.integration.unused_parameters import name_unused
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
-from lightning_ddp_ext.rendezvous.init_method import Env, InitMethod, check_run_id, choose
-from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
-from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
-from lightning_ddp_ext.rendezvous.process_context import current, join
-from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
-from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import watch_parent
-from lightning_ddp_ext.supervision.survey import Survey
-from lightning_ddp_ext.world import World, check_devices, read_world
+from .metrics import BatchedMetrics
+from .resume import ResumeData
+from .stopping import Stops
+from .uneven import Mode as UnevenMode
+from .unused_parameters import name_unused
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,7 +135,9 @@ class DDPExtStrategy(DDPStrategy):
             for steps without collectives. ``strategy.is_idle`` says whether this rank is idle in the present step.
         uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
             loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
-            step that each of them has a batch for. ``None``: loaders with lengths that differ are refused when training
+            step that each of them has a batch for. With ``"join"`` every batch is trained on once: a rank that has no
+            more repeats its last one, without counting, until all are through, and gradients are averaged over the
+            ranks that still have data. ``None``: loaders with lengths that differ are refused when training
             begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
         resume_data: how far a checkpoint's data are resumed: with ``"exact"`` training goes on with the batch that is
             due and the random numbers of each rank, with ``"epoch"`` from the beginning of the epoch, for data that
@@ -204,7 +213,7 @@ class DDPExtStrategy(DDPStrategy):
         sampler: Order = "torch",
         exact_evaluation: bool = True,
         idle_ranks: IdleRanks = "repeat",
-        uneven_inputs: Literal["stop_at_shortest"] | None = None,
+        uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
@@ -285,8 +294,10 @@ class DDPExtStrategy(DDPStrategy):
         self._nccl, self._interface = nccl, interface
         self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
+        self.averaging_period = model_averaging_period
         self._debug = debug
         self._checked: CheckedCollectives | None = None
+        self._debugged: DebuggedRank | None = None
         # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
         read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
 
@@ -435,7 +446,7 @@ class DDPExtStrategy(DDPStrategy):
 
     def _request(self) -> Request:
         started = started_ranks()
-        return Request(
+        request = Request(
             world=self.world,
             init_method=str(self.chosen_init_method or Env()),
             is_explicit=self.chosen_init_method is not None,
@@ -448,6 +459,7 @@ class DDPExtStrategy(DDPStrategy):
             absence=started.scripts.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )
+        return request if self._debugged is None else self._debugged.without_limits(request)
 
     def _endpoint(self) -> Endpoint:
         """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
@@ -501,9 +513,16 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
         assert self.lightning_module is not None
-        trainer, context = self.lightning_module.trainer, current()
+        trainer: Any = self.lightning_module.trainer
+        refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
+        self._debugged = debugged_rank(trainer)
+        super().setup_environment()
+        context = current()
+        if self._debugged is not None:
+            self._debugged.wait_on(self.global_rank)
+        if self.world_size > 1:
+            install_breakpointhook(self.global_rank)
         agree_on_path(trainer, self._replaced)
         self.data.attach(trainer)
         self.metrics.start()
@@ -568,6 +587,7 @@ class DDPExtStrategy(DDPStrategy):
         finally:
             self._replaced.put_back()
             self.stops.detach()
+            restore_breakpointhook()
 
     # BatchNorm.
 
@@ -622,8 +642,12 @@ class DDPExtStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._advance()
         self.stops.on_training_step()
-        with self.metrics.step(is_training=True):
+        with self.data.uneven.step(), self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().backward(self.data.uneven.weigh(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -639,8 +663,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch in an evaluation is one that does not count, in hooks, too."""
-        return self.data.evaluation.is_idle
+        """Whether this rank's present batch is one that does not count, in hooks, too."""
+        return self.data.is_idle
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:

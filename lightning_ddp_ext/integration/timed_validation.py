@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.integration.compat import last_validation_of, set_last_validation, validation_interval_of
+from .compat import last_validation_of, set_last_validation, validation_interval_of
 
 
 class TimedValidation:

@@ -16,12 +16,13 @@ import torch
 from lightning_ddp_ext.data.generators import take_random
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.integration.compat import combined_iterator_of, combined_loader_of, iterators_of
-from lightning_ddp_ext.integration.lightning_tree import rank_zero_info
-from lightning_ddp_ext.integration.loop_state import Restart, Stopped, epoch_of, find_restart
-from lightning_ddp_ext.integration.resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
-from lightning_ddp_ext.integration.timed_validation import TimedValidation
-from lightning_ddp_ext.integration.uneven import UnevenInputs
+
+from .compat import combined_iterator_of, combined_loader_of, iterators_of
+from .lightning_tree import rank_zero_info
+from .loop_state import Restart, Stopped, epoch_of, find_restart
+from .resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
+from .timed_validation import TimedValidation
+from .uneven import UnevenInputs
 
 
 class TrainingData:
@@ -121,9 +122,9 @@ class TrainingData:
         if self.resume.is_over:
             return iter(())
         position: LoaderPosition = loader.position
-        batches = self._uneven.begin(position.begin())
+        batches = self._uneven.begin(position)
         is_first = position is positions_of(self._trainer)[0]
-        return position.give(self._announce(batches) if is_first else batches)
+        return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ddp_ext.batchnorm.sync_context import set_idle
 from lightning_ddp_ext.data.digest import digest
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
-from lightning_ddp_ext.data.shortest import until_shortest
+from lightning_ddp_ext.data.metric_state import preserve_metric_state
+from lightning_ddp_ext.data.position import LoaderPosition
+from lightning_ddp_ext.data.shortest import until_longest, until_shortest
 from lightning_ddp_ext.errors import UnevenInputsError
-from lightning_ddp_ext.integration.compat import combined_loader_of, end_epoch_after, fetcher_of
-from lightning_ddp_ext.integration.lightning_tree import rank_zero_warn
 from lightning_ddp_ext.rendezvous.process_context import current
+
+from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step, results_of
+from .lightning_tree import rank_zero_warn
+
+Mode = Literal["stop_at_shortest", "join"]
 
 _NAMED = 16  # ranks in a message
 
@@ -24,37 +34,44 @@ _NAMED = 16  # ranks in a message
 class UnevenInputs:
     """The numbers of a strategy's training batches.
 
+    With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
+    longest rank is through. Its step takes part in every collective, and leaves no trace in gradients, in metrics and
+    in the statistics of synchronised BatchNorm layers.
+
     Args:
         strategy: whose ranks.
-        stops_at_shortest: whether each iterator ends after the last batch that every rank has; else ranks
-            that know that they have different numbers of batches are refused.
+        mode: ``"stop_at_shortest"`` ends each iterator after the last batch that every rank has, ``"join"`` after the
+            last batch of any rank. ``None`` refuses ranks that know that they have different numbers of batches.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
     """
 
-    def __init__(self, strategy: Any, *, stops_at_shortest: bool) -> None:
+    def __init__(self, strategy: Any, mode: Mode | None) -> None:
         self._strategy = strategy
-        self._is_chosen = stops_at_shortest
+        self._mode = mode
         self.attach()
 
     def attach(self) -> None:
         """Begin with a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
+        self._batches: dict[int, int] = {}  # of the epoch, of ranks that have come to their end, by rank
+        self._is_in_step = False
+        set_idle(False)
 
     @property
-    def _stops_at_shortest(self) -> bool:
-        return self._is_chosen and dist.is_initialized() and self._strategy.world_size > 1
+    def _ends_together(self) -> bool:
+        return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a training loader the length that it has on the shortest rank. Collective, if it is to stop there.
+        """Give a training loader the length at which all ranks end. Collective, if they are to end together.
 
         Raises:
             UnevenInputsError: it has a length on some ranks only; on every rank.
         """
         self._has_new_loaders = True
-        if not self._stops_at_shortest:
+        if not self._ends_together:
             return
         lengths = lengths_by_rank(self._strategy, loader)
         if min(lengths) < 0 <= max(lengths):
@@ -62,15 +79,28 @@ class UnevenInputs:
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
                 f"{lengths}, by rank, where -1 is none), or Lightning waits for ever; give it __len__ on every rank"
             )
-        loader.length = None if -1 in lengths else min(lengths)
+        loader.length = None if -1 in lengths else max(lengths) if self._mode == "join" else min(lengths)
 
-    def begin(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Have all ranks end an iterator together, if that was asked for."""
-        if not self._stops_at_shortest:
-            return batches
+    def begin(self, position: LoaderPosition) -> Iterator[Any]:
+        """Begin an iterator, counted by its position; all ranks end it together, if that was asked for."""
+        self._batches.clear()
+        done = position.given
+        batches = position.begin()
+        if not self._ends_together:
+            return position.give(batches)
         context = current()  # whose group for CPU tensors keeps an accelerator from waiting
         group = None if context is None else context.side_group()
-        return until_shortest(batches, group, on_last=self._end_epoch)
+        if self._mode == "stop_at_shortest":
+            return position.give(until_shortest(batches, group, on_last=self._end_epoch))
+        numbers = itertools.count(done)
+
+        def note_idle(ranks: list[int]) -> None:
+            number = next(numbers)
+            for rank in ranks:
+                self._batches.setdefault(rank, number)
+
+        # A position counts what was read, and not what is repeated.
+        return until_longest(position.give(batches), group, on_item=note_idle, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
@@ -78,12 +108,61 @@ class UnevenInputs:
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
+    # Idle ranks.
+
+    @property
+    def _idle_ranks(self) -> tuple[int, ...]:
+        """The ranks that have no batch of their own for the present step."""
+        if not self._batches:
+            return ()
+        number = self._strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return tuple(rank for rank, batches in sorted(self._batches.items()) if batches < number)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank's present batch does not count."""
+        return self._strategy.global_rank in self._idle_ranks
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks whose values a reduction must leave out, in a step."""
+        return self._idle_ranks if self._is_in_step else ()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One ``training_step``: on an idle rank it leaves no trace in any metric."""
+        module = self._strategy.lightning_module
+        self._is_in_step = True
+        try:
+            with preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext():
+                yield
+        finally:
+            self._is_in_step = False
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients DDP averages: over the ranks that are not idle, and of these alone."""
+        idle, world_size = self._idle_ranks, self._strategy.world_size
+        if not idle:
+            return loss
+        return loss * (0.0 if self.is_idle else world_size / (world_size - len(idle)))
+
+    def most(self, number: float) -> float:
+        """The largest number of any rank, where ranks may be idle. Collective then."""
+        if self._mode != "join" or not self._ends_together:
+            return number
+        found = [number] * self._strategy.world_size
+        dist.all_gather_object(found, number)
+        return max(found)
+
+    # When the first batch is there.
+
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
         """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
 
         Raises:
             UnevenInputsError: ranks know that they have different numbers of batches; on every rank.
         """
+        set_idle(self.is_idle)
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
@@ -93,8 +172,10 @@ class UnevenInputs:
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
-        if not self._is_chosen:
+        if self._mode is None:
             _refuse_uneven(trainer, lengths)
+        elif self._mode == "join":
+            _refuse_join(trainer)
         if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
 
@@ -115,9 +196,27 @@ def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
     by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     raise UnevenInputsError(
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='stop_at_shortest'), or let a sampler or "
-        "drop_last=True give all ranks equally many"
+        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
+        "or drop_last=True give all ranks equally many"
     )
+
+
+def _refuse_join(trainer: Any) -> None:
+    """Refuse what an idle rank cannot take part in without counting."""
+    loaders = len(combined_loader_of(trainer.fit_loop).flattened)
+    layers = [name for name, each in trainer.lightning_module.named_modules() if type(each) is TorchSyncBatchNorm]
+    problem = None
+    if loaders != 1:
+        problem = f"a single training loader (got {loaders}); combine their datasets"
+    elif is_read_in_step(trainer.fit_loop):
+        problem = "a training_step that takes a batch (it takes dataloader_iter); take batch"
+    elif layers:
+        problem = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
+    elif trainer.strategy.averaging_period is not None:
+        problem = "gradients that are averaged in every step; leave model_averaging_period out"
+    if problem is not None:
+        trainer.strategy.barrier("the refusal of uneven inputs")
+        raise UnevenInputsError(f"uneven_inputs='join' needs {problem}, or choose 'stop_at_shortest'")
 
 
 def _ends_within(trainer: Any, batches: float) -> bool:

@@ -96,7 +96,8 @@ def _settings(first: Hello, second: Hello) -> list[tuple[str, object, object]]:
         pairs.append(("init_method", first.init_method, second.init_method))
     for package in sorted(first.versions.keys() | second.versions.keys()):
         mine, other = (hello.versions.get(package, "none") for hello in (first, second))
-        pairs.append((f"the version of {package}", mine, other))
+        what = package if package.isupper() else f"the version of {package}"  # a variable
+        pairs.append((what, mine, other))
     return pairs
 
 

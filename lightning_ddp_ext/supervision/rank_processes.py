@@ -31,9 +31,11 @@ class ChildScripts:
 
     Args:
         children: their processes, by local rank from 1 on.
+        at_most: seconds that this process waits for them at its end.
     """
 
     children: list[subprocess.Popen[bytes]]
+    at_most: float = _AT_MOST
 
     def failure(self) -> str | None:
         """A sentence on a child that has ended; asked while this process waits for it to connect."""
@@ -52,10 +54,11 @@ class ChildScripts:
         alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
         if alive and not failed:
             sys.stderr.write(
-                f"waiting up to {_AT_MOST:.0f} s for {', '.join(alive)} to end as this process has; Ctrl-C ends them\n"
+                f"waiting up to {self.at_most:.0f} s for {', '.join(alive)} to end as this process has; "
+                "Ctrl-C ends them\n"
             )
             with suppress(KeyboardInterrupt):
-                self._alive_after(_AT_MOST)
+                self._alive_after(self.at_most)
         for child in self.children:
             if child.poll() is None:
                 child.kill()
@@ -71,6 +74,29 @@ class ChildScripts:
             for local_rank, child in enumerate(self.children, start=1)
             if child.poll() is None
         ]
+
+
+@dataclass(frozen=True)
+class StartedRanks:
+    """What this process remembers of having started ranks by running its script again."""
+
+    variables: dict[str, str]
+    world_size: int
+    scripts: ChildScripts
+
+
+_started: StartedRanks | None = None
+
+
+def started_ranks() -> StartedRanks | None:
+    """The ranks that this process has started by running its script again, if it has."""
+    return _started
+
+
+def note_started(started: StartedRanks) -> None:
+    """Remember ranks that this process has started; it does so once."""
+    global _started
+    _started = started
 
 
 class RankProcesses:

@@ -89,7 +89,7 @@ def samples(runs: Iterable[Batches], epoch: int) -> list[int]:
         ({"sampler": "fast"}, r"sampler must be 'torch' or 'scalable' \(got 'fast'\)"),
         ({"exact_evaluation": 1}, r"exact_evaluation must be True or False \(got 1\)"),
         ({"idle_ranks": "wait"}, r"idle_ranks must be 'repeat' or 'skip' \(got 'wait'\)"),
-        ({"uneven_inputs": "pad"}, r"uneven_inputs must be None or 'stop_at_shortest' \(got 'pad'\)"),
+        ({"uneven_inputs": "pad"}, r"uneven_inputs must be None or 'stop_at_shortest' or 'join' \(got 'pad'\)"),
         ({"resume_data": None}, r"resume_data must be 'exact' or 'epoch' or 'off' \(got None\)"),
     ],
 )

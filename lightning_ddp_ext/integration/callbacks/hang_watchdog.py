@@ -15,13 +15,15 @@ from typing_extensions import override
 
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError
-from lightning_ddp_ext.integration.current_hook import doing, progress
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import enable
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
+
+from ..current_hook import doing, progress
+from ..lightning_tree import Callback, LightningModule, Trainer, rank_zero_info
+from .rank_debugger import debugged_rank
 
 
 class HangWatchdog(Callback):
@@ -86,6 +88,9 @@ class HangWatchdog(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._leave()
+        if debugged_rank(trainer) is not None:
+            rank_zero_info("HangWatchdog is off while a rank is debugged")
+            return
         context = current()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:

@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.errors import ConfigurationError, DivergenceError, OptionError
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Strategy, Trainer, rank_zero_warn
 from lightning_ddp_ext.supervision.replica_check import OnDivergence, ReplicaCheck
 from lightning_ddp_ext.supervision.replica_state import option_texts, structure_texts
+
+from ..lightning_tree import Callback, LightningModule, Strategy, Trainer, rank_zero_warn
 
 _TRAINER_OPTIONS = (
     "accumulate_grad_batches",

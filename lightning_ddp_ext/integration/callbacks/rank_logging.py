@@ -12,9 +12,10 @@ from typing import Literal, get_args
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
 from lightning_ddp_ext.rank_logger import prefix_of
 from lightning_ddp_ext.supervision.rank_logging import FORMAT, RankFile, prefixed_console
+
+from ..lightning_tree import Callback, LightningModule, Trainer
 
 Console = Literal["all", "rank_zero"]
 

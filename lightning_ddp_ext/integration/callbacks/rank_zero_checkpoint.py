@@ -12,10 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import OptionError
-from lightning_ddp_ext.integration.checkpoint_io import RankZeroCheckpointIO
-from lightning_ddp_ext.integration.checkpoints import Checkpoints, agree_on_path
-from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.lightning_tree import (
+
+from ..checkpoint_io import RankZeroCheckpointIO
+from ..checkpoints import Checkpoints, agree_on_path
+from ..compat import ReplacedMethods
+from ..lightning_tree import (
     LightningModule,
     ModelCheckpoint,
     Strategy,
@@ -24,7 +25,7 @@ from lightning_ddp_ext.integration.lightning_tree import (
     rank_zero_warn,
     refuse_missing,
 )
-from lightning_ddp_ext.integration.strategy import DDPExtStrategy
+from ..strategy import DDPExtStrategy
 
 # What ModelCheckpoint remembers of a save before it has succeeded.
 _REMEMBERED = (

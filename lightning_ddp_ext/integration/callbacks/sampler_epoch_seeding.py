@@ -10,10 +10,11 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
-from lightning_ddp_ext.integration.compat import ReplacedMethods
-from lightning_ddp_ext.integration.data_path import DataPath, is_shared_out, warn_of_fixed_orders
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, RunningStage, Trainer
-from lightning_ddp_ext.integration.loop_state import epoch_of
+
+from ..compat import ReplacedMethods
+from ..data_path import DataPath, is_shared_out, warn_of_fixed_orders
+from ..lightning_tree import Callback, LightningModule, RunningStage, Trainer
+from ..loop_state import epoch_of
 
 
 class SamplerEpochSeeding(Callback):

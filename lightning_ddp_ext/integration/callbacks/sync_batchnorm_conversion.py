@@ -6,8 +6,9 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import Ranks
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
-from lightning_ddp_ext.integration.layer_sync import TrainedLayers
-from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
+
+from ..layer_sync import TrainedLayers
+from ..lightning_tree import Callback, LightningModule, Trainer
 
 
 class SyncBatchNormConversion(Callback):

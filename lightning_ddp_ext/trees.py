@@ -1,0 +1,96 @@
+"""Which Lightning does the program use: ``lightning``, ``pytorch_lightning``, or both?
+
+The two are separate class trees, often installed together: a strategy made from one is refused by a Trainer of the
+other. So the files of ``integration`` are loaded once for each tree that is used, as ``lightning_ddp_ext.integration``
+for ``lightning.pytorch`` and as ``lightning_ddp_ext.pytorch_lightning`` for the other one. Everything else, such as the
+control channel and the errors, is there once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from lightning_ddp_ext.errors import ConfigurationError
+
+_CHOICES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_ADAPTERS = {
+    "lightning.pytorch": "lightning_ddp_ext.integration",
+    "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
+}
+
+
+def adapter(name: str) -> Any:
+    """The module of ``integration`` with this name, for the tree that the package's own names are for."""
+    return import_module(f"{_ADAPTERS[_chosen]}.{name}")
+
+
+def register_names() -> None:
+    """Make the strategy names known to each tree that the program has imported, or imports later."""
+    for tree in _ADAPTERS:
+        if tree in sys.modules:
+            _register(tree)
+    if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport())
+
+
+def _choose() -> str:
+    """``DDPX_LIGHTNING`` names the tree; else it is the one that is imported already, else one that is installed."""
+    chosen = os.environ.get("DDPX_LIGHTNING")
+    if chosen is not None:
+        if chosen not in _CHOICES:
+            raise ConfigurationError(
+                f"DDPX_LIGHTNING must be one of {', '.join(_CHOICES)} (got {chosen!r}); "
+                "name the package that your code imports, or unset it"
+            )
+        return _CHOICES[chosen]
+    imported = [tree for tree in _ADAPTERS if tree in sys.modules]
+    installed = [tree for name, tree in _CHOICES.items() if importlib.util.find_spec(name) is not None]
+    return (imported or installed or ["lightning.pytorch"])[0]
+
+
+_chosen = _choose()
+
+
+def _register(tree: str) -> None:
+    # The other tree may be of a version that we do not support, and of no interest to the program's own Trainers.
+    with suppress(ImportError):
+        import_module(f"{_ADAPTERS[tree]}.strategy").register()
+
+
+class _RegisterOnImport(MetaPathFinder):
+    """Finds what the other finders find; a tree gets our strategy names when its import ends."""
+
+    _is_asking = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _ADAPTERS or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._is_asking = False
+        if spec is not None and spec.loader is not None:
+            _call_after_import(spec.loader, lambda: _register(name))
+        return spec
+
+
+def _call_after_import(loader: Any, action: Any) -> None:
+    def exec_module(module: ModuleType) -> None:
+        del loader.exec_module  # the class's own is there again
+        loader.exec_module(module)
+        action()
+
+    loader.exec_module = exec_module
