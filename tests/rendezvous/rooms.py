@@ -38,7 +38,6 @@ def request(
     *,
     init_timeout: float = 20.0,
     timeout: float | None = None,
-    backend: str = "gloo",
     **fields: Any,
 ) -> Request:
     """What a Trainer on CPU would ask for; ``fields`` are those of ``Request``."""
@@ -49,7 +48,7 @@ def request(
         world=world,
         endpoint=FileEndpoint(where) if isinstance(where, str) else TcpEndpoint(where),
         init_method=url(where),
-        backend=backend,
+        backend="gloo",
         device=torch.device("cpu"),
         timeout=None if timeout is None else timedelta(seconds=timeout),
         init_timeout=timedelta(seconds=init_timeout),
