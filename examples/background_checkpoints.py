@@ -37,4 +37,5 @@ if __name__ == "__main__":
     # The newest whole checkpoint, `preempted.ckpt` of a stop included; none at the first start.
     trainer.fit(Model(), ckpt_path="last")
     if trainer.is_global_zero:
-        print(f"saved step {trainer.global_step}: {trainer.checkpoint_callback.last_model_path}")
+        saved = trainer.checkpoint_callback.last_model_path
+        print(f"ended at step {trainer.global_step}; the last checkpoint is {saved}")

@@ -146,7 +146,7 @@ def test_slurm(tmp_path: Path) -> None:
     begun = re.search(r"2 ranks begin at step (\d+)", again)
     assert begun is not None, again
     assert 0 < int(begun[1]) < 320
-    assert "saved step 320" in again
+    assert "ended at step 320" in again
 
 
 def test_kubernetes() -> None:
