@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,12 +52,6 @@ def wait_for_another_ranks_end() -> None:
     context = current()
     assert context is not None
     assert context.peers.wait(60.0) is not None
-
-
-def say(text: str) -> None:
-    """A line for the test of a script."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def announce_step() -> None:

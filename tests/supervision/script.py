@@ -19,9 +19,13 @@ def started_as() -> int | None:
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 
-if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not None:
-    sys.stdout.write(f"harness: rank {started} is process {os.getpid()}\nrank {started} begins\n")
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not None:
+    say(f"harness: rank {started} is process {os.getpid()}\nrank {started} begins")
     if f"--stay={started}" in sys.argv:
         threading.Event().wait()
 
@@ -34,11 +38,11 @@ from tests.supervision import model  # noqa: E402
 
 def say_who() -> None:
     """For the harness, which cannot tell apart the ranks of all launchers."""
-    model.say(f"harness: rank {dist.get_rank()} is process {os.getpid()}")
+    say(f"harness: rank {dist.get_rank()} is process {os.getpid()}")
 
 
 def say_in_third_step() -> None:
-    model.say(f"rank {dist.get_rank()} in step 3")
+    say(f"rank {dist.get_rank()} in step 3")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -57,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     trainer.fit(model.Model(faults, num_workers=options.num_workers))
     for fault in faults:
         fault.strike("after fit", trainer.global_rank)
-    model.say(f"rank {trainer.global_rank} is at the end")
+    say(f"rank {trainer.global_rank} is at the end")
 
 
 if __name__ == "__main__":
