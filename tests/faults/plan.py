@@ -14,51 +14,34 @@ Launch = Literal["by hand", "on two hosts", "script"]
 KINDS: tuple[Kind, ...] = ("kill", "stop", "slow", "vanish", "exit", "raise", "cut", "term", "interrupt")
 # Of a file, those that are looked at: so many that something is missing.
 WRITES = 10
+# Before the ranks have met, and when no rank needs another one any more.
+UNMET = ("begin", "handshake")
+LATE = ("on_fit_end", "teardown", "after_fit", "exit")
+LAST_TO_BE_MET = (("on_train_epoch_end", 1), ("on_train_end", 0))
+BEFORE_THE_FIRST_STEP = ("setup", "configure_optimizers", "on_fit_start", "reading", "on_load_checkpoint")
+_IN_A_STEP = (
+    *("on_train_batch_start", "forward", "on_before_backward", "backward"),
+    *("on_after_backward", "on_before_optimizer_step", "optimizer_step", "on_train_batch_end"),
+)
+_IN_A_VALIDATION = (
+    *("on_validation_start", "on_validation_batch_start", "validation_step"),
+    *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
+)
 # By stage: hooks that a rank comes through there, and how many times it does so at least.
 HOOKS: dict[Stage, dict[str, int]] = {
-    "start": {
-        "begin": 1,
-        "handshake": 1,
-        "setup": 1,
-        "configure_optimizers": 1,
-        "on_fit_start": 1,
-        "on_train_start": 1,
-    },
-    "step": {
-        "on_train_batch_start": 8,
-        "forward": 8,
-        "on_before_backward": 8,
-        "backward": 8,
-        "on_after_backward": 8,
-        "on_before_optimizer_step": 8,
-        "optimizer_step": 8,
-        "on_train_batch_end": 8,
-    },
-    "validation": {
-        "on_validation_start": 2,
-        "on_validation_batch_start": 2,
-        "validation_step": 2,
-        "on_validation_batch_end": 2,
-        "on_validation_epoch_end": 2,
-        "on_validation_end": 2,
-    },
+    "start": dict.fromkeys((*UNMET, "setup", "configure_optimizers", "on_fit_start", "on_train_start"), 1),
+    "step": dict.fromkeys(_IN_A_STEP, 8),
+    "validation": dict.fromkeys(_IN_A_VALIDATION, 2),
     "save": {"on_save_checkpoint": 4, "writing": 4 * WRITES, "removing": 3},
     "restore": {"setup": 1, "reading": 1, "on_load_checkpoint": 1, "on_train_start": 1, "on_train_batch_start": 2},
-    "end": {"on_train_epoch_end": 2, "on_train_end": 1, "on_fit_end": 1, "teardown": 1, "after_fit": 1, "exit": 1},
+    "end": {"on_train_epoch_end": 2, "on_train_end": 1, **dict.fromkeys(LATE, 1)},
 }
-# What rank 0 does for all: there it strikes whoever is to be struck, which only signals and cuts can do to others.
+# What rank 0 does for all: there it strikes whichever rank is to be struck, which only signals and cuts do to others.
 ON_RANK_ZERO = ("writing", "removing", "reading")
 FROM_OUTSIDE: tuple[Kind, ...] = ("kill", "stop", "cut", "term", "interrupt")
-# Where exceptions end nobody: Python prints those of exit handlers and goes on.
-_WITHOUT_EXCEPTIONS = ("exit",)
 # What asks a rank, and so all of them, to stop.
 SIGNALS: dict[Kind, int] = {"term": signal.SIGTERM, "interrupt": signal.SIGINT}
 _BY_EXCEPTION: tuple[Kind, ...] = ("exit", "raise", "interrupt")
-# Before the ranks have met, and when no rank needs another one any more.
-UNMET = ("begin", "handshake")
-BEFORE_THE_FIRST_STEP = ("setup", "configure_optimizers", "on_fit_start", "reading", "on_load_checkpoint")
-LAST_TO_BE_MET = (("on_train_epoch_end", 1), ("on_train_end", 0))
-LATE = ("on_fit_end", "teardown", "after_fit", "exit")
 
 
 @dataclass(frozen=True)
@@ -86,13 +69,6 @@ class Injection:
         return 0 if self.hook in ON_RANK_ZERO else self.culprit
 
     @property
-    def long_wait(self) -> str | None:
-        """What makes it take many seconds, if it does."""
-        if self.launch == "script" or self.is_unmet:
-            return "script" if self.launch == "script" else "handshake"
-        return self.kind if self.kind in ("cut", "stop") else None
-
-    @property
     def is_late(self) -> bool:
         """Whether the others may be done before they hear of it, or it before it hears of the others."""
         return self.hook in LATE or (self.kind == "cut" and (self.hook, self.number) in LAST_TO_BE_MET)
@@ -112,18 +88,15 @@ class Injection:
         """Whether there is anything to save by then."""
         return self.hook not in BEFORE_THE_FIRST_STEP
 
-    @property
-    def status(self) -> int:
-        """With which all ranks end that are asked to stop."""
-        return 128 + SIGNALS[self.kind]
-
 
 def draw(seed: int) -> Injection:
     """The injection of a seed; successive seeds go through all kinds in all stages."""
     chance = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     stage = list(HOOKS)[(seed % len(KINDS) + seed // len(KINDS)) % len(HOOKS)]
-    hook = _draw_hook(chance, kind, stage)
+    # Exceptions of exit handlers end no process; where a checkpoint could be lost is looked at more often.
+    hooks = [hook for hook in HOOKS[stage] if hook != "exit" or kind not in _BY_EXCEPTION]
+    hook = chance.choices(hooks, [4 if hook == "writing" else 1 for hook in hooks])[0]
     world_size = chance.choice((2, 3))
     by_itself = hook in ON_RANK_ZERO and kind not in FROM_OUTSIDE
     return Injection(
@@ -139,15 +112,9 @@ def draw(seed: int) -> Injection:
     )
 
 
-def _draw_hook(chance: random.Random, kind: Kind, stage: Stage) -> str:
-    hooks = [hook for hook in HOOKS[stage] if not (kind in _BY_EXCEPTION and hook in _WITHOUT_EXCEPTIONS)]
-    # Where a checkpoint could be lost is looked at more often.
-    return chance.choices(hooks, [4 if hook == "writing" else 1 for hook in hooks])[0]
-
-
 def _draw_launch(chance: random.Random, kind: Kind) -> Launch:
     if kind == "cut":
         return "on two hosts"
     launch: Launch = chance.choices(("by hand", "on two hosts", "script"), (16, 2, 1))[0]
-    # Whoever is stopped stops the script that started it, too.
+    # A rank that is stopped stops the script that started it, too.
     return "by hand" if kind == "stop" and launch == "script" else launch

@@ -1,4 +1,7 @@
-"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm."""
+"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm.
+
+As a script it starts its other ranks by itself: ``training.py SEED DIRECTORY [CHECKPOINT]``.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +23,28 @@ from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckp
 from lightning_ddp_ext.checkpoint.atomic_file import Sink
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request
-from tests.faults.plan import HOOKS, WRITES, Injection
+from tests.faults.plan import HOOKS, SIGNALS, WRITES, Injection, draw
 from tests.harness.ranks import hold
 from tests.harness.training import make_trainer
 from tests.integration.continuing import Net
 from tests.integration.stopping import shuffled
+from tests.supervision.model import boom
 
 STATUS = 3  # of a rank that leaves by sys.exit
 JOURNAL = "journal"
-SAMPLES, EPOCHS = 24, 2
-_PAUSE = 0.1
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "interrupt": signal.SIGINT,
+SAMPLES = 24
+_SIGNALS = {**SIGNALS, "kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_ACTIONS: dict[str, Callable[[], object]] = {
+    "vanish": lambda: os._exit(0),
+    "exit": lambda: sys.exit(STATUS),
+    "raise": boom,
+    "cut": lambda: hold("cut"),
+    "slow": lambda: threading.Event().wait(0.1),
 }
 
 
-class BoomError(ValueError):
-    """What goes wrong in these runs; no other code raises it."""
-
-
 class Fault:
-    """Does what a plan says, once; a slow rank is slow at each call from the planned one on.
-
-    Args:
-        plan: what happens; ``None``: nothing.
-        rank: of this process.
-        directory: where it writes down what it does, for those who look for it afterwards.
-    """
+    """Does what a plan says, once, and writes it down; a slow rank is slow at each call from the planned one on."""
 
     def __init__(self, plan: Injection | None, rank: int, directory: Path) -> None:
         self.plan = plan if plan is not None and plan.striker == rank else None
@@ -68,23 +63,14 @@ class Fault:
         number, self._calls = self._calls, self._calls + 1
         if number == self.plan.number:
             self.note("struck")
+        if number == self.plan.number or (number > self.plan.number and self.plan.kind == "slow"):
             self._strike(self.plan)
-        elif number > self.plan.number and self.plan.kind == "slow":
-            threading.Event().wait(_PAUSE)
 
     def _strike(self, plan: Injection) -> None:
         if plan.kind in _SIGNALS:
             os.kill(self._pid_of(plan.culprit), _SIGNALS[plan.kind])
-        elif plan.kind == "vanish":
-            os._exit(0)
-        elif plan.kind == "exit":
-            sys.exit(STATUS)
-        elif plan.kind == "raise":
-            raise BoomError("no such layer")
-        elif plan.kind == "cut":
-            hold("cut")
         else:
-            threading.Event().wait(_PAUSE)
+            _ACTIONS[plan.kind]()
 
     def _pid_of(self, rank: int) -> int:
         context = current()
@@ -183,15 +169,9 @@ class StruckStrategy(DDPExtStrategy):
 def train(
     fault: Fault, directory: Path, devices: int, checkpoint: str | None, keep: int = 1, **options: Any
 ) -> list[float]:
-    """One rank's part of the run, from the beginning or from a checkpoint; its weights at the end.
+    """One rank's part of the run, from the beginning or from a checkpoint, with another seed; its weights at the end.
 
-    Args:
-        fault: what happens to it.
-        directory: for checkpoints, of which there is one every second step.
-        devices: number of ranks.
-        checkpoint: where to go on from, with another seed; ``None``: from the beginning.
-        keep: how many checkpoints are kept, as for ``save_top_k``.
-        **options: for the strategy.
+    There is a checkpoint every second step, of which ``keep`` are kept; ``options`` are for the strategy.
     """
     fault.at("begin")
     L.seed_everything(7 if checkpoint is None else 8, verbose=False)
@@ -199,25 +179,27 @@ def train(
     strategy = StruckStrategy(checkpoint_io=StruckIO(fault), **options)
     strategy.fault = fault
     saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep)
-    trainer = make_trainer(
-        strategy,
-        devices=devices,
-        max_epochs=EPOCHS,
-        callbacks=[Hooks(fault), saver],
-        enable_checkpointing=True,
-        num_sanity_val_steps=0,
-    )
+    settings: dict[str, Any] = {"devices": devices, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer = make_trainer(strategy, callbacks=[Hooks(fault), saver], **settings)
     trainer.fit(net, ckpt_path=checkpoint, weights_only=False)
     fault.at("after_fit")
     atexit.register(fault.at, "exit")
     return [float(number) for parameter in net.parameters() for number in parameter.detach().flatten()]
 
 
-def options_of(plan: Injection) -> dict[str, Any]:
-    """Options of the strategy that bound how long the others wait for a rank that nothing is heard of."""
-    options: dict[str, Any] = {}
-    if plan.is_unmet:
-        options["init_timeout"] = 5.0
-    if plan.kind == "stop":
-        options["timeout"] = 4.0
-    return options
+def options_of(plan: Injection | None) -> dict[str, float]:
+    """Options of the strategy that bound how long the others wait for a rank that does not answer."""
+    if plan is None:
+        return {}
+    return {**({"init_timeout": 5.0} if plan.is_unmet else {}), **({"timeout": 4.0} if plan.kind == "stop" else {})}
+
+
+def main(seed: str, place: str, checkpoint: str | None = None) -> None:
+    plan, directory = draw(int(seed)), Path(place)
+    fault = Fault(plan, int(os.environ.get("LOCAL_RANK", 0)), directory)
+    url = f"file://{directory}/store" if plan.method == "file" else None
+    train(fault, directory, plan.world_size, checkpoint, init_method=url, **options_of(plan))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

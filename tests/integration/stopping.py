@@ -12,32 +12,13 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from tests.harness.training import make_trainer
 from tests.integration.continuing import Net, Numbers, Run, Step
 
 # A hook of a callback, and how often it has been called before.
 Moment = tuple[str, int]
-HOOKS = (
-    "setup",
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_optimizer_step",
-    "on_train_epoch_end",
-    "on_train_end",
-    "on_validation_start",
-    "on_validation_batch_start",
-    "on_validation_end",
-    "on_test_batch_start",
-    "on_predict_batch_start",
-    "on_save_checkpoint",
-    "on_load_checkpoint",
-    "on_sanity_check_start",
-    "on_fit_end",
-)
 
 
 class Signalled(L.Callback):
@@ -59,21 +40,22 @@ def _hook(name: str) -> Callable[..., None]:
     return lambda self, *args, **kwargs: self._at(name)
 
 
-for name in HOOKS:
-    setattr(Signalled, name, _hook(name))
+for name in dir(L.Callback):
+    if name == "setup" or name.startswith("on_"):
+        setattr(Signalled, name, _hook(name))
 
 
 class Validated(Net):
     """Validates many batches, and keeps the results."""
 
-    def __init__(self, loaders: Callable[[], Any], plateau: bool, samples: int) -> None:
+    def __init__(self, loaders: Callable[[], Any], plateau: bool = False, samples: int = 200) -> None:
         super().__init__(loaders, plateau=plateau)
         self.samples = samples
         self.validated = 0
         self.results: list[float] = []
 
     def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(Numbers(self.samples), batch_size=1)
+        return DataLoader(Numbers(self.samples), batch_size=1)
 
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         self.validated += 1
@@ -94,13 +76,17 @@ class Stopped(Run):
     validated: int = 0
     results: list[float] = field(default_factory=list)
 
+    @property
+    def end(self) -> tuple[int | None, list[str], int]:
+        """Status, files, and steps made."""
+        return self.status, self.files, len(self.steps)
+
 
 def fit(
     strategy: Any,
     directory: Path,
     loaders: Callable[[], Any],
     *,
-    callbacks: list[L.Callback] | None = None,
     ckpt_path: str | None = None,
     plateau: bool = False,
     validated: int = 4,
@@ -110,8 +96,8 @@ def fit(
     L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
     net = Validated(loaders, plateau, validated)
     torch.manual_seed(7 if ckpt_path is None else 1234)
-    settings: dict[str, Any] = {"num_sanity_val_steps": 0, "default_root_dir": directory, **options}
-    trainer = make_trainer(strategy, callbacks=callbacks or [], **settings)
+    settings = {"num_sanity_val_steps": 0, "default_root_dir": directory, **options}
+    trainer = make_trainer(strategy, **settings)
     status = None
     try:
         trainer.fit(net, ckpt_path=ckpt_path)
@@ -126,7 +112,7 @@ def fit(
 
 
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
-    return lambda: torch.utils.data.DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
+    return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-__all__ = ["Moment", "Signalled", "Step", "Stopped", "fit", "shuffled"]
+__all__ = ["Moment", "Signalled", "Step", "Stopped", "Validated", "fit", "shuffled"]

@@ -5,23 +5,20 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.continuing import Net, Numbers
-from tests.integration.stopping import Signalled, Stopped, fit, shuffled
+from tests.integration.stopping import Signalled, Stopped, Validated, fit, shuffled
 from tests.launchers.environments import by_srun
 
-EARLY = ("setup", "on_load_checkpoint", "on_fit_start")
 EVALUATIONS = {
     "fit": "on_validation_batch_start",  # its sanity check
     "validate": "on_validation_batch_start",
@@ -30,51 +27,48 @@ EVALUATIONS = {
 }
 
 
+class Do(L.Callback):
+    """Calls a function when a training step begins, on one rank or all."""
+
+    def __init__(self, function: Callable[[], object], step: int = 0) -> None:
+        self.function, self.step = function, step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            self.function()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def on_rank_one(rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM) -> list[L.Callback]:
     return [Signalled((hook, number), signum)] if rank == 1 else []
 
 
-# Where nothing is to be saved.
+def run(
+    rank: int, directory: Path, name: str = "run", *callbacks: L.Callback, signum: int = signal.SIGTERM, **options: Any
+) -> Stopped:
+    """A run of two epochs of three steps; rank 1 gets the signal in the second step."""
+    signals = on_rank_one(rank, "on_train_batch_end", 1, signum)
+    strategy = make_strategy("ours", directory)
+    return fit(strategy, directory / name, shuffled(), callbacks=[*callbacks, *signals], **options)
 
 
-def stopped_early(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
+def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
     """How runs that go on from a checkpoint end if they are stopped before they have done anything."""
-    first = directory / "first"
-    fit(make_strategy("ours", directory), first, shuffled(), callbacks=on_rank_one(rank, "on_train_batch_end"))
-    found: dict[str, Any] = {}
-    for hook in EARLY:
-        resumed = fit(
-            make_strategy("ours", directory),
-            directory / hook,
-            shuffled(),
-            ckpt_path=str(first / "preempted.ckpt"),
-            callbacks=on_rank_one(rank, hook),
-        )
-        found[hook] = (resumed.status, resumed.files, resumed.steps)
-    return found
+    run(rank, directory, "first")
+    ends = []
+    for hook in ("setup", "on_load_checkpoint", "on_fit_start"):
+        callbacks, path = on_rank_one(rank, hook), str(directory / "first" / "preempted.ckpt")
+        strategy = make_strategy("ours", directory)
+        ends.append(fit(strategy, directory / hook, shuffled(), ckpt_path=path, callbacks=callbacks).end)
+    return ends
 
 
 def test_before_the_first_step_nothing_is_saved_and_all_end(tmp_path: Path) -> None:
     """Whether it is in setup, in a restore, or after it."""
-    expected = dict.fromkeys(EARLY, (143, [], []))
-    assert run_ranks(stopped_early, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]
-
-
-class Evaluated(Net):
-    """Counts the steps that it evaluates, of very many."""
-
-    def __init__(self) -> None:
-        super().__init__(shuffled())
-        self.evaluated = 0
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Numbers(200), batch_size=1)
-
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.evaluated += 1
-        dist.all_reduce(torch.zeros(1))  # in step, or one rank may be at the end before it hears of the signal
-
-    test_step = predict_step = validation_step
+    assert run_ranks(stopped_early, 2, tmp_path, env=by_hand_env(2)) == [[(143, [], 0)] * 3] * 2
 
 
 def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[Any]:
@@ -84,12 +78,23 @@ def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[A
         callbacks = on_rank_one(rank, hook, 1)
         settings = {"default_root_dir": directory, "num_sanity_val_steps": -1}
         trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, **settings)
-        net = Evaluated()
+        net = Evaluated(shuffled())
         try:
             getattr(trainer, function)(net, **({} if function == "fit" else {"dataloaders": net.val_dataloader()}))
         except SystemExit as end:
-            found.append((function, end.code, net.evaluated, sorted(directory.glob("*.ckpt"))))
+            found.append((function, end.code, net.validated, sorted(directory.glob("*.ckpt"))))
     return found
+
+
+class Evaluated(Validated):
+    def test_step(self, batch: torch.Tensor, index: int) -> None:
+        self.validated += 1
+        torch.distributed.all_reduce(torch.zeros(1))
+
+    validation_step = predict_step = test_step
+
+    def on_validation_end(self) -> None:
+        pass
 
 
 def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
@@ -100,36 +105,11 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
     assert all(1 <= steps < 100 and not files for _, _, steps, files in found[0])
 
 
-class TakesWakeUps(L.Callback):
-    """As asyncio does, and whoever else wants to hear of signals in a loop of its own."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        signal.set_wakeup_fd(-1)
-
-
-def stopped_unheard(rank: int, world_size: int, directory: Path) -> tuple[int | None, list[str]]:
-    callbacks = [TakesWakeUps(), *on_rank_one(rank, "on_train_batch_end", 1)]
-    found = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks)
-    return found.status, found.files
-
-
-def test_a_signal_is_heeded_where_somebody_else_is_woken_by_it(tmp_path: Path) -> None:
-    """Python has one descriptor to wake a loop up with, and others may have put theirs in place of ours."""
-    assert run_ranks(stopped_unheard, 2, tmp_path, env=by_hand_env(2)) == [(143, ["preempted.ckpt"])] * 2
-
-
-class Dies(L.Callback):
-    """Kills its rank in the second step."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if args[-1] == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def told_and_terminated(rank: int, world_size: int, directory: Path) -> str:
     """A launcher's SIGTERM comes when the Trainer has ended because of a death, and nothing is printed yet."""
+    die = Do(lambda: os.kill(os.getpid(), signal.SIGKILL), step=1)
     try:
-        fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[Dies()] if rank == 0 else [])
+        fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[die] if rank == 0 else [])
     except RankDiedError as error:
         os.kill(os.getpid(), signal.SIGTERM)
         return str(error)
@@ -138,65 +118,42 @@ def told_and_terminated(rank: int, world_size: int, directory: Path) -> str:
 
 def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> None:
     """It follows within a tenth of a second, and would end a process at once."""
-    died, told = launch_ranks(told_and_terminated, 2, tmp_path, env=by_hand_env(2))
-    assert died.exit_code == -signal.SIGKILL
+    _, told = launch_ranks(told_and_terminated, 2, tmp_path, env=by_hand_env(2))
     assert told.exit_code == 0, told.story()
     assert told.result.startswith("rank 0 (host ")
 
 
-# Where to save, and what else is saved.
-
-
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """What runs leave that save their checkpoints in other places, or not at all."""
+    """What runs leave that save their checkpoints in other places, or not at all; one is stopped in a save."""
 
-    def files_of(name: str, *callbacks: L.Callback, **options: Any) -> list[str]:
-        place = directory / name
+    def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **options: Any) -> list[str]:
+        settings = {"callbacks": [*callbacks, *on_rank_one(rank, hook, 1)], "enable_checkpointing": bool(callbacks)}
         strategy = make_strategy("ours", directory, **options)
-        signals = on_rank_one(rank, "on_train_batch_end", 1)
-        settings = {"enable_checkpointing": bool(callbacks)}
-        assert fit(strategy, place, shuffled(), callbacks=[*callbacks, *signals], **settings).status == 143
-        return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.ckpt") if name in str(path))
+        assert fit(strategy, directory / name, shuffled(), **settings).status == 143
+        return sorted(str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt"))
 
     beside = RankZeroCheckpoint(directory / "beside" / "models", save_last=True, every_n_epochs=1)
-    often = RankZeroCheckpoint(directory / "background", every_n_train_steps=1, save_top_k=-1)
+    often = {"every_n_train_steps": 1, "save_top_k": -1}
+    background = RankZeroCheckpointIO(background=True)
     return [
         files_of("beside", beside),
-        files_of("background", often, checkpoint_io=RankZeroCheckpointIO(background=True)),
+        files_of("background", RankZeroCheckpoint(directory / "background", **often), checkpoint_io=background),
+        files_of("saving", RankZeroCheckpoint(directory / "saving", "{step}", **often), hook="on_save_checkpoint"),
         files_of("given", stop_checkpoint=directory / "given" / "here" / "stopped.ckpt"),
         files_of("nothing", stop_checkpoint=None),
     ]
 
 
 def test_the_checkpoint_is_where_it_was_asked_for(tmp_path: Path) -> None:
-    """Beside the others by default; what is saved in the background is complete, too."""
-    for beside, background, given, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
-        assert "beside/models/preempted.ckpt" in beside
-        assert "background/preempted.ckpt" in background
+    """Beside the others by default; a save that has begun, or goes on in the background, is finished first."""
+    for beside, background, saving, given, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
+        assert "models/preempted.ckpt" in beside
+        assert "preempted.ckpt" in background
         assert len(background) >= 3
-        assert given == ["given/here/stopped.ckpt"]
-        assert nothing == []
+        assert {"preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(saving)
+        assert (given, nothing) == (["here/stopped.ckpt"], [])
     for path in tmp_path.rglob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"]
-
-
-def stopped_in_a_save(rank: int, world_size: int, directory: Path) -> Stopped:
-    callbacks = [RankZeroCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)]
-    signals = on_rank_one(rank, "on_save_checkpoint", 1)
-    settings = {"enable_checkpointing": True, "callbacks": [*callbacks, *signals]}
-    return fit(make_strategy("ours", directory), directory, shuffled(), **settings)
-
-
-def test_a_save_that_has_begun_is_finished_first(tmp_path: Path) -> None:
-    """And what it is about to replace or leave is complete."""
-    found = run_ranks(stopped_in_a_save, 2, tmp_path, env=by_hand_env(2))
-    assert [stopped.status for stopped in found] == [143, 143]
-    assert {"preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(found[0].files)
-    for path in tmp_path.glob("*.ckpt"):
-        assert torch.load(path, weights_only=False)["state_dict"]
-
-
-# Which signal, and whose else it is.
 
 
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
@@ -206,11 +163,9 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
         users = lambda number, frame: heard.append(number)  # noqa: B023, E731 # read in this turn
         for install in (False, True):
             before = signal.signal(signum, users) if install else signal.getsignal(signum)
-            callbacks = on_rank_one(rank, "on_train_batch_end", 1, signum)
-            name = f"{signum}-{install}"
-            stopped = fit(make_strategy("ours", directory), directory / name, shuffled(), callbacks=callbacks)
+            stopped = run(rank, directory, f"{signum}-{install}", signum=signum)
             is_restored = signal.getsignal(signum) is (users if install else before)
-            found.append((signum, stopped.status, stopped.files, list(heard), is_restored))
+            found.append((signum, stopped.status, stopped.files, len(heard), is_restored))
             signal.signal(signum, before)
     return found
 
@@ -221,65 +176,40 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
         for number, (signum, status, files, heard, is_restored) in enumerate(found):
             is_theirs = signum == signal.SIGUSR1 and number % 2 == 1
             expected = (None, []) if is_theirs else (128 + signum, ["preempted.ckpt"])
-            assert ((status, files), is_restored) == (expected, True)
-            assert heard in ([], [signum] if rank == 1 else [])
-        assert [len(heard) for *_, heard, _ in found] == [0, rank, 0, rank, 0, rank]
+            assert (status, files, is_restored) == (*expected, True)
+            assert heard == (rank if number % 2 else 0)
 
 
-def with_faulthandler(rank: int, world_size: int, directory: Path) -> tuple[int | None, str]:
-    """A user prints stacks at SIGUSR1; the run's status, and what has been printed."""
-    with (directory / f"stacks-{rank}").open("w+") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)
-        callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
-        status = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks).status
+def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
+    """How runs end in which somebody else has to do with signals: 143, or None where the signal is not ours."""
+    ends = [run(rank, directory, "woken", Do(lambda: signal.set_wakeup_fd(-1))).end]  # as asyncio does
+    inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
+    nested = Do(lambda: inner.validate(Evaluated(shuffled()), verbose=False), step=1)
+    ends.append(run(rank, directory, "nested", nested).end)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a shell runs in the background
+    ends.append(run(rank, directory, "ignored", signum=signal.SIGINT).end)
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
+    with (directory / f"stacks-{rank}").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)  # in C, of which Python knows nothing
+        ends.append(run(rank, directory, "faulthandler", signum=signal.SIGUSR1).end)
         faulthandler.unregister(signal.SIGUSR1)
-        stacks.seek(0)
-        return status, stacks.read()
+    return ends
 
 
-def test_a_signal_of_faulthandlers_stays_its_own(tmp_path: Path) -> None:
-    """Python knows nothing of handlers in C; the run goes on."""
-    (first, _), (second, stacks) = run_ranks(with_faulthandler, 2, tmp_path, env=by_hand_env(2))
-    assert (first, second) == (None, None)
-    assert "most recent call first" in stacks
-
-
-class ValidatesElsewhere(L.Callback):
-    """Runs another Trainer within a step of this one."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
-            inner = make_trainer(make_strategy("ours", self.directory), limit_val_batches=2)
-            inner.validate(Evaluated(), verbose=False)
-
-
-def stopped_after_a_nested_run(rank: int, world_size: int, directory: Path) -> tuple[int | None, list[str], list[int]]:
-    callbacks = [ValidatesElsewhere(directory), *on_rank_one(rank, "on_train_batch_end", 2)]
-    run = fit(make_strategy("ours", directory), directory / "run", shuffled(), callbacks=callbacks)
-    return run.status, run.files, run.steps
-
-
-def test_a_nested_run_leaves_the_outer_ones_signals_in_place(tmp_path: Path) -> None:
-    """SIGTERM after a validation inside of a callback stops and saves the run around it."""
-    for status, files, steps in run_ranks(stopped_after_a_nested_run, 2, tmp_path, env=by_hand_env(2)):
-        assert (status, files) == (143, ["preempted.ckpt"])
-        assert len(steps) == 3
-
-
-class Impatient(L.Callback):
-    """Ctrl-C, and again before the step has ended."""
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
+    """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
+    for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
+        assert woken[:2] == nested[:2] == (143, ["preempted.ckpt"])
+        assert woken[2] in (2, 3)
+        assert nested[2] in (2, 3)
+        assert ignored == stacks == (None, [], 6)
+    assert "most recent call first" in (tmp_path / "stacks-1").read_text()
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
-    stopped = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[Impatient()])
-    return stopped.status, stopped.files
+    """Ctrl-C, and again before the step has ended."""
+    callbacks = [Do(interrupt), Do(interrupt)]
+    return fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks).end[:2]
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -287,34 +217,11 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
 
 
-def ignoring(rank: int, world_size: int, directory: Path) -> Any:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    callbacks = on_rank_one(rank, "on_train_batch_start", 1, signal.SIGINT)
-    stopped = fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks)
-    return stopped.status, len(stopped.steps), signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
-    """As Ctrl-C is for what a shell runs in the background."""
-    assert run_ranks(ignoring, 2, tmp_path, env=by_hand_env(2)) == [(None, 6, True)] * 2
-
-
-# Whatever else goes wrong.
-
-
-class Held(L.Callback):
-    """Holds a rank in the middle of a step."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
-        if index == 1:
-            hold("in step 1")
-
-
 def held(rank: int, world_size: int, directory: Path, **options: Any) -> None:
-    callbacks = [Held()] if rank > 0 else []
-    strategy = DDPExtStrategy(init_method=f"file://{directory}/store", **options)
-    trainer = make_trainer(strategy, devices=world_size, callbacks=callbacks, default_root_dir=directory)
-    trainer.fit(Net(shuffled()))
+    """A run that the ranks but 0 hold in the middle of a step."""
+    callbacks = [Do(lambda: hold("in step 1"), step=1)] if rank > 0 else []
+    strategy = make_strategy("ours", directory, **options)
+    fit(strategy, directory, shuffled(), callbacks=callbacks, devices=world_size)
 
 
 def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
@@ -333,7 +240,7 @@ def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
 
 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
-    """With the signal's status, where each of them was, and who has not answered."""
+    """With the signal's status, where each of them was, and which one has not answered."""
     with RankProcesses(held, 2, tmp_path, env=by_hand_env(2), save_deadline=1) as ranks:
         ranks.wait_for("in step 1", rank=1)
         ranks.kill(1, signal.SIGSTOP)
@@ -346,14 +253,10 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path)
         assert second.exit_code != 0
 
 
-# SLURM.
-
-
 def requeued(rank: int, world_size: int, directory: Path) -> Any:
     callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
-    stopped = fit(DDPExtStrategy(), directory, shuffled(), callbacks=callbacks)
-    again = fit(DDPExtStrategy(), directory, shuffled())
-    return stopped.status, stopped.files, len(stopped.steps), len(again.steps)
+    status, files, done = fit(DDPExtStrategy(), directory, shuffled(), callbacks=callbacks).end
+    return status, files, done + len(fit(DDPExtStrategy(), directory, shuffled()).steps)
 
 
 def test_a_job_that_slurm_warns_is_requeued_and_goes_on(tmp_path: Path) -> None:
@@ -363,8 +266,5 @@ def test_a_job_that_slurm_warns_is_requeued_and_goes_on(tmp_path: Path) -> None:
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requests\n')
     scontrol.chmod(0o755)
     environment = {**by_srun(2), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-    found = run_ranks(requeued, 2, tmp_path, env=environment)
-    for status, files, done, again in found:
-        assert (status, files) == (138, ["hpc_ckpt_1.ckpt"])
-        assert done + again == 6
+    assert run_ranks(requeued, 2, tmp_path, env=environment) == [(138, ["hpc_ckpt_1.ckpt"], 6)] * 2
     assert (tmp_path / "requests").read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"

@@ -1,26 +1,24 @@
-"""A tiny model, and Trainers whose training goes wrong at a chosen place, on chosen ranks, in a chosen way."""
+"""Trainers whose training goes wrong at a chosen place, on chosen ranks, in a chosen way."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.rendezvous.process_context import current
+from tests.harness import training
 from tests.harness.ranks import announce, hold
-
-BATCHES = 4
+from tests.harness.training import Net, data
 
 
 class BoomError(ValueError):
@@ -31,72 +29,34 @@ def boom() -> None:
     raise BoomError("no such layer")
 
 
-def collapse() -> None:
-    raise SystemExit("the config is empty")
-
-
-def leave_at_once() -> None:
-    raise SystemExit(0)
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def say(text: str) -> None:
-    """A line for the test of a script."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-def say_who() -> None:
-    """For the harness, which cannot tell apart the ranks of all launchers."""
-    say(f"harness: rank {dist.get_rank()} is process {os.getpid()}")
-
-
-def say_in_third_step() -> None:
-    say(f"rank {dist.get_rank()} in step 3")
-
-
-def announce_third_step() -> None:
-    """For rank processes of the harness, and what they fork."""
-    announce("in step 3", (dist.get_rank(), os.getpid()))
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def vanish() -> None:
-    os._exit(0)
-
-
-def leave() -> None:
-    sys.exit(0)
-
-
-def stay() -> None:
-    """Be killed here by the test."""
+def hold_in_step() -> None:
+    """Be killed here by the test, or go on when it says so."""
     hold("in step")
-
-
-def stay_and_fail() -> None:
-    """Fail when the test says so."""
-    hold("in step")
-    boom()
 
 
 def wait_for_ever() -> None:
-    """What no news of a broken connection can wake."""
+    """What no broken connection can wake."""
     announce("in step")
     threading.Event().wait()
 
 
-def outlast_the_others() -> None:
-    """Go on until another rank has said goodbye."""
+def wait_for_another_ranks_end() -> None:
     context = current()
     assert context is not None
     assert context.peers.wait(60.0) is not None
+
+
+def announce_step() -> None:
+    """For rank processes of the harness, and what they fork."""
+    announce("at work", (dist.get_rank(), os.getpid()))
 
 
 @dataclass(frozen=True)
@@ -107,7 +67,7 @@ class Fault:
     """
 
     place: str
-    action: Callable[[], None] = boom
+    action: Callable[[], object] = boom
     ranks: tuple[int, ...] = ()
 
     def on(self, *ranks: int) -> Fault:
@@ -118,14 +78,19 @@ class Fault:
             self.action()
 
 
-class Model(pl.LightningModule):
-    """One layer that learns to add, on ``BATCHES`` batches a rank."""
+class Model(Net):
+    """One layer, and faults that strike in its hooks."""
 
     def __init__(self, faults: Sequence[Fault] = (), num_workers: int = 0) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        self.layers = nn.Sequential()
+        self.layer = nn.Linear(4, 1)
         self.faults = faults
         self.num_workers = num_workers
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
 
     def strike(self, place: str) -> None:
         for fault in self.faults:
@@ -134,34 +99,26 @@ class Model(pl.LightningModule):
     def setup(self, stage: str) -> None:
         self.strike("setup")
 
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            self.strike("training_step")
-        if batch_idx == 2 and self.current_epoch == 0:
-            self.strike("third_step")
-        return self._loss(batch)
-
-    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.strike("validation_step")
-        self.log("val_loss", self._loss(batch), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         self.strike("configure_optimizers")
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        return super().configure_optimizers()
 
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        inputs = torch.randn(2 * BATCHES * self.trainer.world_size, 4, generator=torch.Generator().manual_seed(11))
-        samples = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        if index == 1:
+            self.strike("training_step")
+        if index == 2 and self.current_epoch == 0:
+            self.strike("third_step")
+        return self.loss(batch)
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        if index == 1:
+            self.strike("validation_step")
+        super().validation_step(batch, index)
+
+    def train_dataloader(self) -> DataLoader[Any]:
         # As in a script: the default of the harness's rank processes is the fork server that they come from.
         workers = {"persistent_workers": True, "multiprocessing_context": "fork"} if self.num_workers else {}
-        return DataLoader(samples, batch_size=2, num_workers=self.num_workers, **workers)
-
-    val_dataloader = train_dataloader
-
-    def _loss(self, batch: Sequence[Tensor]) -> Tensor:
-        inputs, targets = batch
-        return torch.nn.functional.mse_loss(self.layer(inputs), targets)
+        return DataLoader(data(12 * self.trainer.world_size), batch_size=3, num_workers=self.num_workers, **workers)
 
 
 class StrikeInCallback(pl.Callback):
@@ -171,21 +128,8 @@ class StrikeInCallback(pl.Callback):
         if trainer.global_step == 2:
             pl_module.strike("on_train_batch_end")
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: Model) -> None:  # type: ignore[override]
-        pl_module.strike("on_fit_end")
-
     def on_exception(self, trainer: pl.Trainer, pl_module: Model, exception: BaseException) -> None:  # type: ignore[override]
         pl_module.strike("on_exception")
-
-
-class Witness(pl.Callback):
-    """Keeps what ``on_exception`` has seen."""
-
-    def __init__(self) -> None:
-        self.seen: list[BaseException] = []
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.seen.append(exception)
 
 
 def make_trainer(
@@ -195,21 +139,8 @@ def make_trainer(
     callbacks: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        callbacks=[StrikeInCallback(), *callbacks],
-        **{
-            "max_epochs": 1,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            **options,
-        },
-    )
+    settings = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
+    return training.make_trainer(strategy, devices=devices, callbacks=[StrikeInCallback(), *callbacks], **settings)
 
 
 def by_hand(
@@ -219,3 +150,11 @@ def by_hand(
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
     strategy.timeouts = replace(strategy.timeouts, grace={**strategy.timeouts.grace, **(grace or {})})
     return strategy
+
+
+def fit(
+    rank: int, world_size: int, url: str, *faults: Fault, endless: bool = False, num_workers: int = 0, **options: Any
+) -> None:
+    """One training on a rank that was started by hand; ``options`` for the strategy."""
+    strategy = by_hand(rank, world_size, url, **options)
+    make_trainer(world_size, strategy=strategy, max_epochs=-1 if endless else 1).fit(Model(faults, num_workers))

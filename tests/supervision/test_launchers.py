@@ -1,8 +1,7 @@
 """How runs end that a launcher has started: after a failure, after the kill of any process, and well.
 
-Scripts here are run as a user runs them, and every test fails if a process of its script is left. What is so whichever
-way a launching process starts functions is in ``test_fork``, where nothing needs to be imported anew; what torchrun
-makes of a killed rank is in ``tests.launchers.test_torchrun``.
+Scripts here are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where
+nothing is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_torchrun``.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.scripts import Script, start_script
-from tests.supervision import script as training
 
-SCRIPT = Path(training.__file__)
-HERE = socket.gethostname()
+SCRIPT = Path(__file__).with_name("script.py")
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,10 @@ def train(launcher: Launcher, *argv: str, ends_within: float = 15.0) -> Iterator
         script.expect_no_survivors(ends_within)
 
 
-def wait_for_ranks(script: Script, what: str) -> dict[int, int]:
-    """Wait until both ranks have said that they are there; their process ids by rank."""
+def wait_for_ranks(script: Script) -> dict[int, int]:
+    """Wait until both ranks are in the third step; their process ids by rank."""
     for rank in range(2):
-        script.wait_for_line(rf"^rank {rank} {what}$", timeout=80.0)
+        script.wait_for_line(rf"^rank {rank} in step 3$", timeout=80.0)
     return script.rank_pids()
 
 
@@ -65,22 +62,19 @@ def lines_of(stderr: str) -> list[str]:
 
 
 def who(rank: int, pids: dict[int, int]) -> str:
-    return f"rank {rank} (host {HERE}, pid {pids[rank]})"
-
-
-# --- a failure ------------------------------------------------------------------------------------
+    return f"rank {rank} (host {socket.gethostname()}, pid {pids[rank]})"
 
 
 def told(culprit: int, pids: dict[int, int]) -> str:
     """The line of the rank that did not fail."""
-    reason = "BoomError: no such layer"
-    failed = f"{who(culprit, pids)} failed, so this rank stops: {reason}"
+    failed = f"{who(culprit, pids)} failed, so this rank stops: BoomError: no such layer"
     return f"[rank {1 - culprit}] RankFailedError: {failed}"
 
 
-def test_the_traceback_is_printed_once() -> None:
+@pytest.mark.parametrize("launcher", [POPEN, TORCHRUN], ids=str)
+def test_the_traceback_is_printed_once(launcher: Launcher) -> None:
     """The run fails, the other rank prints one line, and the rank that failed its traceback."""
-    with train(POPEN, "--fault", "training_step:boom:1") as script:
+    with train(launcher, "--fault", "training_step:boom:1") as script:
         done = script.wait()
     lines = lines_of(done.stderr)
     assert done.returncode == 1
@@ -89,25 +83,11 @@ def test_the_traceback_is_printed_once() -> None:
     assert lines.count("tests.supervision.model.BoomError: no such layer") == 1, done.output
 
 
-def test_under_torchrun_the_traceback_is_printed_once() -> None:
-    """Beside the other rank's line; the agent prints its summary."""
-    with train(TORCHRUN, "--fault", "training_step:boom:1") as script:
-        done = script.wait()
-    assert done.returncode == 1
-    assert done.stderr.count('raise BoomError("no such layer")') == 1, done.output
-    assert "tests.supervision.model.BoomError: no such layer\n" in done.stderr, done.output
-    assert told(1, script.rank_pids()) in done.stderr, done.output
-    assert "torch.distributed.elastic.multiprocessing.errors.ChildFailedError" in done.stderr, done.output
-
-
-# --- a kill ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_of_a_rank_ends_all_and_is_named(victim: int) -> None:
     """The other rank ends, with its workers, names the one that died, and the script ends."""
-    with train(POPEN, "--endless", "--num-workers", "2") as script:
-        pids = wait_for_ranks(script, "in step 3")
+    with train(POPEN, "--endless", "--num-workers", "1") as script:
+        pids = wait_for_ranks(script)
         os.kill(pids[victim], signal.SIGKILL)
         death = f"{who(victim, pids)} died: its process ended unexpectedly; every rank stops."
         script.wait_for_line(re.escape(f"[rank {1 - victim}] RankDiedError: {death}"))
@@ -118,14 +98,10 @@ def test_a_kill_of_a_rank_ends_all_and_is_named(victim: int) -> None:
 def test_a_kill_of_the_launching_process_ends_all() -> None:
     """Ranks that are left alone say why they end."""
     with train(TORCHRUN, "--endless") as script:
-        wait_for_ranks(script, "in step 3")
+        wait_for_ranks(script)
         os.kill(script.pid, signal.SIGKILL)
-        expect_orphans_to_end(script)
-
-
-def expect_orphans_to_end(script: Script) -> None:
-    line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
-    script.wait_for_line(line, timeout=60.0)
+        line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
+        script.wait_for_line(line, timeout=60.0)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +120,6 @@ def test_a_kill_during_start_up_is_known_to_the_launcher(launcher: Launcher, ver
     assert f"local {who(1, pids)} {verdict}" in lines_of(done.stderr)[-1], done.output
 
 
-# --- orphans --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("launcher", [POPEN, SPAWN], ids=str)
 def test_ranks_that_are_orphaned_while_they_start_end(launcher: Launcher) -> None:
     """A rank whose launcher is killed while it imports ends when it has imported this package."""
@@ -155,18 +128,10 @@ def test_ranks_that_are_orphaned_while_they_start_end(launcher: Launcher) -> Non
         os.kill(script.pid, signal.SIGKILL)
 
 
-def test_ranks_of_torchrun_that_are_orphaned_before_they_meet_end() -> None:
-    """Also where the launcher leaves no word of who it is, and is gone before the ranks' first Trainer is."""
-    with train(TORCHRUN, "--when-orphaned") as script:
-        wait_for_ranks(script, "waits for the end of its launcher")
-        os.kill(script.pid, signal.SIGKILL)
-        expect_orphans_to_end(script)
-
-
 def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
-    """Ctrl-C reaches all processes of a run at once; they stop together, and nobody takes that for a death."""
+    """Ctrl-C reaches all processes of a run at once; they stop together, and none takes that for a death."""
     with train(POPEN, "--endless") as script:
-        wait_for_ranks(script, "in step 3")
+        wait_for_ranks(script)
         os.killpg(script.pid, signal.SIGINT)
         done = script.wait()
     assert done.returncode == 130
@@ -177,7 +142,7 @@ def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
 def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
     """The agent passes SIGTERM on to its ranks; they stop together, save, and none is taken for dead."""
     with train(TORCHRUN, "--endless") as script:
-        wait_for_ranks(script, "in step 3")
+        wait_for_ranks(script)
         os.kill(script.pid, signal.SIGTERM)
         done = script.wait()
     assert done.returncode != 0
@@ -185,12 +150,9 @@ def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
     assert "RankDiedError" not in done.output
 
 
-# --- a good end -----------------------------------------------------------------------------------
-
-
 def test_the_launching_rank_waits_for_those_that_still_work() -> None:
-    """Rank 0 has started the others and ends after them; whoever works on after ``fit`` is not taken for an orphan."""
-    with train(POPEN, "--fault", "after fit:outlast_the_others:1") as script:
+    """Rank 0 has started the others and ends after them; one that works on after ``fit`` is no orphan."""
+    with train(POPEN, "--fault", "after fit:wait_for_another_ranks_end:1") as script:
         done = script.wait()
         assert script.survivors() == []
     assert done.returncode == 0, done.output

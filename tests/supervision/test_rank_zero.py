@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,51 +11,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.supervision.model import BoomError, Model, boom, by_hand, die, interrupt, make_trainer
-
-
-def outcomes_of(work: Callable[[], Any]) -> list[Any]:
-    """What rank 0 and another rank return or raise, one after the other; what is sent waits in a list."""
-    sent: list[bytes] = []
-
-    def send(message: object) -> object:
-        sent.append(pickle.dumps(message))
-        return message
-
-    def outcome(broadcast: Callable[[Any], Any], *, is_rank_zero: bool) -> Any:
-        try:
-            return rank_zero_for_all(work, is_rank_zero=is_rank_zero, broadcast=broadcast, what="saving")
-        except Exception as error:
-            return error
-
-    first = outcome(send, is_rank_zero=True)
-    return [first, outcome(lambda _: pickle.loads(sent.pop()), is_rank_zero=False)]
-
-
-def test_every_rank_gets_the_result() -> None:
-    """The work is done once; other ranks have a copy of its result."""
-    calls: list[str] = []
-
-    def work() -> list[int]:
-        calls.append("worked")
-        return [1, 2]
-
-    first, other = outcomes_of(work)
-    assert first == other == [1, 2]
-    assert first is not other
-    assert calls == ["worked"]
-
-
-def test_every_rank_raises_the_error() -> None:
-    """Type and text are the same; the other ranks have a note on where it happened, and rank 0's traceback."""
-    first, other = outcomes_of(boom)
-    assert type(first) is type(other) is BoomError
-    assert str(first) == str(other) == "no such layer"
-    assert other.__notes__ == ["raised on rank 0 during saving"]
-    assert "in boom\n" in str(other.__cause__)
-    assert not hasattr(first, "__notes__")
+from tests.supervision.model import Model, boom, by_hand, die, interrupt, make_trainer
 
 
 class Growing(Exception):
@@ -77,113 +33,78 @@ class Mute(Exception):
         raise TypeError
 
 
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (Growing("layer3"), "Growing: no layer layer3"),
-        (Unpicklable(), "Unpicklable: no such layer"),
-        (Mute(), "Mute: <its __str__ fails>"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_error_that_pickle_spoils_is_told_in_words(error: Exception, text: str) -> None:
-    """Rank 0 raises the error itself, the others a ``RuntimeError`` that names its type and text."""
-
-    def work() -> None:
-        raise error
-
-    first, other = outcomes_of(work)
-    assert first is error
-    assert type(other) is RuntimeError
-    assert str(other) == text
+def throw(error: Exception) -> None:
+    raise error
 
 
-def test_a_result_that_cannot_travel_is_an_error_everywhere() -> None:
-    """Rank 0 does not go on alone with a result that the others cannot have."""
-    first, other = outcomes_of(threading.Lock)
-    assert type(first) is type(other) is TypeError
-    assert str(first) == str(other) == "cannot pickle '_thread.lock' object"
-
-
-# --- on real Trainers -----------------------------------------------------------------------------
+LOCK = "TypeError: cannot pickle '_thread.lock' object"
+# Work of rank 0, and type and text of what it and others raise; an error that pickle spoils is told in words.
+WORKS: list[tuple[Callable[[], Any], str, str]] = [
+    (boom, "BoomError: no such layer", "BoomError: no such layer"),
+    (lambda: throw(Growing("layer3")), "Growing: no layer layer3", "RuntimeError: Growing: no layer layer3"),
+    (lambda: throw(Unpicklable()), "Unpicklable: no such layer", "RuntimeError: Unpicklable: no such layer"),
+    (lambda: throw(Mute()), "Mute: ", "RuntimeError: Mute: <its __str__ fails>"),
+    (threading.Lock, LOCK, LOCK),  # rank 0 does not go on alone with a result that the others cannot have
+]
 
 
 class Work(pl.Callback):
     """Has rank 0 work for all in the second step."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.work = work
-        self.result: Any = None
+    def __init__(self, *works: Callable[[], Any], catches: bool = False) -> None:
+        self.works, self.catches = works, catches
+        self.outcomes: list[tuple[str, str, list[str]]] = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:  # type: ignore[override]
-        if trainer.global_step == 1:
+        for work in self.works if trainer.global_step == 1 else ():
             assert isinstance(trainer.strategy, DDPExtStrategy)
-            self.result = trainer.strategy.on_rank_zero(self.work, what="a test")
+            try:
+                result = trainer.strategy.on_rank_zero(work, what="a test")
+                self.outcomes.append((repr(result), "", []))
+            except Exception as error:
+                if not self.catches:
+                    raise
+                text = "" if isinstance(error, Mute) else error
+                notes = getattr(error, "__notes__", [])
+                self.outcomes.append((f"{type(error).__name__}: {text}", str(error.__cause__), notes))
 
 
-def answer() -> int:
-    return 42
+def fit(rank: int, world_size: int, directory: Path, *works: Callable[[], Any], catches: bool = False) -> Any:
+    callback = Work(*works, catches=catches)
+    strategy = by_hand(rank, world_size, f"file://{directory}/store")
+    make_trainer(world_size, strategy=strategy, callbacks=[callback]).fit(Model())
+    return callback.outcomes
 
 
-def fit(rank: int, world_size: int, url: str, work: Callable[[], Any]) -> Any:
-    callback = Work(work)
-    make_trainer(world_size, strategy=by_hand(rank, world_size, url), callbacks=[callback]).fit(Model())
-    return callback.result
+def fit_and_catch(rank: int, world_size: int, directory: Path) -> Any:
+    works = iter([[1, 2]])
+    return fit(rank, world_size, directory, lambda: next(works), *(work for work, *_ in WORKS), catches=True)
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
+def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
+    """The work is done once; other ranks have a note on where an error happened, and rank 0's traceback."""
+    first, other = run_ranks(fit_and_catch, 2, tmp_path)
+    assert first[0] == other[0] == ("[1, 2]", "", [])
+    assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
+    assert [said for said, *_ in other[1:]] == [said for *_, said in WORKS]
+    assert all(notes == ["raised on rank 0 during a test"] for *_, notes in other[1:])
+    assert all(not notes for *_, notes in first[1:])
+    assert "in boom\n" in other[1][1]
 
 
 @pytest.mark.parametrize(
-    ("work", "message"),
-    [(boom, "BoomError: no such layer"), (threading.Lock, "TypeError: cannot pickle '_thread.lock' object")],
-)
-def test_all_ranks_end_with_the_error(work: Callable[[], Any], message: str, url: str) -> None:
-    """Each rank raises it as its own, none waits for rank 0, and whoever prints its traceback prints rank 0's."""
-    for outcome in launch_ranks(fit, 3, url, work):
-        assert outcome.error is not None, outcome.story()
-        assert f"{outcome.error.type_name}: {outcome.error.message}" == message
-        assert "in rank_zero_for_all\n" in outcome.error.traceback
-        assert outcome.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("work", "name", "reason"),
+    ("work", "said"),
     [
-        (die, "RankDiedError", "died: its process ended unexpectedly"),
-        (interrupt, "RankFailedError", "failed, so this rank stops: KeyboardInterrupt"),
+        (boom, "BoomError: no such layer"),
+        (die, "RankDiedError: {} died: its process ended unexpectedly"),
+        (interrupt, "RankFailedError: {} failed, so this rank stops: KeyboardInterrupt"),
     ],
 )
-def test_others_are_released_if_rank_zero_does_not_come_back(
-    work: Callable[[], Any], name: str, reason: str, url: str
-) -> None:
-    """A death or an interrupt in the work is an end like any other."""
-    first, other = launch_ranks(fit, 2, url, work)
+def test_no_rank_waits_for_rank_zero(work: Callable[[], Any], said: str, tmp_path: Path) -> None:
+    """Each raises an error as its own; a death or an interrupt in the work is an end like any other."""
+    first, other = launch_ranks(fit, 2, tmp_path, work)
     assert other.error is not None, other.story()
-    assert other.error.type_name == name
-    assert f"rank 0 (host {other.error.exception.host}, pid {first.pid}) {reason}" in other.error.message  # type: ignore[union-attr]
-
-
-class SaveWhenInterrupted(pl.Callback):
-    def __init__(self) -> None:
-        self.result: Any = None
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        assert isinstance(trainer.strategy, DDPExtStrategy)
-        self.result = trainer.strategy.on_rank_zero(answer)
-        trainer.strategy.on_rank_zero(threading.Lock)  # nobody else is to have it
-
-
-def fail_and_save(rank: int, world_size: int, url: str) -> Any:
-    saver = SaveWhenInterrupted()
-    trainer = make_trainer(world_size, strategy=by_hand(rank, world_size, url), callbacks=[saver, Work(boom)])
-    with pytest.raises(BoomError):
-        trainer.fit(Model())
-    return saver.result
-
-
-def test_rank_zero_works_alone_when_training_is_interrupted(url: str) -> None:
-    """After an exception nobody waits for anybody: rank 0 has its result, the others none."""
-    assert run_ranks(fail_and_save, 2, url) == [42, None]
+    host = getattr(other.error.exception, "host", "")
+    expected = said.format(f"rank 0 (host {host}, pid {first.pid})")
+    assert f"{other.error.type_name}: {other.error.message}".startswith(expected)
+    assert other.exit_code == 1
