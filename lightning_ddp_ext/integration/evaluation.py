@@ -60,7 +60,8 @@ class Evaluation:
         Raises:
             ExactEvaluationError: a loader has no length, or cannot give a rank a batch that does not count.
         """
-        _warn_of_repeats(loader.loader)
+        if self._is_exact:
+            _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
