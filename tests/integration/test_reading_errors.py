@@ -161,7 +161,7 @@ class Strikes:
         self.state = victim, is_killed
 
     def __setstate__(self, state: dict[str, tuple[int, bool]]) -> None:
-        victim, is_killed = state["state"]
+        self.state = victim, is_killed = state["state"]  # rank 0 sends it on
         if os.environ.get("RANK") != str(victim):
             return
         if is_killed:

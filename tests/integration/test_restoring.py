@@ -79,7 +79,7 @@ class Lenient(Net):
         self.extra = nn.Linear(2, 2)
 
 
-def tested(side: Side, directory: Path, path: Any, mode: Any) -> list[Any]:
+def evaluated(side: Side, directory: Path, path: Any, mode: Any) -> list[Any]:
     """The weights of a model with a hook, what the hook has seen, and the weights of a lenient model."""
     swaps, lenient = SwapsWeights(), Lenient()
     extra = lenient.extra.weight.detach().clone()
@@ -93,7 +93,7 @@ def tested(side: Side, directory: Path, path: Any, mode: Any) -> list[Any]:
 def test_hooks_and_models_choose_what_is_loaded(side: Side, mode: str, tmp_path: Path) -> None:
     """`on_load_checkpoint` reads, changes and keeps the file's content; with `strict_loading = False` keys may lack."""
     before = train_and_save(tmp_path / "it.ckpt")["weights"]
-    for loaded, seen, kept, lenient in on_ranks(tested, side, tmp_path, tmp_path / "it.ckpt", mode):
+    for loaded, seen, kept, lenient in on_ranks(evaluated, side, tmp_path, tmp_path / "it.ckpt", mode):
         assert_same([seen, kept], [before["layers.3.weight"], before["layers.0.bias"]])
         assert_same(loaded["layers.3.weight"], before["layers.3.weight"].flip(1))
         assert not loaded["layers.0.bias"].any()

@@ -50,28 +50,15 @@ def fit(kind: Kind, directory: Path, model: Net | None = None, **options: Any) -
     return {"weights": weights(model), "step": trainer.global_step, "epoch": trainer.current_epoch}
 
 
-def fast_dev_run(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, fast_dev_run=2)
-
-
-def detect_anomaly(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, detect_anomaly=True)
-
-
-def max_time(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, max_time=timedelta(microseconds=1), max_epochs=-1)
-
-
-def accumulation_by_epoch(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, callbacks=[callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], max_epochs=3)
-
-
-def moving_average(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, callbacks=[callbacks.EMAWeightAveraging()])
-
-
-def stochastic_average(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, callbacks=[callbacks.StochasticWeightAveraging(0.01, 1)], max_epochs=3)
+# Options of the Trainer, made in the rank.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fast_dev_run": lambda: {"fast_dev_run": 2},
+    "detect_anomaly": lambda: {"detect_anomaly": True},
+    "max_time": lambda: {"max_time": timedelta(microseconds=1), "max_epochs": -1},
+    "accumulation": lambda: {"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 3},
+    "moving average": lambda: {"callbacks": [callbacks.EMAWeightAveraging()]},
+    "stochastic average": lambda: {"callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
+}
 
 
 class Pinned(Net):
@@ -223,31 +210,28 @@ def batch_size_scaling(kind: Kind, directory: Path) -> Result:
     return {"refused": True}
 
 
-FEATURES: tuple[Callable[[Kind, Path], Result], ...] = (
-    fast_dev_run,
-    detect_anomaly,
-    max_time,
-    accumulation_by_epoch,
-    moving_average,
-    stochastic_average,
-    pinned_memory,
-    prediction_writer,
-    loggers,
-    simple_profiler,
-    pytorch_profiler,
-    checkpoints_and_early_stopping,
-    resume,
-    learning_rate_finder,
-    batch_size_scaling,
-)
+FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
+    feature.__name__: feature
+    for feature in (
+        pinned_memory,
+        prediction_writer,
+        loggers,
+        simple_profiler,
+        pytorch_profiler,
+        checkpoints_and_early_stopping,
+        resume,
+        learning_rate_finder,
+        batch_size_scaling,
+    )
+}
 Results = tuple[list[dict[str, Result]], list[dict[str, Result]]]
 
 
 def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
-    results = {}
-    for feature in FEATURES:
-        (directory / feature.__name__).mkdir(exist_ok=True)  # the other rank may have made it
-        results[feature.__name__] = feature(kind, directory / feature.__name__)
+    results = {name: fit(kind, directory / name, **options()) for name, options in OPTIONS.items()}
+    for name, feature in FEATURES.items():
+        (directory / name).mkdir(exist_ok=True)  # the other rank may have made it
+        results[name] = feature(kind, directory / name)
         torch.distributed.barrier()
     return results
 
@@ -259,7 +243,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [feature.__name__ for feature in FEATURES])
+@pytest.mark.parametrize("name", [*OPTIONS, *FEATURES])
 def test_a_feature_does_what_it_does_with_stock(name: str, results: Results) -> None:
     """Weights, metrics, files, and what is called how often are equal on each rank, to the last bit."""
     ours, stock = ([by_name[name] for by_name in by_rank] for by_rank in results)
