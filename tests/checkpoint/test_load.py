@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.checkpoint.load import Mode
-from lightning_ddp_ext.errors import DamagedCheckpointError, UnsafeCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from tests.checkpoint.content import MAPPED, different, flip, kinds, mapped, numbers, restored, same, saved, unusual
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -34,7 +35,8 @@ def test_weights_stay_in_the_file_until_they_are_dropped(tmp_path: Path) -> None
     """What is only copied into a model takes no memory; what is kept elsewhere, or as extra state, has its own."""
     path, weight = tmp_path / "it.ckpt", numbers(MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
-    content = {"state_dict": {**weights, "layer._extra_state": {"inner": weight[:5000]}}, "kept": weight[5:]}
+    extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
+    content = {"state_dict": {**weights, **extra}, "kept": weight[5:]}
     saved(path, content)
     value = restored(path, map_weights=True)
     assert mapped(path)
@@ -55,6 +57,24 @@ def test_a_plain_state_dict_is_mapped_too(tmp_path: Path) -> None:
     assert same(value, weights)
     value.clear()
     assert not mapped(path)
+
+
+class Once:
+    """Can be pickled, and what comes of it cannot."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
+def test_what_cannot_be_pickled_again_is_read_where_it_is_seen(tmp_path: Path) -> None:
+    """An object that forbids it keeps a file from being mapped, and from being sent."""
+    path, weights = tmp_path / "it.ckpt", {"a": numbers(MAPPED)}
+    saved(path, {"state_dict": weights, "kept": Once()})
+    value = restored(path, weights_only=False, map_weights=True)
+    assert not mapped(path)
+    assert same(value["state_dict"], weights)
+    with pytest.raises(CheckpointError, match=r"cannot be sent to other ranks: TypeError: .*; put it where every rank"):
+        restored(path, "broadcast", weights_only=False)
 
 
 @pytest.mark.parametrize("size", [10, 10_000])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.integration.checkpointing import (
     train_and_save,
     trainer_for,
 )
+from tests.integration.stopping import Signalled
 
 SIDES = pytest.mark.parametrize("side", ["strategy", "callback"])
 MODES = pytest.mark.parametrize(("side", "mode"), [("strategy", "map"), ("callback", "broadcast")])
@@ -166,13 +166,12 @@ def test_last_is_what_rank_zero_finds(side: Side, tmp_path: Path) -> None:
 def run_again(side: Side, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
     """One and the same command line; the first time, rank 1 gets a SIGTERM after some batches."""
     states: list[dict[str, Any]] = []
-    callbacks = [
+    callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
         ModelCheckpoint(kept, save_last=True),
     ]
     if is_stopped and os.environ["RANK"] == "1":
-        stop = At("on_train_batch_end", lambda trainer: os.kill(os.getpid(), signal.SIGTERM), earlier=5)
-        callbacks.append(stop)
+        callbacks.append(Signalled(("on_train_batch_end", 5)))
     trainer = trainer_for(side, directory, None, callbacks, max_epochs=3)
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
         warnings.simplefilter("always")
