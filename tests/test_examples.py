@@ -134,7 +134,7 @@ def test_slurm(tmp_path: Path) -> None:
     program(tmp_path / "bin/srun", SRUN)
     program(tmp_path / "bin/scontrol", f'echo "$@" >> {tmp_path}/requests\n')
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    job = by_srun(2) | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
+    job = by_srun() | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
     options = {"env": job, "cwd": tmp_path, "launcher": ("bash",), "time_limit": TIME_LIMIT / 2}
     argv = (EXAMPLES / "slurm.sbatch", str(EXAMPLES / "background_checkpoints.py"))
     with start_script(*argv, **options) as script:

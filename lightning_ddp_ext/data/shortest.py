@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TypeVar
@@ -84,7 +85,8 @@ def until_longest(
         if _HAS_NEXT not in found:
             on_last()
         on_item(idle_ranks)
-        yield current[0]
+        # What is to be repeated is copied, because a step may change its batch.
+        yield current[0] if ahead else copy.deepcopy(current[0])
 
 
 _HAS_NOTHING, _CAN_REPEAT, _HAS_NEXT = range(3)

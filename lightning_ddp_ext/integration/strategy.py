@@ -647,7 +647,8 @@ class DDPExtStrategy(DDPStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return super().backward(self.data.uneven.weigh(closure_loss), optimizer, *args, **kwargs)
+        with self.data.uneven.idle_layers():
+            return super().backward(self.data.uneven.weigh(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_ext.batchnorm.sync_context import set_idle
+from lightning_ddp_ext.batchnorm.sync_context import is_idle, set_idle
 from lightning_ddp_ext.data.digest import digest
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
@@ -58,7 +58,6 @@ class UnevenInputs:
         self._has_new_loaders = False
         self._batches: dict[int, int] = {}  # of the epoch, of ranks that have come to their end, by rank
         self._is_in_step = False
-        set_idle(False)
 
     @property
     def _ends_together(self) -> bool:
@@ -134,10 +133,23 @@ class UnevenInputs:
         module = self._strategy.lightning_module
         self._is_in_step = True
         try:
-            with preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext():
+            with (
+                preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext(),
+                self.idle_layers(),
+            ):
                 yield
         finally:
             self._is_in_step = False
+
+    @contextmanager
+    def idle_layers(self) -> Iterator[None]:
+        """A forward or backward pass: an idle rank's synchronised BatchNorm layers take part with an empty batch."""
+        before = is_idle()
+        set_idle(self.is_idle)
+        try:
+            yield
+        finally:
+            set_idle(before)
 
     def weigh(self, loss: Tensor) -> Tensor:
         """The loss whose gradients DDP averages: over the ranks that are not idle, and of these alone."""
@@ -162,14 +174,14 @@ class UnevenInputs:
         Raises:
             UnevenInputsError: ranks know that they have different numbers of batches; on every rank.
         """
-        set_idle(self.is_idle)
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
         loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
         streams = [name_of(loader) for loader in loaders if _is_stream(loader)]
         found: list[Any] = [None] * self._strategy.world_size
-        dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if streams else None))
+        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or was read before
+        dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if is_own else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         if self._mode is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import itertools
 import os
@@ -135,6 +136,7 @@ def run_rank(start: RankStart, connection: Connection) -> None:
 
 
 def _prepare(start: RankStart) -> None:
+    gc.freeze()  # what the server has imported: collections would look through it, and copy its pages
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
     _capture_output(start.output_file)
     place: Place | None = pickle.loads(start.place)

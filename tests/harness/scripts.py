@@ -196,12 +196,12 @@ class Script:
         """Processes of the script that are still there after ``seconds``, or none as soon as none is."""
         return wait_until_gone(lambda: marked(self._mark), seconds)
 
-    def expect_no_survivors(self) -> None:
-        """Fail if a process of the script is still there some seconds after its end."""
-        left = self.survivors(_SECONDS_TO_END)
+    def expect_no_survivors(self, seconds: float = _SECONDS_TO_END) -> None:
+        """Fail if a process of the script is still there after ``seconds``."""
+        left = self.survivors(seconds)
         if left:
             names = "\n".join(name_of(process) for process in left)
-            raise ScriptFailed(f"still there {_SECONDS_TO_END} s after the end of the script:\n{names}", self.output)
+            raise ScriptFailed(f"still there {seconds} s after the end of the script:\n{names}", self.output)
 
     def close(self) -> None:
         """Kill what is left and let go of the pipes."""

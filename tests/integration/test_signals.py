@@ -265,6 +265,6 @@ def test_a_job_that_slurm_warns_is_requeued_and_goes_on(tmp_path: Path) -> None:
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requests\n')
     scontrol.chmod(0o755)
-    environment = {**by_srun(2), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    environment = {**by_srun(), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
     assert run_ranks(requeued, 2, tmp_path, env=environment) == [(138, ["hpc_ckpt_1.ckpt"], 6)] * 2
     assert (tmp_path / "requests").read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"
