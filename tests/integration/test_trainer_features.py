@@ -224,7 +224,6 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
         batch_size_scaling,
     )
 }
-Results = tuple[list[dict[str, Result]], list[dict[str, Result]]]
 
 
 def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
@@ -236,37 +235,26 @@ def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What ours and what stock give with each feature, by rank; one Trainer after another in the same processes."""
-    return on_both(use_all, tmp_path_factory.mktemp("features"), time_limit=110)
-
-
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [*OPTIONS, *FEATURES])
-def test_a_feature_does_what_it_does_with_stock(name: str, results: Results) -> None:
+def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """Weights, metrics, files, and what is called how often are equal on each rank, to the last bit."""
-    for mine, theirs in zip(*([by_name[name] for by_name in by_rank] for by_rank in results), strict=True):
-        names = {key for key, value in mine.items() if isinstance(value, str) or key in ("kept", "hooks", "files")}
-        assert {key: mine[key] for key in names} == {key: theirs[key] for key in names}
-        assert_same(
-            {key: mine[key] for key in mine.keys() - names}, {key: theirs[key] for key in theirs.keys() - names}
-        )
-
-
-def test_features_have_been_used(results: Results) -> None:
-    """The kept checkpoints are the best two, data are prepared once a host, and resumed runs have made all steps."""
-    (first, second), _ = results
-    found = first["checkpoints_and_early_stopping"]
-    assert (found["files"], found["best"], found["epochs"]) == (
-        ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"],
-        "epoch=1.ckpt",
-        4,
-    )
+    ours, stock = on_both(use_all, tmp_path, time_limit=110)
+    for mine, theirs in zip(ours, stock, strict=True):
+        for name in (*OPTIONS, *FEATURES):
+            assert_same_result(mine[name], theirs[name])
+    found = ours[0]["checkpoints_and_early_stopping"]
+    assert found["files"] == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert (found["best"], found["epochs"]) == ("epoch=1.ckpt", 4)
     assert found["hooks"] == ["prepare_data", "setup", "teardown"]
-    assert second["checkpoints_and_early_stopping"]["hooks"] == ["setup", "teardown"]
-    assert first["resume"]["last"]["step"] == 16
-    assert len(first["learning_rate_finder"]["found"]["loss"]) == 8
+    assert ours[1]["checkpoints_and_early_stopping"]["hooks"] == ["setup", "teardown"]
+    assert ours[0]["resume"]["last"]["step"] == 16
+    assert len(ours[0]["learning_rate_finder"]["found"]["loss"]) == 8
+
+
+def assert_same_result(ours: Result, stock: Result) -> None:
+    names = {key for key, value in ours.items() if isinstance(value, str) or key in ("kept", "hooks", "files")}
+    assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
+    assert_same({key: ours[key] for key in ours.keys() - names}, {key: stock[key] for key in stock.keys() - names})
 
 
 class Compiled(Net):
