@@ -1,4 +1,4 @@
-"""The command ``lightning-ddp-ext``, which needs the extra ``cli``: what is in a checkpoint file, and is it whole?"""
+"""The command ``lightning-ddp-ext`` (extra ``cli``): is this machine ready, and is a checkpoint whole?"""
 
 from __future__ import annotations
 

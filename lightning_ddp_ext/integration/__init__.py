@@ -1,4 +1,4 @@
-"""The only rooms that import Lightning: thin adapters between its hooks and ours.
+"""Thin adapters between Lightning's hooks and the rooms, which do not import it.
 
 They import one another by relative names, because they are loaded once for each of the two Lightning trees; see
 ``trees``.

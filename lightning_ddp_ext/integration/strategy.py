@@ -520,7 +520,7 @@ class DDPExtStrategy(DDPStrategy):
         super().setup_environment()
         context = current()
         if self._debugged is not None:
-            self._debugged.wait_on(self.global_rank)
+            self._debugged.wait_if_debugged(self.global_rank)
         if self.world_size > 1:
             install_breakpointhook(self.global_rank)
         agree_on_path(trainer, self._replaced)

@@ -24,7 +24,10 @@ _TOPIC = "barrier"
 _LONGEST_TEXT = 500
 
 _GONE_ON = "has gone on without it"
-_MAKE_IT = "call it on every rank, not for one rank alone, and give every rank as many batches"
+_MAKE_IT = (
+    "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
+    "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
+)
 _BE_THERE = "see what it does meanwhile (HangWatchdog prints that), or give the strategy a longer timeout"
 _SAME_ORDER = "let every rank make the same calls in the same order"
 

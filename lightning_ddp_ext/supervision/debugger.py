@@ -18,7 +18,7 @@ DEBUG_PORT = "DDPX_DEBUG_PORT"
 NO_LIMIT = timedelta(days=365)
 _PORT = 5678  # that of debugpy's documentation
 _HOST = "127.0.0.1"  # whoever reaches the port can run any code
-_SILENCE = timedelta(hours=12)  # the kernel takes no much longer one
+_SILENCE = timedelta(hours=12)  # the kernel accepts hardly more
 
 
 @dataclass(frozen=True)
@@ -42,22 +42,30 @@ class DebuggedRank:
         if type(self.port) is not int or not 0 < self.port < 1 << 16:
             raise OptionError(f"the debugger's port must be from 1 to 65535 (got {self.port!r}); write port={_PORT}")
 
+    def check(self, world_size: int) -> None:
+        """Refuse a rank that does not exist.
+
+        Raises:
+            OptionError: there are not so many ranks.
+        """
+        if self.rank >= world_size:
+            raise OptionError(
+                f"the debugged rank must be one of {world_size}, counted from 0 (got {self.rank}); "
+                f"change {DEBUG_RANK} or RankDebugger(rank=)"
+            )
+
     def without_limits(self, request: Request) -> Request:
         """The same request, without limits to the time that ranks wait for each other or that a host is silent.
 
         Raises:
             OptionError: there is no such rank.
         """
-        if self.rank >= request.world.world_size:
-            raise OptionError(
-                f"the debugged rank must be one of {request.world.world_size}, counted from 0 (got {self.rank}); "
-                f"change {DEBUG_RANK} or RankDebugger(rank=)"
-            )
+        self.check(request.world.world_size)
         versions = {**request.versions, DEBUG_RANK: str(self.rank)}  # a rank that does not know is named at the start
         timeouts = replace(request.timeouts, heartbeat=_SILENCE.total_seconds())
         return replace(request, timeout=NO_LIMIT, timeouts=timeouts, versions=versions)
 
-    def wait_on(self, rank: int) -> None:
+    def wait_if_debugged(self, rank: int) -> None:
         """On the debugged rank: wait until a debugger has attached, the first time that this process calls it.
 
         Raises:
@@ -78,8 +86,16 @@ def read_debugged_rank(environ: Mapping[str, str]) -> DebuggedRank | None:
     """
     if DEBUG_RANK not in environ:
         return None
-    port = _number(DEBUG_PORT, environ.get(DEBUG_PORT, str(_PORT)))
-    return DebuggedRank(_number(DEBUG_RANK, environ[DEBUG_RANK]), port)
+    return DebuggedRank(_number(DEBUG_RANK, environ[DEBUG_RANK]), debug_port(environ))
+
+
+def debug_port(environ: Mapping[str, str]) -> int:
+    """The port that the environment names, or the usual one.
+
+    Raises:
+        OptionError: the variable is no number.
+    """
+    return _number(DEBUG_PORT, environ.get(DEBUG_PORT, str(_PORT)))
 
 
 def _number(name: str, text: str) -> int:

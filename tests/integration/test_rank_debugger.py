@@ -218,5 +218,5 @@ def test_a_rank_that_there_is_not_is_refused() -> None:
         "the debugged rank must be one of 1, counted from 0 (got 3); change DDPX_DEBUG_RANK or RankDebugger(rank=)"
     ]
     assert run_ranks(debug_rank_3, 1, env={"DDPX_DEBUG_RANK": "1"}) == [
-        "DDPX_DEBUG_RANK=1 contradicts RankDebugger(rank=3); leave one of them out"
+        "RankDebugger and DDPX_DEBUG_RANK must name one rank (got 1, 3); leave the others out"
     ]
