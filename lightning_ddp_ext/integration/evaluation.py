@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, Literal, cast
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
+from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
@@ -20,10 +20,10 @@ from lightning_ddp_ext.data.loader import (
     index_sampler_of,
     set_index_sampler,
 )
-from lightning_ddp_ext.data.metric_state import preserve_metric_state
 from lightning_ddp_ext.errors import ExactEvaluationError
 
-from .compat import active_loop_of, combined_loader_of, mode_of, results_of
+from .compat import active_loop_of, combined_loader_of, mode_of
+from .idle_steps import IdleSteps
 from .lightning_tree import RunningStage, rank_zero_warn
 from .uneven import lengths_by_rank
 
@@ -32,7 +32,7 @@ IdleRanks = Literal["repeat", "skip"]
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 
 
-class Evaluation:
+class Evaluation(IdleSteps):
     """Evaluation and prediction on a strategy's ranks.
 
     A rank that has no batch for a step that others make is idle. By default it takes part with a batch that does not
@@ -47,12 +47,11 @@ class Evaluation:
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool, idle_ranks: IdleRanks) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._is_exact = is_exact
         self._skips = idle_ranks == "skip"
         self._batches: tuple[int, ...] | None = None  # by rank, of the loader that is read, where they differ
         self._step = 0
-        self._is_in_step = False
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader. Collective: every rank must call it.
@@ -119,34 +118,14 @@ class Evaluation:
     # Steps.
 
     @property
+    @override
     def _idle_ranks(self) -> tuple[int, ...]:
         """The ranks that have no batch for the present step."""
         return tuple(rank for rank, batches in enumerate(self._batches or ()) if batches <= self._step)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank's present batch does not count."""
-        return self._strategy.global_rank in self._idle_ranks
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
-        return self._idle_ranks if self._is_in_step else ()
-
     def end(self) -> None:
         """The evaluation is over."""
         self._batches = None
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """One ``validation_step`` or ``test_step``: on an idle rank it leaves no trace in any metric."""
-        module, results = self._strategy.lightning_module, results_of(self._trainer)
-        self._is_in_step = True
-        try:
-            with preserve_metric_state(results, module) if self.is_idle else nullcontext():
-                yield
-        finally:
-            self._is_in_step = False
 
     @property
     def _trainer(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.sync_context import is_idle, set_idle
 from lightning_ddp_ext.data.digest import digest
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
-from lightning_ddp_ext.data.metric_state import preserve_metric_state
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import until_longest, until_shortest
 from lightning_ddp_ext.errors import UnevenInputsError
 from lightning_ddp_ext.rendezvous.process_context import current
 
-from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step, results_of
+from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
+from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
 
 Mode = Literal["stop_at_shortest", "join"]
@@ -31,7 +32,7 @@ Mode = Literal["stop_at_shortest", "join"]
 _NAMED = 16  # ranks in a message
 
 
-class UnevenInputs:
+class UnevenInputs(IdleSteps):
     """The numbers of a strategy's training batches.
 
     With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
@@ -48,7 +49,7 @@ class UnevenInputs:
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._mode = mode
         self.attach()
 
@@ -57,7 +58,6 @@ class UnevenInputs:
         self.are_even = True
         self._has_new_loaders = False
         self._batches: dict[int, int] = {}  # of the epoch, of ranks that have come to their end, by rank
-        self._is_in_step = False
 
     @property
     def _ends_together(self) -> bool:
@@ -110,6 +110,7 @@ class UnevenInputs:
     # Idle ranks.
 
     @property
+    @override
     def _idle_ranks(self) -> tuple[int, ...]:
         """The ranks that have no batch of their own for the present step."""
         if not self._batches:
@@ -117,29 +118,12 @@ class UnevenInputs:
         number = self._strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return tuple(rank for rank, batches in sorted(self._batches.items()) if batches < number)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank's present batch does not count."""
-        return self._strategy.global_rank in self._idle_ranks
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out, in a step."""
-        return self._idle_ranks if self._is_in_step else ()
-
+    @override
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One ``training_step``: on an idle rank it leaves no trace in any metric."""
-        module = self._strategy.lightning_module
-        self._is_in_step = True
-        try:
-            with (
-                preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext(),
-                self.idle_layers(),
-            ):
-                yield
-        finally:
-            self._is_in_step = False
+        """One ``training_step``: on an idle rank it leaves no trace in metrics, nor in synchronised BatchNorm."""
+        with super().step(), self.idle_layers():
+            yield
 
     @contextmanager
     def idle_layers(self) -> Iterator[None]:
