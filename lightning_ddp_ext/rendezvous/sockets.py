@@ -72,7 +72,17 @@ def _sockets_of_other_threads() -> set[int]:
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
     if len(threads) <= 1:
         return set()
-    return {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+    # An object refers to its class. Asking the collector for all objects instead would hold on to the tuples that
+    # other threads are building just now, which then end in a SystemError.
+    candidates = gc.get_referrers(*_with_subclasses(socket.socket))
+    return {each.fileno() for each in candidates if issubclass(type(each), socket.socket)}
+
+
+def _with_subclasses(base: type) -> Iterator[type]:
+    yield base
+    derived: type
+    for derived in base.__subclasses__():
+        yield from _with_subclasses(derived)
 
 
 def _identity(descriptor: int) -> str:
