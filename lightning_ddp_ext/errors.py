@@ -38,7 +38,8 @@
         ├── RankHungError                    nothing moves any more, because of a rank that is stuck
         └── RankLeftError                    another rank has ended while this one still needed it
 
-A message says field, rule, value and remedy, in this order where all four exist.
+A message says field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
+the error in the documentation.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ from os import PathLike
 
 class DDPExtError(Exception):
     """Base of all errors of this package: ``except DDPExtError`` catches each of them."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
+        address = f"reference/errors.html#{ours.__name__}"
+        # Python prints notes below the message, from 3.11 on.
+        self.__notes__ = [f"See {address} in the documentation of lightning-ddp-ext."]
 
 
 class ConfigurationError(DDPExtError, ValueError):

@@ -17,9 +17,11 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
     Raises:
         SamplerError: it is no whole number, or outside of ``at_least`` to ``at_most``.
 
-    >>> whole_number(-1, "seed", remedy="pass seed=0")
-    Traceback (most recent call last):
-    lightning_ddp_ext.errors.SamplerError: seed must be a whole number, at least 0 (got -1); pass seed=0
+    >>> try:
+    ...     whole_number(-1, "seed", remedy="pass seed=0")
+    ... except SamplerError as error:
+    ...     print(error)
+    seed must be a whole number, at least 0 (got -1); pass seed=0
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)

@@ -186,7 +186,7 @@ def test_a_layer_parametrised_while_converted_cannot_be_restored() -> None:
     """The error says how to get it restored."""
     layer = convert_sync_batchnorm(nn.BatchNorm2d(3))
     parametrize.register_parametrization(layer, "weight", nn.Identity())
-    with pytest.raises(ConversionError, match=r"was parametrised while .*; call .*remove_parametrizations first$"):
+    with pytest.raises(ConversionError, match=r"was parametrised while .*; call .*remove_parametrizations first\n"):
         restore_batchnorm(layer)
     parametrize.remove_parametrizations(layer, "weight")
     assert type(restore_batchnorm(layer)) is nn.BatchNorm2d
