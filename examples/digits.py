@@ -9,16 +9,19 @@ python examples/digits.py --strategy ddp                     # the same file wit
 import argparse
 import os
 import tempfile
+from pathlib import Path
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_ddp_ext import SyncBatchNormConversion  # importing it registers the strategy "ddp_ext"
+
+DIGITS = Path(__file__).with_name("digits.npz")  # 1797 grey images of 8 x 8 pixels, from 0 to 16, and their labels
 
 Batch = tuple[Tensor, Tensor]
 
@@ -49,10 +52,10 @@ class ConvNet(L.LightningModule):
 
 
 def loaders() -> tuple[DataLoader[Batch], DataLoader[Batch]]:
-    """1797 grey images of 8 x 8 pixels, 1597 to train on and 200 to test; the same ones on every rank."""
-    images, labels = load_digits(return_X_y=True)
-    pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    dataset, generator = TensorDataset(pixels, torch.tensor(labels)), torch.Generator().manual_seed(0)
+    """1597 images to train on and 200 to test; the same ones on every rank."""
+    with np.load(DIGITS) as file:
+        pixels, labels = torch.tensor(file["images"]).unsqueeze(1) / 16, torch.tensor(file["labels"]).long()
+    dataset, generator = TensorDataset(pixels, labels), torch.Generator().manual_seed(0)
     train, test = random_split(dataset, [1597, 200], generator=generator)
     return DataLoader(train, batch_size=32, shuffle=True), DataLoader(test, batch_size=32)
 

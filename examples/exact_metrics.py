@@ -8,11 +8,12 @@ because it rounds 41 / 4 down. With `ddp_ext` each image counts once and every n
 """
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
@@ -53,8 +54,8 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")  # stock's own recommendation is to test on one device
     torch.set_num_threads(1)  # forked processes do not have the threads of this one
     L.seed_everything(1)
-    images, labels = load_digits(return_X_y=True)
-    pixels, digits = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        pixels, digits = torch.tensor(file["images"]).flatten(1) / 16, torch.tensor(file["labels"]).long()
     model = Classifier()
     trainer(max_epochs=20).fit(model, DataLoader(TensorDataset(pixels[:100], digits[:100]), 20, shuffle=True))
 

@@ -1,4 +1,4 @@
-"""Train an autoencoder of handwritten digits with stock Lightning; `git apply adopt.diff` changes two lines.
+"""Train an autoencoder with stock Lightning; `git apply adopt.diff` changes two lines.
 
 Run it before and after: cd examples/adopted_project; python train.py
 """
@@ -9,16 +9,17 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
-class DigitsData(L.LightningDataModule):
+class Data(L.LightningDataModule):
+    """Vectors of 64 numbers that 8 numbers decide."""
+
     def setup(self, stage: str) -> None:
-        pixels = torch.tensor(load_digits().data, dtype=torch.float32) / 16
-        lengths, generator = [1536, 261], torch.Generator().manual_seed(0)
-        self.train, self.val = random_split(TensorDataset(pixels), lengths, generator=generator)
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.rand(1797, 8, generator=generator) @ torch.rand(8, 64, generator=generator) / 4
+        self.train, self.val = random_split(TensorDataset(vectors), [1536, 261], generator=generator)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.train, batch_size=32, shuffle=True)
@@ -55,6 +56,6 @@ if __name__ == "__main__":
     callbacks = [ModelCheckpoint(monitor="val_loss", save_last=True), EarlyStopping("val_loss"), LearningRateMonitor()]
     options = {"accelerator": "cpu", "devices": 2, "max_epochs": parser.parse_args().epochs, "log_every_n_steps": 10}
     trainer = L.Trainer(strategy="ddp", logger=CSVLogger("."), callbacks=callbacks, **options)
-    trainer.fit(Autoencoder(), DigitsData())
+    trainer.fit(Autoencoder(), Data())
     metrics = trainer.callback_metrics
     trainer.print(f"train_loss {metrics['train_loss']:.6f}, val_loss {metrics['val_loss']:.6f}")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy import stats
 
 from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.permutation import Permutation
+from tests.data.chi_square import p_of
 
 SMALLEST_P = 1e-4
 JUST_ABOVE_THE_TABLE = 65_537
@@ -38,10 +38,6 @@ def position_of(value: int, length: int, key: int) -> int:
 
 def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
     return np.bincount((values.astype(np.float64) / length * cells).astype(np.int64), minlength=cells)
-
-
-def p_of(observed: Any) -> float:
-    return float(stats.chisquare(np.asarray(observed).ravel()).pvalue)
 
 
 @pytest.mark.parametrize("length", [1, 2, 1000, 65_535, 65_536, 65_537, 65_538, 100_003, 257 * 256, 2**18, 999_999])

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
+from tests.data.chi_square import p_of
 
 SMALLEST_P = 1e-4
 
@@ -21,10 +21,6 @@ def drawn(*arguments: Any, epoch: int = 0, **options: Any) -> list[int]:
     sampler = DistributedWeightedSampler(*arguments, num_replicas=1, rank=0, **options)
     sampler.set_epoch(epoch)
     return list(sampler)
-
-
-def p_of(counts: Any, expected: Any = None) -> float:
-    return float(stats.chisquare(counts, expected).pvalue)
 
 
 def test_draws_are_independent_of_their_neighbours_and_of_other_epochs() -> None:
