@@ -17,8 +17,8 @@ import pytest
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
 from tests.harness.ranks import by_hand_env, free_port, run_ranks
-from tests.harness.scripts import run_script
 from tests.harness.training import Net
+from tests.harness.warm import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -63,8 +63,9 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
 def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
-    completed = run_script(code, cwd=tmp_path)
-    assert completed.returncode == 0, completed.output
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    run_on_ranks(script, cwd=tmp_path, world_size=1)
 
 
 def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:

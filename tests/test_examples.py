@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.harness.scripts import run_script, start_script
+from tests.harness.warm import run_on_ranks
 from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -45,24 +46,24 @@ def run(script: Path, *argv: str, directory: Path, launcher: tuple[str, ...] = (
 @pytest.mark.parametrize("name", PRINTED)
 def test_scripts(name: str, tmp_path: Path) -> None:
     """It ends with success and prints what it should."""
-    output = run(EXAMPLES / name, directory=tmp_path)
+    forks_its_ranks = "ddp_ext_fork" in (EXAMPLES / name).read_text()
+    output = run_on_ranks(EXAMPLES / name, cwd=tmp_path, world_size=1 if forks_its_ranks else 2)
     assert re.search(PRINTED[name], output), output
 
 
 def test_hang_watchdog(tmp_path: Path) -> None:
     """Both ranks end, and the report says which one was stuck, in which function and line."""
-    completed = run_script(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, time_limit=TIME_LIMIT)
-    assert completed.returncode == 1
+    output = run_on_ranks(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, returncode=1)
     stuck = r"rank 0 stopped: rank 1 .* never entered all_reduce .* training_step, \S+/hang_watchdog\.py:\d+"
-    assert re.search(stuck, completed.output), completed.output
+    assert re.search(stuck, output), output
     assert "read_from_a_dead_disk" in "".join(path.read_text() for path in (tmp_path / "hang_reports").iterdir())
 
 
 @pytest.mark.parametrize("strategy", ["ddp_ext", "ddp"])
 def test_digits(strategy: str, tmp_path: Path) -> None:
     """The example learns the digits with ours and, unchanged, with stock Lightning's strategy, and resumes."""
-    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/", "--epochs", "2")
-    output = run(EXAMPLES / "digits.py", *argv, directory=tmp_path)
+    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/meet", "--epochs", "2")
+    output = run_on_ranks(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     accuracies = [float(figure) for figure in re.findall(r"test_accuracy ([\d.]+)%", output)]
     assert len(accuracies) == 2
     assert min(accuracies) > 90, output
@@ -72,9 +73,9 @@ def test_digits(strategy: str, tmp_path: Path) -> None:
 def test_adopted_project(tmp_path: Path) -> None:
     """The diff has two lines; with it the project trains as before, and validates each image once."""
     project = shutil.copytree(EXAMPLES / "adopted_project", tmp_path / "project")
-    stock = run(project / "train.py", directory=project)
+    stock = run_on_ranks(project / "train.py", cwd=project)
     subprocess.run(["git", "apply", "adopt.diff"], cwd=project, check=True)
-    ours = run(project / "train.py", directory=project)
+    ours = run_on_ranks(project / "train.py", cwd=project)
     assert len(re.findall(r"^\+[^+]", (project / "adopt.diff").read_text(), re.MULTILINE)) == 2
     assert "process group: gloo, 2 ranks" in ours
     [before], [after] = (re.findall(r"train_loss ([\d.]+), val_loss ([\d.]+)", output) for output in (stock, ours))
@@ -95,7 +96,7 @@ def test_resume_elsewhere(tmp_path: Path) -> None:
 
 def test_exact_metrics(tmp_path: Path) -> None:
     """Four ranks with stock count 44 of 41 images or divide by 40; ours gives the accuracies of one process."""
-    output = run(EXAMPLES / "exact_metrics.py", directory=tmp_path)
+    output = run_on_ranks(EXAMPLES / "exact_metrics.py", cwd=tmp_path, world_size=1)
     rows = re.findall(r"^(.+?)  +(\d+) +([\d.]+)% +([\d.]+)%$", output, re.MULTILINE)
     alone, stock, unrepeated, ours = (tuple(map(float, row[1:])) for row in rows)
     assert ours == alone
@@ -104,9 +105,10 @@ def test_exact_metrics(tmp_path: Path) -> None:
     assert unrepeated[1] == pytest.approx(ours[1] * 41 / 40, abs=0.01)
 
 
-def test_torchrun(tmp_path: Path) -> None:
-    """The script starts two ranks, which find torchrun's address."""
-    output = run(EXAMPLES / "torchrun.sh", directory=tmp_path, launcher=("bash",))
+@pytest.mark.parametrize(("launcher", "script"), [("python", "minimal.py"), ("bash", "torchrun.sh")])
+def test_launchers(launcher: str, script: str, tmp_path: Path) -> None:
+    """A script starts its second rank itself, or finds those of torchrun."""
+    output = run(EXAMPLES / script, directory=tmp_path, launcher=(launcher,))
     assert re.search(PRINTED["minimal.py"], output), output
 
 
@@ -170,9 +172,10 @@ def test_kubernetes() -> None:
 def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tmp_path: Path) -> None:
     """LightningCLI takes strategy, plugin and callbacks from YAML, prints all their options, and takes those."""
     config, printed = EXAMPLES / "config.yaml", tmp_path / "printed.yaml"
-    printed.write_text(run(EXAMPLES / "cli.py", "fit", "--config", str(config), "--print_config", directory=tmp_path))
+    argv = ("fit", "--config", str(config), "--print_config")
+    printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
     options = ("--trainer.strategy.init_args.init_method", f"file://{tmp_path}/meet")
-    output = run(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, directory=tmp_path)
+    output = run_on_ranks(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, cwd=tmp_path)
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
