@@ -20,11 +20,11 @@ from lightning_ddp_ext.data.loader_kinds import position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
-from lightning_ddp_ext.errors import ConfigurationError
 
 from .compat import ReplacedMethods, active_loop_of, iterators_of
 from .evaluation import EVALUATED, Evaluation, IdleRanks
 from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from .options import check_choice
 from .resume import ResumeData
 from .training_data import TrainingData
 from .uneven import Mode as UnevenMode
@@ -37,7 +37,7 @@ class DataPath:
     """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
 
     Raises:
-        ConfigurationError: an argument is none of its values.
+        OptionError: an argument is none of its values.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class DataPath:
         resume_data: ResumeData,
         idle_ranks: IdleRanks,
     ) -> None:
-        _check_choice("sampler", order, get_args(Order))
-        _check_choice("exact_evaluation", exact_evaluation, (True, False))
-        _check_choice("resume_data", resume_data, get_args(ResumeData))
-        _check_choice("idle_ranks", idle_ranks, get_args(IdleRanks))
-        _check_choice("uneven_inputs", uneven_inputs, (None, *get_args(UnevenMode)))
+        check_choice("sampler", order, *get_args(Order))
+        check_choice("exact_evaluation", exact_evaluation, True, False)
+        check_choice("resume_data", resume_data, *get_args(ResumeData))
+        check_choice("idle_ranks", idle_ranks, *get_args(IdleRanks))
+        check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
@@ -179,9 +179,3 @@ def warn_of_fixed_orders(loader: object) -> None:
             f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
             "method set_epoch(epoch) that its order depends on"
         )
-
-
-def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(type(value) is type(each) and value == each for each in allowed):
-        choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

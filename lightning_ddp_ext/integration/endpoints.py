@@ -10,52 +10,46 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
-from lightning_ddp_ext.rendezvous.init_method import File, InitMethod, Tcp, check_file
+from lightning_ddp_ext.rendezvous.init_method import File, Tcp, check_file
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 
 from .environment import WorldEnvironment
-from .lightning_tree import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
+from .lightning_tree import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
+
+if TYPE_CHECKING:
+    from .strategy import DDPExtStrategy
 
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # What Lightning's launcher, or somebody's shell, puts into the environment of ranks.
-_ADDRESS = ("main_address", "main_port")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def endpoint_of(
-    method: InitMethod | None,
-    environment: ClusterEnvironment,
-    environ: Mapping[str, str],
-    *,
-    run_id: str | None,
-    num_nodes: int,
-) -> Endpoint:
-    """The endpoint that an init method stands for in this process.
+def endpoint_of(strategy: DDPExtStrategy, environ: Mapping[str, str]) -> Endpoint:
+    """The endpoint that a strategy's init method stands for in this process.
 
     Raises:
         InitMethodError: the file cannot be made or seen by all nodes.
         StoreError: nobody has said at which port rank 0 listens.
     """
+    method, environment = strategy.chosen_init_method, strategy.cluster_environment
     if isinstance(method, File):
-        check_file(method, num_nodes=num_nodes)
-        return FileEndpoint(method.file_for(run_id or run_id_from_launcher(environ)))
+        check_file(method, num_nodes=strategy.num_nodes)
+        return FileEndpoint(method.file_for(strategy.run_id or run_id_from_launcher(environ)))
     if isinstance(method, Tcp):
         return TcpEndpoint(method)
-    if PRIVATE_FILE in environ and num_nodes == 1:
+    if PRIVATE_FILE in environ and strategy.num_nodes == 1:
         return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
+    assert environment is not None
     where = _address_in(environment, environ)
     if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun's agent listens there itself, so that rank 0 cannot.
-        return StoreEndpoint(where, run_id or run_id_from_launcher(environ) or "")
+        return StoreEndpoint(where, strategy.run_id or run_id_from_launcher(environ) or "")
     return TcpEndpoint(where)
 
 
@@ -78,20 +72,22 @@ class StartVariables:
             Path(self.leftover).unlink(missing_ok=True)
 
 
-def start_variables(
-    method: InitMethod | None, environment: ClusterEnvironment, *, run_id: str | None, num_nodes: int
-) -> StartVariables:
+def start_variables(strategy: DDPExtStrategy) -> StartVariables:
     """What ranks need to find each other, besides the init method.
 
     On one node without an address the kernel chooses a port, so it is never guessed, nor lost to another job. In a
     directory the file gets a name of its own.
     """
+    method, environment, num_nodes = strategy.chosen_init_method, strategy.cluster_environment, strategy.num_nodes
+    assert environment is not None
     if isinstance(method, File):
-        if num_nodes > 1 or not method.is_directory or method.run_id or run_id or os.environ.get(RUN_ID_VARIABLE):
+        run_id = method.run_id or strategy.run_id or os.environ.get(RUN_ID_VARIABLE)
+        if num_nodes > 1 or not method.is_directory or run_id:
             return StartVariables({})
         made_up = secrets.token_hex(8)
         return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))
-    if num_nodes > 1 or isinstance(method, Tcp) or any(_says_by_itself(name, environment) for name in _ADDRESS):
+    has_address = _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment)
+    if num_nodes > 1 or isinstance(method, Tcp) or has_address:
         where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
         return StartVariables({"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)})
     directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
@@ -126,7 +122,6 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
         yield
     finally:
         for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
+            os.environ.pop(name, None)
+            if value is not None:
                 os.environ[name] = value

@@ -1,18 +1,19 @@
-"""A Lightning cluster environment that says what a World says."""
+"""Tell which rank this process is: by arguments, by a launcher's variables, or by Lightning's cluster environment."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
-from lightning_ddp_ext.world import World, check_devices
+from lightning_ddp_ext.errors import WorldError
+from lightning_ddp_ext.supervision.rank_processes import started_ranks
+from lightning_ddp_ext.world import World, check_devices, read_world
 
-from .lightning_tree import (
-    ClusterEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 
 class WorldEnvironment(ClusterEnvironment):
@@ -81,3 +82,74 @@ def source_of(environment: ClusterEnvironment) -> str:
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
     return words.get(type(environment), type(environment).__name__)
+
+
+def world_of(strategy: Any) -> World:
+    """The place of a strategy's process among all."""
+    environment = strategy.cluster_environment
+    if isinstance(environment, WorldEnvironment):
+        return environment.world
+    return World(
+        rank=strategy.global_rank,
+        world_size=strategy.num_nodes * strategy.num_processes,
+        local_rank=strategy.local_rank,
+        local_world_size=strategy.num_processes,
+        node_rank=strategy.node_rank,
+        source=source_of(environment),
+    )
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    """The arguments ``rank``, ``world_size`` and ``local_rank`` of a strategy.
+
+    Raises:
+        WorldError: a rank is out of range, or has no world size.
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+
+    def __post_init__(self) -> None:
+        self._read({}, None)
+
+    def environment_beside(
+        self, environment: ClusterEnvironment | None, *, devices: int, num_nodes: int
+    ) -> ClusterEnvironment | None:
+        """The environment that knows how this process was started: the one given, or one of ours.
+
+        Raises:
+            WorldError: the arguments contradict a launcher, or the Trainer's devices.
+        """
+        if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+            self._refuse_other_rank(environment)
+            return environment
+        try:
+            world = self._read(os.environ, devices)
+        except WorldError:
+            # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
+            world = self._read(os.environ, None)
+            if world is not None:
+                check_devices(world, devices=devices, num_nodes=num_nodes)
+            raise
+        if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
+            return environment
+        check_devices(world, devices=devices, num_nodes=num_nodes)
+        return WorldEnvironment(world)
+
+    def _read(self, environ: Mapping[str, str], devices: int | None) -> World | None:
+        return read_world(
+            environ, rank=self.rank, world_size=self.world_size, local_rank=self.local_rank, devices=devices
+        )
+
+    def _refuse_other_rank(self, environment: ClusterEnvironment | None) -> None:
+        """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+        if self.rank is None or environment is None or not environment.creates_processes_externally:
+            return
+        found = (environment.global_rank(), environment.world_size())
+        if found != (self.rank, self.world_size):
+            raise WorldError(
+                f"rank={self.rank} and world_size={self.world_size} contradict {source_of(environment)}, by which this "
+                f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            )

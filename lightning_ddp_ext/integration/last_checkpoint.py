@@ -15,13 +15,7 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
-from .lightning_tree import (
-    ModelCheckpoint,
-    SLURMEnvironment,
-    rank_zero_info,
-    rank_zero_warn,
-    refuse_missing,
-)
+from .lightning_tree import ModelCheckpoint, SLURMEnvironment, rank_zero_info, rank_zero_warn, refuse_missing
 
 refuse_missing(ModelCheckpoint, "_find_last_checkpoints")
 

@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
-from .lightning_tree import calling_result
+from .compat import calling_result
 
 
 class BatchedMetrics:

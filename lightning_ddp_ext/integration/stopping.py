@@ -16,13 +16,7 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopReques
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
 from .compat import ReplacedMethods
-from .lightning_tree import (
-    SIGTERMException,
-    SLURMEnvironment,
-    Strategy,
-    TrainerStatus,
-    rank_zero_info,
-)
+from .lightning_tree import SIGTERMException, SLURMEnvironment, Strategy, TrainerStatus, rank_zero_info
 from .loop_state import Stopped
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.

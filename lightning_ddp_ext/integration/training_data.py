@@ -17,11 +17,10 @@ from lightning_ddp_ext.data.generators import take_random
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
 
-from .compat import combined_iterator_of, combined_loader_of, iterators_of
+from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
 from .lightning_tree import rank_zero_info
 from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
-from .timed_validation import TimedValidation
 from .uneven import UnevenInputs
 
 

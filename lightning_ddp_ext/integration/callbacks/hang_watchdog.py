@@ -21,8 +21,9 @@ from lightning_ddp_ext.supervision.flight import enable
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
-from ..current_hook import doing, progress
+from ..compat import current_hook, progress_of
 from ..lightning_tree import Callback, LightningModule, Trainer, rank_zero_info
+from ..options import check_choice
 from .rank_debugger import debugged_rank
 
 
@@ -76,8 +77,7 @@ class HangWatchdog(Callback):
         directory: str | PathLike[str] | None = None,
     ) -> None:
         self.timeout = to_timedelta(timeout, field="timeout")
-        if on_hang not in get_args(OnHang):
-            raise OptionError(f"on_hang must be 'abort' or 'continue' (got {on_hang!r})")
+        check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
             raise OptionError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
         self.on_hang = on_hang
@@ -94,7 +94,7 @@ class HangWatchdog(Callback):
         context = current()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
-            return doing(frame, trainer), progress(trainer)
+            return current_hook(frame, trainer), progress_of(trainer)
 
         self._watchdog = Watchdog(
             RankInfo(trainer.global_rank),

@@ -16,6 +16,7 @@ from lightning_ddp_ext.rank_logger import prefix_of
 from lightning_ddp_ext.supervision.rank_logging import FORMAT, RankFile, prefixed_console
 
 from ..lightning_tree import Callback, LightningModule, Trainer
+from ..options import check_choice
 
 Console = Literal["all", "rank_zero"]
 
@@ -59,10 +60,7 @@ class RankLogging(Callback):
             raise ConfigurationError(
                 f"directory must be on a file system of each rank's host (got {directory!r}); write 'logs', say"
             )
-        if console not in get_args(Console):
-            raise ConfigurationError(
-                f"console must be one of {', '.join(get_args(Console))} (got {console!r}); write console='rank_zero'"
-            )
+        check_choice("console", console, *get_args(Console))
         try:
             self._level = logging.Handler(level).level
             logging.Formatter(format)
