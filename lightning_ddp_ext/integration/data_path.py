@@ -58,7 +58,6 @@ class DataPath:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
@@ -69,7 +68,7 @@ class DataPath:
     def _trainer(self) -> Any:
         return self._strategy.lightning_module.trainer
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
         self.training.attach(trainer)
         self.uneven.attach()
@@ -78,7 +77,7 @@ class DataPath:
         def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
             return self.prepare(connector, dataloader, shuffle=shuffle, stage=mode)
 
-        self._replaced.replace(connector, "_prepare_dataloader", prepare)
+        replaced.replace(connector, "_prepare_dataloader", prepare)
 
     @property
     def is_idle(self) -> bool:
@@ -89,11 +88,6 @@ class DataPath:
     def idle_ranks(self) -> tuple[int, ...]:
         """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
         return self.uneven.idle or self.evaluation.idle
-
-    def detach(self) -> None:
-        """Leave the Trainer to itself."""
-        self.uneven.attach()
-        self._replaced.put_back()
 
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""

@@ -17,7 +17,6 @@ from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreE
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp, check_file
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 
-from .environment import WorldEnvironment
 from .lightning_tree import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 
 def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
     """Whether ``main_address`` or ``main_port`` is more than what the variables ``MASTER_...`` say."""
-    from_variables = (getattr(LightningEnvironment, name), getattr(WorldEnvironment, name))
-    return getattr(type(environment), name) not in from_variables
+    return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 
 
 @contextmanager

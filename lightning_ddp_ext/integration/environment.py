@@ -16,7 +16,7 @@ from lightning_ddp_ext.world import World, check_devices, read_world
 from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 
-class WorldEnvironment(ClusterEnvironment):
+class WorldEnvironment(LightningEnvironment):
     """For processes that somebody else started and that Lightning's own environments do not know.
 
     That is: one process per rank by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
@@ -32,36 +32,13 @@ class WorldEnvironment(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         return True
 
-    @property
-    @override
-    def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", "0"))
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
     @override
     def world_size(self) -> int:
         return self.world.world_size
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """Nothing: the world size is what the processes were started with."""
-
-    @override
     def global_rank(self) -> int:
         return self.world.rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Nothing: the rank is what the process was started with."""
 
     @override
     def local_rank(self) -> int:
@@ -74,6 +51,10 @@ class WorldEnvironment(ClusterEnvironment):
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         check_devices(self.world, devices=num_devices, num_nodes=num_nodes)
+
+    @override
+    def teardown(self) -> None:
+        """Leave the variables to whoever has set them."""
 
 
 def source_of(environment: ClusterEnvironment) -> str:

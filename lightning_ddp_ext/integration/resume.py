@@ -15,7 +15,6 @@ from lightning_ddp_ext.errors import ResumeError
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from .lightning_tree import rank_zero_info, rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
-from .uneven import UnevenInputs
 
 ResumeData = Literal["exact", "epoch", "off"]
 
@@ -38,10 +37,7 @@ def in_common(own: Mapping[str, Any]) -> dict[str, Any]:
 class Resume:
     """One resume of a Trainer's training; of a Trainer that loads nothing, one that changes nothing.
 
-    Args:
-        strategy: whose Trainer.
-        checkpoint: what is loaded. The state of its loops is changed to one from which Lightning goes on rightly.
-        data: ``"exact"`` goes on with the batch that is due, and ``"epoch"`` from the beginning of its epoch.
+    The state of the loops in the checkpoint is changed to one from which Lightning goes on rightly.
 
     Attributes:
         restart: where training goes on.
@@ -82,10 +78,6 @@ class Resume:
         return self._strategy.lightning_module.trainer
 
     @property
-    def _uneven(self) -> UnevenInputs:
-        return self._strategy.data.uneven  # type: ignore[no-any-return]
-
-    @property
     def _knows_each_rank(self) -> bool:
         return bool(self._ranks) and self._ranks[0]["random"] is not None
 
@@ -104,11 +96,7 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random numbers and counters with which training goes on, before anything of it happens.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
+        """Set the random numbers and counters with which training goes on, before anything of it happens."""
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":
@@ -138,7 +126,7 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
-        last = self.done + self._uneven.most(self._count_left())
+        last = self.done + self._strategy.data.uneven.most(self._count_left())
         if last < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(last))
 
@@ -155,11 +143,7 @@ class Resume:
         return None if self._states is None else self._states[index]
 
     def find_data(self) -> None:
-        """Find out where each training loader goes on; a second call does nothing.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
+        """Find out where each training loader goes on, or refuse other data; a second call does nothing."""
         if self._states is not None:
             return
         positions, states = positions_of(self._trainer), self._own["loaders"]
@@ -192,7 +176,7 @@ class Resume:
         if math.inf in (whole, left):
             return self.restart.done
         accumulated: int = self._trainer.accumulate_grad_batches
-        return int(self._uneven.most(whole - left)) // accumulated * accumulated
+        return int(self._strategy.data.uneven.most(whole - left)) // accumulated * accumulated
 
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.

@@ -261,7 +261,7 @@ class DDPExtStrategy(DDPStrategy):
             idle_ranks=idle_ranks,
         )
         self.metrics = BatchedMetrics(self)
-        self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
+        self.stops = Stops(self, to_timedelta(save_deadline, field="save_deadline"))
         self.debugged: DebuggedRank | None = None
         self._checks_collectives = debug
         self._checked: CheckedCollectives | None = None
@@ -385,12 +385,16 @@ class DDPExtStrategy(DDPStrategy):
         if self.world_size > 1:
             install_breakpointhook(self.global_rank)
         agree_on_path(trainer, self._replaced)
-        self.data.attach(trainer)
+        self.data.attach(trainer, self._replaced)
         self.metrics.start()
-        self.stops.attach(trainer, context)
+        self.stops.attach(trainer, context, self._replaced)
         if self._checks_collectives and context is not None:
             self._checked = CheckedCollectives(context)
             self._checked.install()
+
+    def _start(self) -> None:
+        self._pass()
+        self.stops.on_start()
 
     @override
     def on_train_start(self) -> None:
@@ -402,35 +406,12 @@ class DDPExtStrategy(DDPStrategy):
         self._start()
         self.data.training.on_validation_start()
 
-    @override
-    def on_test_start(self) -> None:
-        self._start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        self._pass()
-        self.stops.on_start()
+    on_test_start = on_predict_start = _start
 
     @override
     def on_train_end(self) -> None:
         self._pass()
         self.stops.at_end()
-
-    @override
-    def on_validation_end(self) -> None:
-        self.data.training.resume.on_validation_end()
-        self._end_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
@@ -438,12 +419,18 @@ class DDPExtStrategy(DDPStrategy):
         self.stops.at_end_of_evaluation()
 
     @override
+    def on_validation_end(self) -> None:
+        self.data.training.resume.on_validation_end()
+        self._end_evaluation()
+
+    on_test_end = on_predict_end = _end_evaluation
+
+    @override
     def teardown(self) -> None:
         if self._checked is not None:
             self._checked.restore()
         try:
             self.checkpoints.finish()
-            self.data.detach()
             super().teardown()
         finally:
             self._replaced.put_back()
@@ -556,7 +543,8 @@ class DDPExtStrategy(DDPStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.checkpoints.is_handling_exception:
             return obj
-        if not (self._is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
+        is_training = self.lightning_module is not None and self.lightning_module.trainer.training
+        if not (is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
             self._begin(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
@@ -585,18 +573,14 @@ class DDPExtStrategy(DDPStrategy):
         context = current()
         return None if context is None else context.barriers.begin(what, call_site())
 
-    @property
-    def _is_training(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.training
-
     def _advance(self) -> None:
-        """Pass a point that all ranks pass: calls that others began before it, and this rank did not, it will miss."""
+        """Advance this rank's step counter, so that a skipped call can be detected."""
         context = current()
         if context is not None:
             context.barriers.advance()
 
     def _pass(self) -> None:
-        """The same for what ranks do at other batches, or not at all, where they have different numbers of them."""
+        """Advance it where ranks with different numbers of batches might come at other steps, or not at all."""
         if self.data.uneven.are_even:
             self._advance()
 

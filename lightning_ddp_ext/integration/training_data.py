@@ -8,7 +8,7 @@ their first batches are asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,35 +19,22 @@ from lightning_ddp_ext.data.position import LoaderPosition
 
 from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
 from .lightning_tree import rank_zero_info
-from .loop_state import Restart, Stopped, epoch_of, find_restart
+from .loop_state import Restart, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
 from .uneven import UnevenInputs
 
 
 class TrainingData:
-    """The training loaders of a strategy's ranks, and how far each is read.
-
-    Args:
-        strategy: whose ranks.
-        uneven: what happens where ranks have different numbers of batches.
-        resume_data: ``"exact"`` goes on with the batch that is due, ``"epoch"`` from the beginning of its epoch, and
-            ``"off"`` leaves data and random numbers to Lightning.
-
-    Attributes:
-        before_batch: called each time that the Trainer is about to ask for a training batch.
-        stopped: whether all ranks are stopping now, and where: a checkpoint says so.
-    """
+    """The training loaders of a strategy's ranks, and how far each is read."""
 
     def __init__(self, strategy: Any, uneven: UnevenInputs, resume_data: ResumeData) -> None:
         self._strategy = strategy
         self._uneven = uneven
         self._resume_data = resume_data
-        self.before_batch: Callable[[], object] = _nothing
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
         """Begin with a Trainer that has not loaded anything."""
-        self.stopped: Stopped | None = None
         if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
             self._seed: int | None = None
         self.resume = Resume(self._strategy)
@@ -126,11 +113,11 @@ class TrainingData:
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""
+        """Stop before a batch if the ranks have agreed to; remember the random numbers of the last optimiser step."""
         accumulated = self._trainer.accumulate_grad_batches
         progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
         while True:
-            self.before_batch()
+            self._strategy.stops.before_batch()
             self._timed_validation.before_batch(self._trainer)
             if accumulated > 1 and progress.ready % accumulated == 0:
                 self._random["step"] = take_random(self._device)
@@ -143,18 +130,13 @@ class TrainingData:
     # Saving.
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted.
-
-        Args:
-            checkpoint: what Lightning has put together.
-            what: the call, as an error names it.
-        """
+        """Put into a checkpoint where each rank's data are, in the call ``what``. Collective, unless interrupted."""
         if "loops" not in checkpoint:
             return
-        trainer, checkpoints = self._trainer, self._strategy.checkpoints
+        trainer, checkpoints, stopped = self._trainer, self._strategy.checkpoints, self._strategy.stops.stopped
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         accumulated = trainer.accumulate_grad_batches
-        restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
+        restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
         if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
             return
@@ -171,7 +153,7 @@ class TrainingData:
             "version": VERSION,
             "seed": self._seed,
             "accumulate_grad_batches": accumulated,
-            "stopped": self.stopped,
+            "stopped": stopped,
             "ranks": ranks,
         }
 
@@ -195,7 +177,3 @@ class TrainingData:
     @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
-
-
-def _nothing() -> None:
-    pass

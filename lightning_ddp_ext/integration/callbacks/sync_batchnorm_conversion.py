@@ -7,7 +7,7 @@ from typing_extensions import override
 from lightning_ddp_ext.batchnorm.groups import Ranks
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 
-from ..layer_sync import TrainedLayers
+from ..layer_sync import RanksLayerSync
 from ..lightning_tree import Callback, LightningModule, Trainer
 
 
@@ -53,29 +53,29 @@ class SyncBatchNormConversion(Callback):
         predicate: Predicate | None = None,
         process_group: Ranks = None,
     ) -> None:
-        self._layers = TrainedLayers(include, exclude, predicate, process_group)
+        self._layers = RanksLayerSync(include, exclude, predicate, process_group)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._layers.check_layer_sync(getattr(trainer.strategy, "_layer_sync", None))
+            self._layers.refuse_beside(getattr(trainer.strategy, "_layer_sync", None))
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.convert(pl_module)
+        self._layers.apply(pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore()
+        self._layers.revert(pl_module)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore()  # where nothing was left to be trained
+        self._layers.revert(pl_module)  # where nothing was left to be trained
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._layers.restore()  # where Lightning's Tuner has left early
+        self._layers.revert(pl_module)  # where Lightning's Tuner has left early
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._layers.restore()
+        self._layers.revert(pl_module)
