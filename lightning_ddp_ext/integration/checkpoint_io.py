@@ -21,7 +21,7 @@ from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError
 
-from .lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
+from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
 
 OnSaveError = Literal["raise", "warn"]
@@ -30,7 +30,7 @@ OnSaveError = Literal["raise", "warn"]
 _HANDED_OVER = ".temp.ckpt"
 
 
-class RankZeroCheckpointIO(CheckpointIO):
+class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
 
     It is what :class:`~lightning_ddp_ext.DDPExtStrategy` uses by itself, and a plugin for any other strategy:

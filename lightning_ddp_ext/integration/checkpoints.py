@@ -24,17 +24,7 @@ from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .compat import ReplacedMethods
-from .lightning_tree import (
-    Callback,
-    LightningModule,
-    Precision,
-    Strategy,
-    TrainerStatus,
-    lightning_version,
-    rank_zero_info,
-    rank_zero_warn,
-)
+from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
 
 
 class Checkpoints:
@@ -44,7 +34,7 @@ class Checkpoints:
     far as it was waited for.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
         self._path = ""
         self.failed_saves: frozenset[str] = frozenset()
@@ -228,12 +218,12 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
     return content
 
 
-def wants_content(module: LightningModule, trainer: Any) -> bool:
+def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
     """Whether some hook is given the file's weights before they are loaded, and may read, change or keep them."""
-    hooks = [_hook(module, LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
+    hooks = [_hook(module, pl.LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
     if trainer is not None:
-        hooks += [_hook(callback, Callback, "on_load_checkpoint") for callback in trainer.callbacks]
-        hooks.append(_hook(trainer.precision_plugin, Precision, "on_load_checkpoint"))
+        hooks += [_hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks]
+        hooks.append(_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint"))
     return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
 
 
@@ -248,19 +238,3 @@ def _changes_what_it_loads(module: nn.Module) -> bool:
     by_itself = getattr(type(module), "_load_from_state_dict", None)
     is_torchs = getattr(by_itself, "__module__", "").startswith("torch.nn.")
     return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs
-
-
-def agree_on_path(trainer: Any, replaced: ReplacedMethods) -> None:
-    """Have every rank restore what rank 0 does.
-
-    ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A rank
-    that finds nothing would go on without a restore, and so without the others.
-    """
-    connector = trainer._checkpoint_connector
-    restore_own = type(connector)._restore_modules_and_callbacks
-
-    def restore_the_same(checkpoint_path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
-        mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
-        restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
-
-    replaced.replace(connector, "_restore_modules_and_callbacks", restore_the_same)

@@ -1,20 +1,10 @@
-"""Every private attribute of Lightning's objects that is read or set, and every method that is replaced.
-
-While ``DDPExtStrategy`` works, four methods of Lightning's are replaced, each on one object and until ``teardown``:
-
-- ``trainer._data_connector._prepare_dataloader``: Lightning chooses a sampler there, and asks nobody.
-- ``trainer._checkpoint_connector._restore_modules_and_callbacks``: each rank looks up
-  ``ckpt_path="last"`` on its own disk.
-- ``trainer._signal_connector._sigterm_notifier_fn``: it calls a collective in a signal handler.
-- ``trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor``: it calls a collective before each batch.
-"""
+"""Every private attribute of Lightning's objects that is read, set or called; ``replaced_methods`` has the others."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -31,29 +21,6 @@ _HOOK_CALLERS = {
     "_call_strategy_hook",
 }
 _HOOK = "hook_name"
-
-
-class ReplacedMethods:
-    """Methods that are replaced on single objects, and put back together."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
-
-    def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object.
-
-        Raises:
-            ImportError: the installed Lightning has no such method.
-        """
-        refuse_missing(type(owner), name)
-        setattr(owner, name, method)
-        self._replaced.append((owner, name))
-
-    def put_back(self) -> None:
-        """Give all objects their own methods back."""
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            vars(owner).pop(name, None)
 
 
 # Loops.
@@ -135,6 +102,35 @@ class TimedValidation:
         due = torch.tensor(time.monotonic() - self._last >= interval, device=trainer.strategy.root_device)
         dist.broadcast(due, src=0)
         trainer._last_val_time = -math.inf if due else math.inf  # Lightning compares it with the clock after the batch
+
+
+# Connectors of the Trainer.
+
+
+def needs_sampler(trainer: Any, loader: Any) -> bool:
+    """Whether Lightning would put a sampler for its rank into a loader."""
+    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Have Lightning take the exception that follows for the end that a signal has asked for."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def give_signals_back(trainer: Any) -> None:
+    """Take Lightning's signal handlers away now, which it does a little later itself."""
+    trainer._signal_connector.teardown()
+
+
+def save_and_requeue(trainer: Any, signum: int) -> None:
+    """Do what Lightning does when SLURM warns it: save on all ranks, and requeue the job."""
+    trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)
+
+
+def requeued_checkpoint_of(trainer: Any) -> str | None:
+    """What a SLURM job that has been requeued has saved."""
+    path: str | None = trainer._checkpoint_connector._hpc_resume_path
+    return path
 
 
 # Logged values.

@@ -21,10 +21,11 @@ from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDis
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
 
-from .compat import ReplacedMethods, active_loop_of, iterators_of
+from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation, IdleRanks
 from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
 from .options import check_choice
+from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
 from .uneven import Mode as UnevenMode
@@ -64,25 +65,16 @@ class DataPath:
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
         self.worker_seed: int | None = None  # see SamplerEpochSeeding
 
-    @property
-    def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer
-
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
         self.training.attach(trainer)
         self.uneven.attach()
-        connector = trainer._data_connector
-
-        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-            return self.prepare(connector, dataloader, shuffle=shuffle, stage=mode)
-
-        replaced.replace(connector, "_prepare_dataloader", prepare)
+        replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank's present batch does not count."""
-        return self.uneven.is_idle if self._trainer.training else self.evaluation.is_idle
+        return self.uneven.is_idle if self._strategy.trainer.training else self.evaluation.is_idle
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
@@ -92,11 +84,11 @@ class DataPath:
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
         self.training.resume.on_train_batch_start()
-        self.uneven.on_train_batch_start(self._trainer, batch)
+        self.uneven.on_train_batch_start(self._strategy.trainer, batch)
 
     # Which sampler.
 
-    def prepare(self, connector: Any, dataloader: Any, *, shuffle: bool, stage: RunningStage) -> object:
+    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
         """Put a sampler of ours into a loader where Lightning would put its own."""
         self._stage = stage
         if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
@@ -107,10 +99,10 @@ class DataPath:
                 return dataloader
             inner = getattr(dataloader.batch_sampler, "sampler", None)
             sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
-        elif isinstance(dataloader, DataLoader) and connector._requires_distributed_sampler(dataloader):
+        elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.trainer, dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
-            return type(connector)._prepare_dataloader(connector, dataloader, shuffle=shuffle, mode=stage)
+            return as_lightning(dataloader, shuffle, stage)
         return update_dataloader(dataloader, sampler, mode=stage)
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
@@ -121,7 +113,7 @@ class DataPath:
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
-        shuffle = shuffle and not self._trainer.overfit_batches
+        shuffle = shuffle and not self._strategy.trainer.overfit_batches
         if is_evaluated:
             is_empty = not len(cast(Any, loader.dataset))
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
@@ -135,18 +127,18 @@ class DataPath:
         loader = DistributedLoader.around(dataloader, self.begin)
         warn_of_fixed_orders(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
-        stage, self._stage = self._stage or self._trainer.state.stage, None
+        stage, self._stage = self._stage or self._strategy.trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
             return loader
         self.uneven.agree_on_length(loader)
-        remembered = self._trainer.accumulate_grad_batches + 4
+        remembered = self._strategy.trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin an iterator over a loader: its first batch has just been asked for."""
-        trainer = self._trainer
+        trainer = self._strategy.trainer
         epoch = self.training.epoch
         start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)

@@ -11,10 +11,10 @@ from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ran
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 from lightning_ddp_ext.errors import ConversionError
 
-from .lightning_tree import LayerSync, rank_zero_info, rank_zero_warn
+from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
-class RanksLayerSync(LayerSync):
+class RanksLayerSync(pl.plugins.LayerSync):
     """What ``Trainer(sync_batchnorm=True)`` does under our strategy instead of torch's SyncBatchNorm, and our callback.
 
     Args:
@@ -33,7 +33,7 @@ class RanksLayerSync(LayerSync):
         self._ranks = process_group
         self._converted: Module | None = None
 
-    def refuse_beside(self, other: LayerSync | None) -> None:
+    def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
         """Refuse a choice of layers beside the Trainer's own layer synchronisation.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Name everything that the package takes from Lightning, of the tree that this module was loaded for.
+"""Import Lightning, of the tree that this module was loaded for: ``pl`` and ``fabric`` are its packages.
 
 That is ``lightning.pytorch``, or ``pytorch_lightning``; see ``trees``. Private names of Lightning are taken here and
 nowhere else, without the underscore in front of them; ``compat`` reads its private attributes.
@@ -56,30 +56,15 @@ def refuse_other_tree(*objects: object) -> None:
 
 
 try:
-    Accelerator = pl.accelerators.Accelerator
-    Callback = pl.Callback
-    CheckpointIO = pl.plugins.CheckpointIO
     ClusterEnvironment = fabric.plugins.environments.ClusterEnvironment
-    CombinedLoader = pl.utilities.CombinedLoader
-    DDPStrategy = pl.strategies.DDPStrategy
     GlobalStateSnapshot = pl.strategies.launchers.multiprocessing._GlobalStateSnapshot
-    LayerSync = pl.plugins.LayerSync
     LightningEnvironment = fabric.plugins.environments.LightningEnvironment
-    LightningModule = pl.LightningModule
     Loop = pl.loops.loop._Loop
-    ModelCheckpoint = pl.callbacks.ModelCheckpoint
     MultiProcessingLauncher = pl.strategies.launchers.multiprocessing._MultiProcessingLauncher
-    Precision = pl.plugins.Precision
     RunningStage = pl.trainer.states.RunningStage
-    SIGTERMException = pl.utilities.exceptions.SIGTERMException
     SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
-    Strategy = pl.strategies.Strategy
-    StrategyRegistry = pl.strategies.StrategyRegistry
     SubprocessScriptLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
-    TorchCheckpointIO = pl.plugins.TorchCheckpointIO
     TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
-    TorchSyncBatchNorm = pl.plugins.TorchSyncBatchNorm
-    Trainer = pl.Trainer
     TrainerStatus = pl.trainer.states.TrainerStatus
     TunerExitException = pl.utilities.exceptions._TunerExitException
     check_missing_main_guard = fabric.strategies.launchers.multiprocessing._check_missing_main_guard

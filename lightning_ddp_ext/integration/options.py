@@ -19,7 +19,7 @@ P = ParamSpec("P")
 def refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
     """Have ``init`` refuse an unknown argument by name, with the nearest one that exists; its signature stays.
 
-    The names of those that were given go to the attribute ``given_names`` of the object.
+    The names of those that were given go to the attribute ``_given_names`` of the object.
     """
     known = list(inspect.signature(init).parameters)
 
@@ -31,7 +31,7 @@ def refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
                 remedy = f"did you mean {near[0]}?" if near else "see help(DDPExtStrategy) for those that exist"
                 raise OptionError(f"DDPExtStrategy has no argument {name!r}; {remedy}")
         strategy: Any = args[0]
-        strategy.given_names = frozenset(kwargs)
+        strategy._given_names = frozenset(kwargs)
         init(*args, **kwargs)
 
     return checked

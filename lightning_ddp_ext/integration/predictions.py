@@ -17,7 +17,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
 from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
-from .lightning_tree import CombinedLoader
+from .lightning_tree import pl
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
@@ -109,7 +109,7 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
         raise ExactEvaluationError(
             "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
         )
-    loaders = CombinedLoader(iterables, "sequential").flattened
+    loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had nothing to read, and its predictions are those of an earlier call
         return len(loaders), []
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]

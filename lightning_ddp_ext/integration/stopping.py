@@ -14,9 +14,10 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
-from .compat import ReplacedMethods, active_loop_of, combined_loader_of, mode_of
-from .lightning_tree import SIGTERMException, SLURMEnvironment, TrainerStatus, rank_zero_info
+from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, note_sigterm, save_and_requeue
+from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
+from .replaced_methods import ReplacedMethods
 
 if TYPE_CHECKING:
     from .strategy import DDPExtStrategy
@@ -26,7 +27,7 @@ _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 
 
-class StoppedException(SIGTERMException):
+class StoppedException(pl.utilities.exceptions.SIGTERMException):
     """Raised on all ranks after they have stopped together; ends the process with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
@@ -72,10 +73,7 @@ class Stops:
             return
         self._trainer, self._context = trainer, context
         self._is_running = self._has_trained = False
-        # Lightning would call a collective in its signal handler, and another one before each batch.
-        replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _nothing)
-        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
-            replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
+        replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
             return  # this Trainer works inside of another one's hook, and that one stops
@@ -101,8 +99,7 @@ class Stops:
         """The Trainer has ended: signals are given back to whoever handled them before."""
         if self._stopping is None:
             return
-        # Lightning takes its handlers, which came after ours, away a little later; a signal until then would be lost.
-        self._trainer._signal_connector.teardown()
+        give_signals_back(self._trainer)  # its handlers came after ours; a signal until it does so would be lost
         self._signals.restore()
         if self._context.peers.cause is not None:
             defer_sigterm()
@@ -172,7 +169,7 @@ class Stops:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._trainer._signal_connector.received_sigterm = True
+        note_sigterm(self._trainer)
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -181,9 +178,8 @@ class Stops:
         return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
 
     def _save(self, request: StopRequest) -> str:
-        connector = self._trainer._signal_connector
         if self._slurm is not None and request.signum in self._warnings:
-            connector._slurm_sigusr_handler_fn(request.signum, None)  # saves on all ranks, and requeues
+            save_and_requeue(self._trainer, request.signum)
             return "saved where the requeued job will find it"
         if self._strategy.stop_checkpoint is None:
             return "nothing is saved, as was asked for"
@@ -206,7 +202,3 @@ def _steps_of(trainer: Any) -> int:
         return 1
     steps = sum(loop.max_batches)
     return 1 if steps == math.inf else int(steps)
-
-
-def _nothing(*args: object) -> None:
-    """Our own handlers hear of signals, too."""

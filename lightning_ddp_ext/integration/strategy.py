@@ -28,8 +28,7 @@ from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoints import Checkpoints, agree_on_path
-from .compat import ReplacedMethods
+from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
 from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
 from .devices import check_parts, ranks_of
@@ -38,21 +37,10 @@ from .evaluation import IdleRanks
 from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
-from .lightning_tree import (
-    Accelerator,
-    CheckpointIO,
-    ClusterEnvironment,
-    DDPStrategy,
-    Precision,
-    StrategyRegistry,
-    TorchElasticEnvironment,
-    TorchSyncBatchNorm,
-    Trainer,
-    rank_zero_info,
-    refuse_other_tree,
-)
+from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
 from .metrics import BatchedMetrics
 from .options import ddp_options, refuse_unknown
+from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import Stops
 from .uneven import Mode as UnevenMode
@@ -79,7 +67,7 @@ _SUFFIXES: dict[str, dict[str, bool]] = {
 }
 
 
-class DDPExtStrategy(DDPStrategy):
+class DDPExtStrategy(pl.strategies.DDPStrategy):
     """Lightning's ``ddp``, with an explicit choice of how the ranks find each other, and bounded ends.
 
     Args:
@@ -168,7 +156,7 @@ class DDPExtStrategy(DDPStrategy):
 
     strategy_name = "ddp_ext"
 
-    given_names: frozenset[str] = frozenset()
+    _given_names: frozenset[str] = frozenset()
 
     @refuse_unknown
     def __init__(
@@ -195,11 +183,11 @@ class DDPExtStrategy(DDPStrategy):
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
         process_group_backend: str | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        checkpoint_io: pl.plugins.CheckpointIO | None = None,
+        precision_plugin: pl.plugins.Precision | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: HookName | CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -223,7 +211,7 @@ class DDPExtStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
-        options = ddp_options(DDPExtStrategy.__init__, locals(), self.given_names)
+        options = ddp_options(DDPExtStrategy.__init__, locals(), self._given_names)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -339,14 +327,14 @@ class DDPExtStrategy(DDPStrategy):
 
     @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
+    def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = RankZeroCheckpointIO()
             self._checkpoint_io.is_default = True
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
+    def checkpoint_io(self, io: pl.plugins.CheckpointIO) -> None:
         self._checkpoint_io = io
 
     @override
@@ -372,10 +360,15 @@ class DDPExtStrategy(DDPStrategy):
 
     # The Trainer that the ranks work for.
 
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that runs the model."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
+        trainer = self.trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         self.debugged = debugged_rank(trainer)
         super().setup_environment()
@@ -384,7 +377,7 @@ class DDPExtStrategy(DDPStrategy):
             self.debugged.wait_if_debugged(self.global_rank)
         if self.world_size > 1:
             install_breakpointhook(self.global_rank)
-        agree_on_path(trainer, self._replaced)
+        self._replaced.restore_what_rank_zero_does(trainer)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, context, self._replaced)
@@ -440,8 +433,8 @@ class DDPExtStrategy(DDPStrategy):
     # BatchNorm.
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        if type(self._layer_sync) is TorchSyncBatchNorm:
+    def setup(self, trainer: pl.Trainer) -> None:
+        if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
             self._layer_sync = RanksLayerSync()
         super().setup(trainer)
 
@@ -602,4 +595,4 @@ class DDPExtStrategy(DDPStrategy):
 
 def register() -> None:
     """Make the strategy names known to the Trainer."""
-    DDPExtStrategy.register_strategies(StrategyRegistry)
+    DDPExtStrategy.register_strategies(pl.strategies.StrategyRegistry)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext.integration import compat
-from lightning_ddp_ext.integration.compat import ReplacedMethods
+from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
 
 
 class Owner:

@@ -22,12 +22,12 @@ from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
 from ..compat import current_hook, progress_of
-from ..lightning_tree import Callback, LightningModule, Trainer, rank_zero_info
+from ..lightning_tree import pl, rank_zero_info
 from ..options import check_choice
 from .rank_debugger import debugged_rank
 
 
-class HangWatchdog(Callback):
+class HangWatchdog(pl.Callback):
     """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
 
     A rank moves when it begins or ends a batch, an epoch, training, the sanity check or an evaluation, has restored a
@@ -86,7 +86,7 @@ class HangWatchdog(Callback):
         enable()  # before there is a group
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
         if debugged_rank(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is debugged")
@@ -111,11 +111,11 @@ class HangWatchdog(Callback):
             self._watchdog.moved_at = time.monotonic()
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave()
 
     def _leave(self) -> None:
@@ -124,6 +124,6 @@ class HangWatchdog(Callback):
             self._watchdog = None
 
 
-for _name in dir(Callback):
+for _name in dir(pl.Callback):
     if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
         setattr(HangWatchdog, _name, HangWatchdog._move)
