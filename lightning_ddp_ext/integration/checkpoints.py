@@ -145,7 +145,7 @@ class Checkpoints:
             content = io.read(path, self._ranks, weights_only=weights_only, map_weights=map_weights)
         return _adapted(content, self._path, module)
 
-    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
+    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's weights into the model by ``load``; name each parameter that does not fit."""
         try:
             load(checkpoint, strict=strict)

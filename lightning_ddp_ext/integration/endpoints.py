@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import File, Tcp, check_file
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
+from lightning_ddp_ext.supervision.rank_processes import started_ranks
 
 from .lightning_tree import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 
@@ -29,13 +33,18 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def endpoint_of(strategy: DDPExtStrategy, environ: Mapping[str, str]) -> Endpoint:
+def endpoint_of(strategy: DDPExtStrategy) -> Endpoint:
     """The endpoint that a strategy's init method stands for in this process.
 
     Raises:
         InitMethodError: the file cannot be made or seen by all nodes.
         StoreError: nobody has said at which port rank 0 listens.
     """
+    context, started = current(), started_ranks()
+    is_connected = context is not None and len(context.table) > 1
+    if is_connected or dist.is_initialized() or strategy.world.world_size == 1:
+        return FileEndpoint("")  # of no use where the ranks are connected already, or where there is one
+    environ = {**os.environ, **(started.variables if started is not None else {})}
     method, environment = strategy.chosen_init_method, strategy.cluster_environment
     if isinstance(method, File):
         check_file(method, num_nodes=strategy.num_nodes)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 import torchmetrics
 
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env
 from lightning_ddp_ext.rendezvous.nccl_options import misspelt
 from lightning_ddp_ext.rendezvous.process_context import current, join
@@ -48,7 +47,7 @@ def request_of(strategy: DDPExtStrategy) -> Request:
         world=strategy.world,
         init_method=str(method or Env()),
         is_explicit=method is not None,
-        endpoint=_endpoint(strategy),
+        endpoint=endpoint_of(strategy),
         backend=strategy._get_process_group_backend(),
         device=strategy.root_device,
         timeout=strategy._timeout,
@@ -58,15 +57,6 @@ def request_of(strategy: DDPExtStrategy) -> Request:
         timeouts=strategy.timeouts,
     )
     return request if strategy.debugged is None else strategy.debugged.without_limits(request)
-
-
-def _endpoint(strategy: DDPExtStrategy) -> Endpoint:
-    """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
-    context, started = current(), started_ranks()
-    is_connected = context is not None and len(context.table) > 1
-    if is_connected or torch.distributed.is_initialized() or strategy.world.world_size == 1:
-        return FileEndpoint("")
-    return endpoint_of(strategy, {**os.environ, **(started.variables if started is not None else {})})
 
 
 def _versions() -> dict[str, str]:

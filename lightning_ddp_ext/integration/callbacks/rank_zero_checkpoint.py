@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,9 +195,7 @@ def _install(strategy: pl.strategies.Strategy) -> Checkpoints:
         "save_checkpoint": checkpoints.save,
         "remove_checkpoint": checkpoints.remove,
         "load_checkpoint": checkpoints.load,
-        "load_model_state_dict": lambda checkpoint, strict=True: checkpoints.load_weights(
-            load_weights, checkpoint, strict
-        ),
+        "load_model_state_dict": partial(checkpoints.load_weights, load_weights),
         "teardown": finish_and_teardown,
     }
     vars(strategy).update(hooks)
