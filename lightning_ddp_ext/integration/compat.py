@@ -13,16 +13,6 @@ import torch.distributed as dist
 
 from .lightning_tree import Loop, refuse_missing
 
-# Functions of Lightning's trainer/call.py that run hooks, and have the hook's name in a local variable of this name.
-_HOOK_CALLERS = {
-    "_call_callback_hooks",
-    "_call_lightning_datamodule_hook",
-    "_call_lightning_module_hook",
-    "_call_strategy_hook",
-}
-_HOOK = "hook_name"
-
-
 # Loops.
 
 
@@ -164,8 +154,9 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
             return f"{_stage_of(trainer) or 'a'}_dataloader_next"
-        if module.endswith(".trainer.call") and function in _HOOK_CALLERS and frame.f_locals.get(_HOOK):
-            return str(frame.f_locals[_HOOK])
+        hook = frame.f_locals.get("hook_name") if module.endswith(".trainer.call") else None
+        if hook:
+            return str(hook)
         is_between = module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
         if is_between and function in ("save_checkpoint", "barrier", "broadcast", "reduce"):
             return function

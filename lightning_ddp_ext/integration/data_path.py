@@ -35,11 +35,7 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
-
-    Raises:
-        OptionError: an argument is none of its values.
-    """
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``."""
 
     def __init__(
         self,

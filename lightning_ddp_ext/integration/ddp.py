@@ -27,11 +27,7 @@ _SHOWN = 10  # parameters in a message
 
 
 def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
-    """Find the hook of that name, with the state that it needs where none is given.
-
-    Raises:
-        OptionError: there is no hook of that name.
-    """
+    """Find the hook of that name, or refuse the name; with the state that it needs where none is given."""
     if not isinstance(hook, str):
         return hook, state
     if hook not in _HOOKS:
@@ -46,11 +42,7 @@ def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[C
 def register_on_cpu(
     model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
 ) -> None:
-    """Register a hook, as Lightning does on GPUs alone.
-
-    Raises:
-        OptionError: torch has it for GPUs alone.
-    """
+    """Register a hook, as Lightning does on GPUs alone; refuse one that torch has for GPUs alone."""
     if hook is None:
         return
     try:

@@ -10,11 +10,7 @@ from lightning_ddp_ext.errors import OptionError
 
 
 def ranks_of(devices: int, *, per_rank: int) -> int:
-    """The number of ranks that so many devices make.
-
-    Raises:
-        OptionError: some device would be left over.
-    """
+    """The number of ranks that so many devices make; refuse devices that would be left over."""
     if devices % per_rank:
         raise OptionError(
             f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
@@ -24,11 +20,7 @@ def ranks_of(devices: int, *, per_rank: int) -> int:
 
 
 def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices.
-
-    Raises:
-        OptionError: names the parameter.
-    """
+    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
     for module in model.modules():
         if isinstance(module, torchmetrics.Metric):
             module.to(devices[0])

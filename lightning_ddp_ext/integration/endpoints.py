@@ -34,12 +34,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR
 
 
 def endpoint_of(strategy: DDPExtStrategy) -> Endpoint:
-    """The endpoint that a strategy's init method stands for in this process.
-
-    Raises:
-        InitMethodError: the file cannot be made or seen by all nodes.
-        StoreError: nobody has said at which port rank 0 listens.
-    """
+    """The endpoint that a strategy's init method stands for in this process; refuse one that says too little."""
     context, started = current(), started_ranks()
     is_connected = context is not None and len(context.table) > 1
     if is_connected or dist.is_initialized() or strategy.world.world_size == 1:

@@ -82,11 +82,7 @@ def world_of(strategy: Any) -> World:
 
 @dataclass(frozen=True)
 class RankArguments:
-    """The arguments ``rank``, ``world_size`` and ``local_rank`` of a strategy.
-
-    Raises:
-        WorldError: a rank is out of range, or has no world size.
-    """
+    """The arguments ``rank``, ``world_size`` and ``local_rank`` of a strategy, which must fit together."""
 
     rank: int | None
     world_size: int | None
@@ -100,8 +96,7 @@ class RankArguments:
     ) -> ClusterEnvironment | None:
         """The environment that knows how this process was started: the one given, or one of ours.
 
-        Raises:
-            WorldError: the arguments contradict a launcher, or the Trainer's devices.
+        Arguments that contradict a launcher, or the Trainer's devices, are refused.
         """
         if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
             self._refuse_other_rank(environment)

@@ -34,11 +34,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._converted: Module | None = None
 
     def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Refuse a choice of layers beside the Trainer's own layer synchronisation.
-
-        Raises:
-            ConversionError: there are both.
-        """
+        """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
         if other is not None and any(choice is not None for choice in (*self._selection.values(), self._ranks)):
             raise ConversionError(
                 "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "

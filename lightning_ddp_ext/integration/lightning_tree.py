@@ -40,11 +40,7 @@ def refuse_missing(owner: type, *names: str) -> None:
 
 
 def refuse_other_tree(*objects: object) -> None:
-    """Refuse callbacks and plugins of ours that are for Trainers of the other tree.
-
-    Raises:
-        ConfigurationError: says what to import instead.
-    """
+    """Refuse callbacks and plugins of ours that are for Trainers of the other tree; say what to import instead."""
     own, other = ("pytorch_lightning", "lightning") if _IS_SECOND else ("lightning", "pytorch_lightning")
     for each in objects:
         for base in type(each).__mro__:

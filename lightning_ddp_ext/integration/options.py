@@ -40,10 +40,8 @@ def refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
 def ddp_options(init: Callable[..., None], values: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
     """DDP's options among the arguments of ``init``: ``dim``, and all that follow it.
 
-    They are those that were given, and that the installed torch has; a default is left to DDP.
-
-    Raises:
-        OptionError: one was chosen that the installed torch does not have.
+    They are those that were given, and that the installed torch has; a default is left to DDP. One that was chosen
+    and that the installed torch does not have is refused.
     """
     parameters = list(inspect.signature(init).parameters.values())
     first = next(index for index, parameter in enumerate(parameters) if parameter.name == "dim")
@@ -63,11 +61,7 @@ def ddp_options(init: Callable[..., None], values: dict[str, Any], given: frozen
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Refuse a value that is none of those allowed, of which the first is the default.
-
-    Raises:
-        OptionError: names the field, the values and the one received.
-    """
+    """Refuse a value that is none of those allowed, of which the first is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise OptionError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

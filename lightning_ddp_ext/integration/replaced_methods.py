@@ -22,11 +22,7 @@ class ReplacedMethods:
         self._replaced: list[tuple[Any, str]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object.
-
-        Raises:
-            ImportError: the installed Lightning has no such method.
-        """
+        """Replace a method of one object, which the installed Lightning must have."""
         refuse_missing(type(owner), name)
         setattr(owner, name, method)
         self._replaced.append((owner, name))

@@ -45,11 +45,7 @@ class RankDebugger(pl.Callback):
 
 
 def debugged_rank(trainer: Any) -> DebuggedRank | None:
-    """The rank of a Trainer that is debugged, by the environment or by a callback; ``None``: no rank is.
-
-    Raises:
-        OptionError: they name different ranks, or one of them is no rank.
-    """
+    """The rank of a Trainer that is debugged, by the environment or by a callback, which must name the same one."""
     named = read_debugged_rank(os.environ)
     callbacks = [each.debugged for each in getattr(trainer, "callbacks", ()) if isinstance(each, RankDebugger)]
     ranks = sorted({each.rank for each in (*callbacks, *([named] if named else []))})
