@@ -1,4 +1,4 @@
-"""Tell which rank this process is: by arguments, by a launcher's variables, or by Lightning's cluster environment."""
+"""Tell which rank this process is, by arguments, a launcher or Lightning's environment, and which devices it has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torchmetrics
+from torch import nn
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import WorldError
+from lightning_ddp_ext.errors import OptionError, WorldError
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -128,4 +131,28 @@ class RankArguments:
             raise WorldError(
                 f"rank={self.rank} and world_size={self.world_size} contradict {source_of(environment)}, by which this "
                 f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            )
+
+
+def ranks_of(devices: int, *, per_rank: int) -> int:
+    """The number of ranks that so many devices make; refuse devices that would be left over."""
+    if devices % per_rank:
+        raise OptionError(
+            f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
+            f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
+        )
+    return devices // per_rank
+
+
+def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
+    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
+    for module in model.modules():
+        if isinstance(module, torchmetrics.Metric):
+            module.to(devices[0])
+    for name, parameter in model.named_parameters():
+        if parameter.device not in devices:
+            raise OptionError(
+                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
+                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
+                f"({', '.join(map(str, devices))}) in configure_model"
             )

@@ -31,8 +31,7 @@ from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
 from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
-from .devices import check_parts, ranks_of
-from .environment import RankArguments, world_of
+from .environment import RankArguments, check_parts, ranks_of, world_of
 from .evaluation import IdleRanks
 from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
