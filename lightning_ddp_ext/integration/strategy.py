@@ -16,7 +16,8 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, apply
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
+from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
@@ -315,7 +316,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
-        apply(self._nccl, self._interface, os.environ)
+        apply_options(self._nccl, self._interface, os.environ)
         join_ranks(self._request())
         super().setup_distributed()  # finds the group that is open and leaves it alone
 
