@@ -22,10 +22,10 @@ from lightning_ddp_ext.trees import adapter
 from lightning_ddp_ext.world import read_world
 
 if TYPE_CHECKING:
-    from lightning_ddp_ext.integration.lightning_tree import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule, Trainer
 else:
-    _tree = adapter("lightning_tree")
-    Callback, LightningModule, Trainer = _tree.Callback, _tree.LightningModule, _tree.Trainer
+    _pl = adapter("lightning_tree").pl
+    Callback, LightningModule, Trainer = _pl.Callback, _pl.LightningModule, _pl.Trainer
 
 _STEPS = 4
 

@@ -19,9 +19,10 @@ from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, pl
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
-from lightning_ddp_ext.errors import CheckpointError, OptionError
+from lightning_ddp_ext.errors import CheckpointError
 
-from .lightning_tree import CheckpointIO, rank_zero_info, rank_zero_warn
+from .lightning_tree import pl, rank_zero_info, rank_zero_warn
+from .options import check_choice
 
 OnSaveError = Literal["raise", "warn"]
 
@@ -29,7 +30,7 @@ OnSaveError = Literal["raise", "warn"]
 _HANDED_OVER = ".temp.ckpt"
 
 
-class RankZeroCheckpointIO(CheckpointIO):
+class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
 
     It is what :class:`~lightning_ddp_ext.DDPExtStrategy` uses by itself, and a plugin for any other strategy:
@@ -69,8 +70,8 @@ class RankZeroCheckpointIO(CheckpointIO):
         on_save_error: OnSaveError = "raise",
     ) -> None:
         placement(map_location)  # refuses a wrong one now rather than when it is used
-        _check_choice("restore", restore, get_args(Mode))
-        _check_choice("on_save_error", on_save_error, get_args(OnSaveError))
+        check_choice("restore", restore, *get_args(Mode))
+        check_choice("on_save_error", on_save_error, *get_args(OnSaveError))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
         self.on_save_error = on_save_error
@@ -191,8 +192,3 @@ def _warn_if_wrapped() -> None:
             "AsyncCheckpointIO around RankZeroCheckpointIO copies a checkpoint twice, removes the last good one before "
             "its successor is there, and tells of errors late; use RankZeroCheckpointIO(background=True) alone"
         )
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))} (got {value!r})")

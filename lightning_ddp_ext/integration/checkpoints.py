@@ -15,37 +15,26 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.errors import CheckpointMismatchError, DDPExtError, RankFailedError
+from lightning_ddp_ext.errors import CheckpointError, CheckpointMismatchError, DDPExtError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .compat import ReplacedMethods
-from .foreign import adapted
-from .lightning_tree import (
-    Callback,
-    LightningModule,
-    Precision,
-    Strategy,
-    TrainerStatus,
-    rank_zero_warn,
-)
+from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
 
 
 class Checkpoints:
-    """What a strategy's ranks do about checkpoints together.
+    """What a strategy's ranks do about checkpoints together; its ``checkpoint_io`` does the work.
 
-    Args:
-        strategy: whose ranks; its ``checkpoint_io`` does the work.
-
-    Attributes:
-        failed_saves: the paths whose last save has failed; in the background, as far as it was waited for.
+    Errors are raised on every rank. ``failed_saves`` has the paths whose last save has failed; in the background, as
+    far as it was waited for.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
         self._path = ""
         self.failed_saves: frozenset[str] = frozenset()
@@ -53,11 +42,7 @@ class Checkpoints:
     # Writing.
 
     def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
-        """Write a checkpoint on rank 0. Collective: every rank must call it.
-
-        Raises:
-            Exception: what the IO raises, on every rank.
-        """
+        """Write a checkpoint on rank 0. Collective: every rank must call it."""
         io = self._strategy.checkpoint_io
         stops = getattr(self._strategy, "stops", None)  # of our strategy
         if isinstance(io, RankZeroCheckpointIO) and stops is not None:
@@ -70,11 +55,7 @@ class Checkpoints:
         self.failed_saves = self.on_rank_zero(work, f"saving {os.fspath(path)}") or frozenset()
 
     def remove(self, path: PathLike) -> None:
-        """Remove a checkpoint on rank 0. Collective: every rank must call it.
-
-        Raises:
-            Exception: what the IO raises, on every rank.
-        """
+        """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
     def join(self) -> None:
@@ -89,11 +70,7 @@ class Checkpoints:
             self.failed_saves = self.on_rank_zero(work, "saving in the background") or frozenset()
 
     def finish(self) -> None:
-        """Wait until all is saved. Collective, unless the Trainer is interrupted.
-
-        Raises:
-            CheckpointSaveError: something could not be saved; on every rank.
-        """
+        """Wait until all is saved, or raise the error. Collective, unless the Trainer is interrupted."""
         if not self.saves_in_background:
             return
         self.join()
@@ -155,9 +132,6 @@ class Checkpoints:
         """Read a checkpoint on every rank. Collective, if the IO is ours.
 
         Its ``state_dict`` may be mapped from the file where it is only copied into the model.
-
-        Raises:
-            CheckpointError: one of its kinds, on every rank.
         """
         io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
         self._path = os.fspath(path)
@@ -169,14 +143,10 @@ class Checkpoints:
         with self._every_rank(f"reading {self._path}"):
             map_weights = module is not None and not wants_content(module, self._trainer)
             content = io.read(path, self._ranks, weights_only=weights_only, map_weights=map_weights)
-        return adapted(content, self._path, module)
+        return _adapted(content, self._path, module)
 
-    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Load a checkpoint's weights into the model by ``load``.
-
-        Raises:
-            CheckpointMismatchError: names each parameter that is missing, left over or of another shape.
-        """
+    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a checkpoint's weights into the model by ``load``; name each parameter that does not fit."""
         try:
             load(checkpoint, strict=strict)
         except RuntimeError as error:
@@ -222,12 +192,38 @@ class Checkpoints:
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
-def wants_content(module: LightningModule, trainer: Any) -> bool:
+def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
+    """The checkpoint as Lightning restores it, whoever has written it.
+
+    A plain state dict gets what a checkpoint has around it, and names with ``module.`` or ``_orig_mod.`` in them become
+    the model's, where there is one.
+    """
+    if is_plain_state_dict(content):
+        rank_zero_info(
+            f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates and progress "
+            "start anew"
+        )
+        content = {"state_dict": content, "epoch": 0, "global_step": 0, "optimizer_states": [], "lr_schedulers": []}
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
+        keys = ", ".join(repr(key) for key in list(content)[:8]) or "nothing" if isinstance(content, Mapping) else ""
+        described = f"it has {keys}" if keys else f"it is a {type(content).__name__}"
+        raise CheckpointError(
+            f"checkpoint {path} has no entry 'state_dict' ({described}); save the model's state_dict() alone, or under "
+            "that name"
+        )
+    content.setdefault("pytorch-lightning_version", lightning_version)
+    names = {} if model is None else names_in_model(content["state_dict"], model.state_dict())
+    if names:
+        content["state_dict"] = renamed(content["state_dict"], names)
+    return content
+
+
+def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
     """Whether some hook is given the file's weights before they are loaded, and may read, change or keep them."""
-    hooks = [_hook(module, LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
+    hooks = [_hook(module, pl.LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
     if trainer is not None:
-        hooks += [_hook(callback, Callback, "on_load_checkpoint") for callback in trainer.callbacks]
-        hooks.append(_hook(trainer.precision_plugin, Precision, "on_load_checkpoint"))
+        hooks += [_hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks]
+        hooks.append(_hook(trainer.precision_plugin, pl.plugins.Precision, "on_load_checkpoint"))
     return any(hooks) or any(_changes_what_it_loads(part) for part in module.modules())
 
 
@@ -242,19 +238,3 @@ def _changes_what_it_loads(module: nn.Module) -> bool:
     by_itself = getattr(type(module), "_load_from_state_dict", None)
     is_torchs = getattr(by_itself, "__module__", "").startswith("torch.nn.")
     return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs
-
-
-def agree_on_path(trainer: Any, replaced: ReplacedMethods) -> None:
-    """Have every rank restore what rank 0 does.
-
-    ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A rank
-    that finds nothing would go on without a restore, and so without the others.
-    """
-    connector = trainer._checkpoint_connector
-    restore_own = type(connector)._restore_modules_and_callbacks
-
-    def restore_the_same(checkpoint_path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
-        mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
-        restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
-
-    replaced.replace(connector, "_restore_modules_and_callbacks", restore_the_same)

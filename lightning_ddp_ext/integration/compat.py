@@ -1,44 +1,19 @@
-"""Every private attribute of Lightning's objects that the data path reads, and every method that is replaced.
-
-While ``DDPExtStrategy`` works, four methods of Lightning's are replaced, each on one object and until ``teardown``:
-
-- ``trainer._data_connector._prepare_dataloader``: Lightning chooses a sampler there, and asks nobody.
-- ``trainer._checkpoint_connector._restore_modules_and_callbacks``: each rank looks up
-  ``ckpt_path="last"`` on its own disk.
-- ``trainer._signal_connector._sigterm_notifier_fn``: it calls a collective in a signal handler.
-- ``trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor``: it calls a collective before each batch.
-"""
+"""Every private attribute of Lightning's objects that is read, set or called; ``replaced_methods`` has the others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+import time
+from types import FrameType
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from .lightning_tree import Loop, refuse_missing
 
-
-class ReplacedMethods:
-    """Methods that are replaced on single objects, and put back together."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str]] = []
-
-    def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object.
-
-        Raises:
-            ImportError: the installed Lightning has no such method.
-        """
-        refuse_missing(type(owner), name)
-        setattr(owner, name, method)
-        self._replaced.append((owner, name))
-
-    def put_back(self) -> None:
-        """Give all objects their own methods back."""
-        while self._replaced:
-            owner, name = self._replaced.pop()
-            vars(owner).pop(name, None)
+# Loops.
 
 
 def combined_loader_of(loop: Any) -> Any:
@@ -79,29 +54,6 @@ def active_loop_of(trainer: Any) -> Any:
     return _read(trainer, "_active_loop")
 
 
-def results_of(trainer: Any) -> dict[str, Any]:
-    """What ``self.log`` has collected in the loop that runs, by key."""
-    results: dict[str, Any] = _read(trainer, "_results")
-    return results
-
-
-def validation_interval_of(trainer: Any) -> float | None:
-    """Seconds between two validations, where the clock decides; older versions of Lightning have no such interval."""
-    interval: float | None = getattr(trainer, "_val_check_time_interval", None)
-    return interval
-
-
-def last_validation_of(trainer: Any) -> float | None:
-    """When the last validation ended, or training began; ``None`` before that."""
-    moment: float | None = getattr(trainer, "_last_val_time", None)
-    return moment
-
-
-def set_last_validation(trainer: Any, moment: float) -> None:
-    """Have Lightning believe that the last validation ended then."""
-    trainer._last_val_time = moment
-
-
 def end_restart(fit_loop: Any) -> None:
     """Have a fit loop go on as one that was not restarted.
 
@@ -118,6 +70,112 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
         fetcher.length = batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
         trainer.val_check_batch = math.inf  # validate after the last batch, whatever its number
+
+
+class TimedValidation:
+    """Validate after the same batch on all ranks with ``Trainer(val_check_interval=timedelta(...))``.
+
+    Lightning has each rank ask its own clock, so that one validates while another trains.
+    """
+
+    def __init__(self) -> None:
+        self._last = math.inf
+
+    def before_batch(self, trainer: Any) -> None:
+        """Have rank 0's clock say whether a validation follows the next batch. Collective, if there is an interval."""
+        interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
+        last = getattr(trainer, "_last_val_time", None)  # not before training begins
+        if interval is None or last is None or trainer.world_size == 1:
+            return
+        if math.isfinite(last):  # there has been one since, or training has just begun
+            self._last = last
+        due = torch.tensor(time.monotonic() - self._last >= interval, device=trainer.strategy.root_device)
+        dist.broadcast(due, src=0)
+        trainer._last_val_time = -math.inf if due else math.inf  # Lightning compares it with the clock after the batch
+
+
+# Connectors of the Trainer.
+
+
+def needs_sampler(trainer: Any, loader: Any) -> bool:
+    """Whether Lightning would put a sampler for its rank into a loader."""
+    return bool(trainer._data_connector._requires_distributed_sampler(loader))
+
+
+def note_sigterm(trainer: Any) -> None:
+    """Have Lightning take the exception that follows for the end that a signal has asked for."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def give_signals_back(trainer: Any) -> None:
+    """Take Lightning's signal handlers away now, which it does a little later itself."""
+    trainer._signal_connector.teardown()
+
+
+def save_and_requeue(trainer: Any, signum: int) -> None:
+    """Do what Lightning does when SLURM warns it: save on all ranks, and requeue the job."""
+    trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)
+
+
+def requeued_checkpoint_of(trainer: Any) -> str | None:
+    """What a SLURM job that has been requeued has saved."""
+    path: str | None = trainer._checkpoint_connector._hpc_resume_path
+    return path
+
+
+# Logged values.
+
+
+def results_of(trainer: Any) -> dict[str, Any]:
+    """What ``self.log`` has collected in the loop that runs, by key."""
+    results: dict[str, Any] = _read(trainer, "_results")
+    return results
+
+
+def calling_result() -> tuple[Any, bool]:
+    """The result object of the logged value that ``Strategy.reduce`` was called for, if any; and whether to update it.
+
+    A user may call ``reduce`` with the same arguments, and needs the answer at once: only the calling frame differs.
+    """
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
+        frame = frame.f_back
+    owner = frame.f_locals.get("self")
+    is_logged = type(owner).__name__ == "_ResultMetric"
+    return (owner if is_logged else None), is_logged and frame.f_code.co_name == "update"
+
+
+# What the Trainer does now, read from another thread and at no cost to it.
+
+
+def current_hook(frame: FrameType | None, trainer: Any) -> str:
+    """The innermost hook, wait for a batch or call between ranks that a frame is in: ``train_dataloader_next``."""
+    while frame is not None:
+        module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
+            return f"{_stage_of(trainer) or 'a'}_dataloader_next"
+        hook = frame.f_locals.get("hook_name") if module.endswith(".trainer.call") else None
+        if hook:
+            return str(hook)
+        is_between = module.startswith(str(__package__)) or ".strategies." in module or ".trainer." in module
+        if is_between and function in ("save_checkpoint", "barrier", "broadcast", "reduce"):
+            return function
+        frame = frame.f_back
+    return _stage_of(trainer) or "user code"
+
+
+def progress_of(trainer: Any) -> str:
+    """How far the Trainer is: ``train: epoch 3, step 512``."""
+    stage = _stage_of(trainer)
+    if trainer.training or trainer.validating or trainer.sanity_checking:
+        return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"
+    return stage
+
+
+def _stage_of(trainer: Any) -> str:
+    if trainer.sanity_checking:
+        return "sanity_check"
+    return str(getattr(trainer.state.stage, "dataloader_prefix", None) or "")
 
 
 def _read(owner: Any, name: str) -> Any:

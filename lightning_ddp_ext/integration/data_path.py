@@ -20,11 +20,12 @@ from lightning_ddp_ext.data.loader_kinds import position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.worker_seeds import start_epoch
-from lightning_ddp_ext.errors import ConfigurationError
 
-from .compat import ReplacedMethods, active_loop_of, iterators_of
+from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation, IdleRanks
 from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from .options import check_choice
+from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
 from .uneven import Mode as UnevenMode
@@ -34,11 +35,7 @@ Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
-
-    Raises:
-        ConfigurationError: an argument is none of its values.
-    """
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``."""
 
     def __init__(
         self,
@@ -50,59 +47,44 @@ class DataPath:
         resume_data: ResumeData,
         idle_ranks: IdleRanks,
     ) -> None:
-        _check_choice("sampler", order, get_args(Order))
-        _check_choice("exact_evaluation", exact_evaluation, (True, False))
-        _check_choice("resume_data", resume_data, get_args(ResumeData))
-        _check_choice("idle_ranks", idle_ranks, get_args(IdleRanks))
-        _check_choice("uneven_inputs", uneven_inputs, (None, *get_args(UnevenMode)))
+        check_choice("sampler", order, *get_args(Order))
+        check_choice("exact_evaluation", exact_evaluation, True, False)
+        check_choice("resume_data", resume_data, *get_args(ResumeData))
+        check_choice("idle_ranks", idle_ranks, *get_args(IdleRanks))
+        check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
-        self._replaced = ReplacedMethods()
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, self.uneven, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
         self.worker_seed: int | None = None  # see SamplerEpochSeeding
 
-    @property
-    def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer
-
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
         self.training.attach(trainer)
         self.uneven.attach()
-        connector = trainer._data_connector
-
-        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-            return self.prepare(connector, dataloader, shuffle=shuffle, stage=mode)
-
-        self._replaced.replace(connector, "_prepare_dataloader", prepare)
+        replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank's present batch does not count."""
-        return self.uneven.is_idle if self._trainer.training else self.evaluation.is_idle
+        return self.uneven.is_idle if self._strategy.trainer.training else self.evaluation.is_idle
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
         """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
         return self.uneven.idle or self.evaluation.idle
 
-    def detach(self) -> None:
-        """Leave the Trainer to itself."""
-        self.uneven.attach()
-        self._replaced.put_back()
-
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
         self.training.resume.on_train_batch_start()
-        self.uneven.on_train_batch_start(self._trainer, batch)
+        self.uneven.on_train_batch_start(self._strategy.trainer, batch)
 
     # Which sampler.
 
-    def prepare(self, connector: Any, dataloader: Any, *, shuffle: bool, stage: RunningStage) -> object:
+    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
         """Put a sampler of ours into a loader where Lightning would put its own."""
         self._stage = stage
         if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
@@ -113,10 +95,10 @@ class DataPath:
                 return dataloader
             inner = getattr(dataloader.batch_sampler, "sampler", None)
             sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
-        elif isinstance(dataloader, DataLoader) and connector._requires_distributed_sampler(dataloader):
+        elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.trainer, dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
-            return type(connector)._prepare_dataloader(connector, dataloader, shuffle=shuffle, mode=stage)
+            return as_lightning(dataloader, shuffle, stage)
         return update_dataloader(dataloader, sampler, mode=stage)
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
@@ -127,7 +109,7 @@ class DataPath:
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
-        shuffle = shuffle and not self._trainer.overfit_batches
+        shuffle = shuffle and not self._strategy.trainer.overfit_batches
         if is_evaluated:
             is_empty = not len(cast(Any, loader.dataset))
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
@@ -141,18 +123,18 @@ class DataPath:
         loader = DistributedLoader.around(dataloader, self.begin)
         warn_of_fixed_orders(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
-        stage, self._stage = self._stage or self._trainer.state.stage, None
+        stage, self._stage = self._stage or self._strategy.trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
             return loader
         self.uneven.agree_on_length(loader)
-        remembered = self._trainer.accumulate_grad_batches + 4
+        remembered = self._strategy.trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin an iterator over a loader: its first batch has just been asked for."""
-        trainer = self._trainer
+        trainer = self._strategy.trainer
         epoch = self.training.epoch
         start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)
@@ -179,9 +161,3 @@ def warn_of_fixed_orders(loader: object) -> None:
             f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
             "method set_epoch(epoch) that its order depends on"
         )
-
-
-def _check_choice(field: str, value: object, allowed: tuple[object, ...]) -> None:
-    if not any(type(value) is type(each) and value == each for each in allowed):
-        choices = " or ".join(map(repr, allowed))
-        raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

@@ -1,21 +1,25 @@
-"""A Lightning cluster environment that says what a World says."""
+"""Tell which rank this process is, by arguments, a launcher or Lightning's environment, and which devices it has."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torchmetrics
+from torch import nn
 from typing_extensions import override
 
-from lightning_ddp_ext.world import World, check_devices
+from lightning_ddp_ext.errors import OptionError, WorldError
+from lightning_ddp_ext.supervision.rank_processes import started_ranks
+from lightning_ddp_ext.world import World, check_devices, read_world
 
-from .lightning_tree import (
-    ClusterEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 
-class WorldEnvironment(ClusterEnvironment):
+class WorldEnvironment(LightningEnvironment):
     """For processes that somebody else started and that Lightning's own environments do not know.
 
     That is: one process per rank by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
@@ -31,36 +35,13 @@ class WorldEnvironment(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         return True
 
-    @property
-    @override
-    def main_address(self) -> str:
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return int(os.environ.get("MASTER_PORT", "0"))
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
     @override
     def world_size(self) -> int:
         return self.world.world_size
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """Nothing: the world size is what the processes were started with."""
-
-    @override
     def global_rank(self) -> int:
         return self.world.rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Nothing: the rank is what the process was started with."""
 
     @override
     def local_rank(self) -> int:
@@ -74,6 +55,10 @@ class WorldEnvironment(ClusterEnvironment):
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         check_devices(self.world, devices=num_devices, num_nodes=num_nodes)
 
+    @override
+    def teardown(self) -> None:
+        """Leave the variables to whoever has set them."""
+
 
 def source_of(environment: ClusterEnvironment) -> str:
     """Who says which rank this process is, in a user's words."""
@@ -81,3 +66,93 @@ def source_of(environment: ClusterEnvironment) -> str:
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
     return words.get(type(environment), type(environment).__name__)
+
+
+def world_of(strategy: Any) -> World:
+    """The place of a strategy's process among all."""
+    environment = strategy.cluster_environment
+    if isinstance(environment, WorldEnvironment):
+        return environment.world
+    return World(
+        rank=strategy.global_rank,
+        world_size=strategy.num_nodes * strategy.num_processes,
+        local_rank=strategy.local_rank,
+        local_world_size=strategy.num_processes,
+        node_rank=strategy.node_rank,
+        source=source_of(environment),
+    )
+
+
+@dataclass(frozen=True)
+class RankArguments:
+    """The arguments ``rank``, ``world_size`` and ``local_rank`` of a strategy, which must fit together."""
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+
+    def __post_init__(self) -> None:
+        self._read({}, None)
+
+    def environment_beside(
+        self, environment: ClusterEnvironment | None, *, devices: int, num_nodes: int
+    ) -> ClusterEnvironment | None:
+        """The environment that knows how this process was started: the one given, or one of ours.
+
+        Arguments that contradict a launcher, or the Trainer's devices, are refused.
+        """
+        if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+            self._refuse_other_rank(environment)
+            return environment
+        try:
+            world = self._read(os.environ, devices)
+        except WorldError:
+            # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
+            world = self._read(os.environ, None)
+            if world is not None:
+                check_devices(world, devices=devices, num_nodes=num_nodes)
+            raise
+        if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
+            return environment
+        check_devices(world, devices=devices, num_nodes=num_nodes)
+        return WorldEnvironment(world)
+
+    def _read(self, environ: Mapping[str, str], devices: int | None) -> World | None:
+        return read_world(
+            environ, rank=self.rank, world_size=self.world_size, local_rank=self.local_rank, devices=devices
+        )
+
+    def _refuse_other_rank(self, environment: ClusterEnvironment | None) -> None:
+        """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+        if self.rank is None or environment is None or not environment.creates_processes_externally:
+            return
+        found = (environment.global_rank(), environment.world_size())
+        if found != (self.rank, self.world_size):
+            raise WorldError(
+                f"rank={self.rank} and world_size={self.world_size} contradict {source_of(environment)}, by which this "
+                f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            )
+
+
+def ranks_of(devices: int, *, per_rank: int) -> int:
+    """The number of ranks that so many devices make; refuse devices that would be left over."""
+    if devices % per_rank:
+        raise OptionError(
+            f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
+            f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
+        )
+    return devices // per_rank
+
+
+def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
+    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
+    for module in model.modules():
+        if isinstance(module, torchmetrics.Metric):
+            module.to(devices[0])
+    for name, parameter in model.named_parameters():
+        if parameter.device not in devices:
+            raise OptionError(
+                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
+                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
+                f"({', '.join(map(str, devices))}) in configure_model"
+            )

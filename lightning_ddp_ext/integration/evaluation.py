@@ -25,7 +25,6 @@ from lightning_ddp_ext.errors import ExactEvaluationError
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .idle_steps import IdleSteps
 from .lightning_tree import RunningStage, rank_zero_warn
-from .uneven import lengths_by_rank
 
 IdleRanks = Literal["repeat", "skip"]
 
@@ -39,11 +38,6 @@ class Evaluation(IdleSteps):
     count: what ``self.log`` and torchmetrics hold is put back after the step, and reductions in the step leave it out.
     What the user's code keeps by itself, or counts in hooks around the step, cannot be put back; with
     ``idle_ranks="skip"`` an idle rank makes no step and calls no hook.
-
-    Args:
-        strategy: whose ranks.
-        is_exact: whether ranks with different numbers of batches take part in equally many steps.
-        idle_ranks: what an idle rank does.
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool, idle_ranks: IdleRanks) -> None:
@@ -54,11 +48,7 @@ class Evaluation(IdleSteps):
         self._step = 0
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Have all ranks make equally many steps over a loader. Collective: every rank must call it.
-
-        Raises:
-            ExactEvaluationError: a loader has no length, or cannot give a rank a batch that does not count.
-        """
+        """Have all ranks make equally many steps over a loader. Collective: every rank must call it."""
         if self._is_exact:
             _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
@@ -70,7 +60,7 @@ class Evaluation(IdleSteps):
     def _pad(self, loader: DistributedLoader) -> None:
         """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
         sampler = _index_sampler_of(loader.loader)
-        batches = lengths_by_rank(self._strategy, loader.loader if sampler is None else sampler)
+        batches = self._lengths_by_rank(loader.loader if sampler is None else sampler)
         has_length = -1 not in batches
         if len(set(batches)) == 1 and (has_length or sampler is None):
             return
@@ -92,11 +82,7 @@ class Evaluation(IdleSteps):
     # Reading.
 
     def begin(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Begin an iterator over a loader.
-
-        Raises:
-            ExactEvaluationError: some rank is idle in a step in which that cannot be told from a batch that counts.
-        """
+        """Begin an iterator over a loader; refuse idle ranks where a batch that does not count cannot be told."""
         if loader.balance is not None:
             self._refuse_unknown_idle_ranks(loader.balance)
         for step, batch in enumerate(loader.loader):
@@ -104,16 +90,13 @@ class Evaluation(IdleSteps):
             yield batch
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
-        combined = combined_loader_of(active_loop_of(self._trainer))
-        if not self._is_in_step and mode_of(combined) == "sequential" and batches_of(combined) < float("inf"):
-            return
-        # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
-        self._strategy.barrier("the refusal of idle ranks")
-        raise _idle_rank_error(
-            batches,
-            "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one "
-            "of them has no length",
-        )
+        combined = combined_loader_of(active_loop_of(self._strategy.trainer))
+        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == float("inf"):
+            where = (
+                "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
+                "has no length"
+            )
+            self._refuse(_idle_rank_error(batches, where))
 
     # Steps.
 
@@ -126,10 +109,6 @@ class Evaluation(IdleSteps):
     def end(self) -> None:
         """The evaluation is over."""
         self._batches = None
-
-    @property
-    def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer
 
 
 def _index_sampler_of(loader: Any) -> Any:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+
+from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
 
 from .compat import results_of
@@ -44,3 +47,14 @@ class IdleSteps(ABC):
                 yield
         finally:
             self._is_in_step = False
+
+    def _lengths_by_rank(self, sized: Any) -> tuple[int, ...]:
+        """The numbers of batches, by rank; -1 for none. Collective: every rank must call it."""
+        length = batches_of(sized)
+        own = torch.tensor(-1 if length == float("inf") else int(length), device=self._strategy.root_device)
+        return tuple(self._strategy.all_gather(own).flatten().tolist())
+
+    def _refuse(self, error: Exception) -> None:
+        """Raise what every rank has found; together, or the slower ones would hear of a failure instead of this."""
+        self._strategy.barrier("a refusal")
+        raise error

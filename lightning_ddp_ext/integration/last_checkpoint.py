@@ -5,9 +5,7 @@ Each rank looks on its own disk before the ranks have met; later all restore wha
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import refuse_damage
@@ -15,44 +13,37 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
-from .lightning_tree import (
-    ModelCheckpoint,
-    SLURMEnvironment,
-    rank_zero_info,
-    rank_zero_warn,
-    refuse_missing,
-)
+from .compat import requeued_checkpoint_of
+from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn, refuse_missing
 
-refuse_missing(ModelCheckpoint, "_find_last_checkpoints")
+refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints")
 
 
-def with_last_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], trainer: Any) -> tuple[Any, ...]:
-    """The arguments of a Trainer's ``function``, with a path in place of ``ckpt_path="last"``.
+def with_last_checkpoint(args: tuple[Any, ...], trainer: Any) -> tuple[Any, ...]:
+    """The arguments of a function of the Trainer's, with a path in place of ``ckpt_path="last"``.
 
     They stay as they are where nothing whole is found: then Lightning says that there is nothing, or reading says what
     is wrong.
     """
     if trainer is None or "last" not in [arg for arg in args if isinstance(arg, str)]:
         return args
-    bound = inspect.signature(function).bind(*args)
-    found = newest_whole(candidates(trainer)) if bound.arguments.get("ckpt_path") == "last" else None
+    found = newest_whole(candidates(trainer))
     if found is None:
         return args
     rank_zero_info(f"ckpt_path='last' is {found}")
-    bound.arguments["ckpt_path"] = found
-    return bound.args
+    return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
 
 def candidates(trainer: Any) -> set[str]:
     """Last checkpoints, and the files that are saved when the ranks are asked to stop, or one of them fails."""
-    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
     if trainer.strategy.stop_checkpoint is not None:
         directories = [callback.dirpath for callback in callbacks] or [trainer.default_root_dir]
         found |= {os.path.join(directory, trainer.strategy.stop_checkpoint) for directory in directories if directory}
     if SLURMEnvironment.detect():
-        found.add(trainer._checkpoint_connector._hpc_resume_path)  # saved by a job that has been requeued
+        found.add(requeued_checkpoint_of(trainer))
     paths = {os.path.normpath(path) for path in found if path}
     return {path for path in paths if locate(path).fs.exists(locate(path).path)}
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import pickle
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.debugger import NO_LIMIT
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
-from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID
+from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_launcher
 from lightning_ddp_ext.supervision.rank_processes import (
     ChildScripts,
     RankProcesses,
@@ -30,18 +33,17 @@ from lightning_ddp_ext.supervision.rank_processes import (
 )
 
 from .callbacks.rank_debugger import debugged_rank
-from .child_start import ChildStart, ResultsQueue
-from .endpoints import environment_of_started_ranks, start_variables
 from .environment import source_of
+from .joining import environment_of_started_ranks, start_variables
 from .last_checkpoint import with_last_checkpoint
 from .lightning_tree import (
+    ClusterEnvironment,
     GlobalStateSnapshot,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExitException,
     check_missing_main_guard,
     disable_module_memory_sharing,
-    imported_script_launchers,
     lightning_name,
     set_num_threads_if_needed,
 )
@@ -50,12 +52,14 @@ from .stopping import StoppedException
 if TYPE_CHECKING:
     from .strategy import DDPExtStrategy
 
+_HARMLESS = (TunerExitException, StoppedException)
+
 
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script once more for each further rank of this node, or does nothing where others started them.
 
     A process starts ranks once: later Trainers in the script use the same ones. Unlike Lightning's own, it leaves
-    none of the ranks' variables behind in this process's environment, and watches nobody in order to kill him.
+    none of the ranks' variables behind in this process's environment, and kills no rank that still works.
     """
 
     def __init__(self, strategy: DDPExtStrategy) -> None:
@@ -73,16 +77,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        args = with_last_checkpoint(function, args, trainer)
-        return supervised(function, *args, harmless=(TunerExitException, StoppedException), **kwargs)
+        args = with_last_checkpoint(args, trainer)
+        return supervised(function, *args, harmless=_HARMLESS, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        start = start_variables(
-            self._strategy.chosen_init_method,
-            self.cluster_environment,
-            run_id=self._strategy.run_id,
-            num_nodes=self.num_nodes,
-        )
+        start = start_variables(self._strategy)
         with environment_of_started_ranks({**start.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         limit = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
@@ -112,35 +111,36 @@ def _keep_others_from_starting_ranks() -> None:
     def use_those(self: SubprocessScriptLauncher) -> None:
         _refuse_other_size(self.num_processes * self.num_nodes)
 
-    for launcher in imported_script_launchers():
-        launcher._call_children_scripts = use_those  # type: ignore[method-assign]
+    for tree in ("lightning.pytorch", "pytorch_lightning"):
+        module: Any = sys.modules.get(f"{tree}.strategies.launchers.subprocess_script")
+        if module is not None:
+            module._SubprocessScriptLauncher._call_children_scripts = use_those
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
-
-    Args:
-        strategy: what the launcher works for.
-        start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-    """
+    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them."""
 
     def __init__(self, strategy: DDPExtStrategy, start_method: Any) -> None:
         super().__init__(strategy, start_method=start_method)
         self._ddpx = strategy
-        self._child_start: ChildStart | None = None
-        environment = strategy.cluster_environment
-        assert environment is not None
-        if start_method == "forkserver" and not environment.creates_processes_externally:
-            _warm_up_forkserver()
+        self._child: _Child | None = None
+        if start_method == "forkserver" and not self._environment.creates_processes_externally:
+            # Started now, the server imports while the user's code still builds model and data.
+            check_missing_main_guard()
+            preloaded = ["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"]
+            multiprocessing.set_forkserver_preload(preloaded)
+            with suppress(ValueError):
+                forkserver.ensure_running()
+
+    @property
+    def _environment(self) -> ClusterEnvironment:
+        assert self._ddpx.cluster_environment is not None
+        return self._ddpx.cluster_environment
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self._refuse_second_launcher()
-        environment = self._ddpx.cluster_environment
-        assert environment is not None
-        start = start_variables(
-            self._ddpx.chosen_init_method, environment, run_id=self._ddpx.run_id, num_nodes=self._ddpx.num_nodes
-        )
+        start = start_variables(self._ddpx)
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="lightning_ddp_ext-") as directory,
@@ -149,29 +149,26 @@ class ProcessesLauncher(MultiProcessingLauncher):
             ):
                 # Lightning carries seeds and torch's flags over to spawned processes; a fork server's need it as much.
                 state = GlobalStateSnapshot.capture() if self._start_method == "forkserver" else None
-                self._child_start = ChildStart(os.getpid(), dict(os.environ), state, f"{directory}/results")
+                self._child = _Child(os.getpid(), dict(os.environ), state, f"{directory}/results")
                 return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
             start.clean_up()
-            self._child_start = None
+            self._child = None
 
     def _refuse_second_launcher(self) -> None:
-        environment = self._ddpx.cluster_environment
-        assert environment is not None
+        environment, context = self._environment, current()
         if environment.creates_processes_externally:
             raise WorldError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process was started as one of "
                 f"them already (rank {environment.global_rank()} of {environment.world_size()}, from "
                 f"{source_of(environment)}); use strategy='ddp_ext' here, or start the script without a launcher"
             )
-        context = current()
-        if context is not None and len(context.table) == 1:
-            leave()
-        elif context is not None:
+        if context is not None and len(context.table) > 1:
             raise GroupInUseError(
                 f"start_method={self._start_method!r} starts ranks, but this process is a rank of an earlier Trainer "
                 "already; use the same strategy for every Trainer of a script"
             )
+        leave()
 
     @contextmanager
     def _joined_by_us(self) -> Iterator[None]:
@@ -179,9 +176,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         original: Callable[..., Any] = torch.multiprocessing.start_processes
 
         def start(*args: Any, **kwargs: Any) -> RankProcesses:
-            assert self._child_start is not None
+            assert self._child is not None
             deadline = self._ddpx.stops.deadline.total_seconds()
-            return RankProcesses(original(*args, **kwargs), self._child_start.results_file, deadline)
+            return RankProcesses(original(*args, **kwargs), self._child.results_file, deadline)
 
         torch.multiprocessing.start_processes = start
         try:
@@ -200,19 +197,17 @@ class ProcessesLauncher(MultiProcessingLauncher):
         return_queue: Any,
         global_states: Any = None,
     ) -> None:
-        assert self._child_start is not None
-        self._child_start.enter()
+        assert self._child is not None
+        self._child.enter()
         if self._start_method == "forkserver":
             # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
             # each overwriting the others'. Lightning thinks of it for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        args = with_last_checkpoint(function, args, trainer)
-        supervised_function = partial(supervised, function, harmless=(TunerExitException, StoppedException))
-        through_file: Any = ResultsQueue(return_queue, self._child_start.results_file)
+        args = with_last_checkpoint(args, trainer)
+        work = partial(supervised, function, harmless=_HARMLESS)
+        queue: Any = _ResultsQueue(return_queue, self._child.results_file)
         try:
-            super()._wrapping_function(
-                process_idx, trainer, supervised_function, args, kwargs, through_file, global_states
-            )
+            super()._wrapping_function(process_idx, trainer, work, args, kwargs, queue, global_states)
         except RankFailedError as error:
             print_line(error)  # the launching process prints the traceback of the first rank that failed
             raise
@@ -220,9 +215,46 @@ class ProcessesLauncher(MultiProcessingLauncher):
             leave()
 
 
-def _warm_up_forkserver() -> None:
-    """Start the server now, so that it imports while the user's code still builds model and data."""
-    check_missing_main_guard()
-    multiprocessing.set_forkserver_preload(["__main__", "torch.distributed", lightning_name, "lightning_ddp_ext"])
-    with suppress(ValueError):
-        forkserver.ensure_running()
+@dataclass(frozen=True)
+class _Child:
+    """What a started process needs to know of the one that started it."""
+
+    launcher_pid: int
+    environment: dict[str, str]
+    global_state: GlobalStateSnapshot | None
+    results_file: str
+
+    def enter(self) -> None:
+        """Called first thing in the started process."""
+        # A fork server hands on the environment of its own start, which may be long past.
+        os.environ.clear()
+        os.environ.update(self.environment)
+        if self.global_state is not None:
+            self.global_state.restore()
+        watch_launcher(self.launcher_pid)
+
+
+@dataclass(frozen=True)
+class _ResultsQueue:
+    """The sending end of Lightning's queue for what rank 0 brings back: it sends the name of a file.
+
+    Lightning reads the queue when all processes have ended, and a pipe holds 64 KiB: with some 300 logged metrics
+    rank 0 would wait for a reader for ever.
+    """
+
+    queue: Any
+    path: str
+
+    def put(self, results: Any) -> None:
+        """Send ``results``; the other end gets them as they are."""
+        with open(self.path, "wb") as file:
+            pickle.dump(results, file)
+        self.queue.put(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self.path,)
+
+
+def _load(path: str) -> Any:
+    with open(path, "rb") as file:  # written by a process of our own
+        return pickle.load(file)

@@ -11,11 +11,11 @@ from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ran
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 from lightning_ddp_ext.errors import ConversionError
 
-from .lightning_tree import LayerSync, rank_zero_info, rank_zero_warn
+from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
-class TrainedLayers:
-    """The BatchNorm layers of the model that is being trained.
+class RanksLayerSync(pl.plugins.LayerSync):
+    """What ``Trainer(sync_batchnorm=True)`` does under our strategy instead of torch's SyncBatchNorm, and our callback.
 
     Args:
         include, exclude, predicate, process_group: as in ``convert_sync_batchnorm``.
@@ -33,49 +33,31 @@ class TrainedLayers:
         self._ranks = process_group
         self._converted: Module | None = None
 
-    def check_layer_sync(self, layer_sync: LayerSync | None) -> None:
-        """Refuse a choice of layers beside the Trainer's own layer synchronisation.
-
-        Raises:
-            ConversionError: there are both.
-        """
-        if layer_sync is not None and any(choice is not None for choice in (*self._selection.values(), self._ranks)):
+    def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
+        """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
+        if other is not None and any(choice is not None for choice in (*self._selection.values(), self._ranks)):
             raise ConversionError(
                 "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "
                 "choose among them; leave sync_batchnorm out"
             )
 
-    def convert(self, model: Module) -> None:
-        """Synchronise the layers and log it. Collective: every rank must call it. With one rank it does nothing."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-            return
-        group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
-        conversion = convert(model, **self._selection, process_group=group)  # type: ignore[arg-type]
-        self._converted = model
-        rank_zero_info(conversion.summary())
-        warning = conversion.warning()
-        if warning is not None:
-            rank_zero_warn(warning)
-
-    def restore(self) -> None:
-        """Restore the layers, if they were converted."""
-        converted, self._converted = self._converted, None
-        if converted is not None:
-            restore_batchnorm(converted)
-
-
-class RanksLayerSync(LayerSync):
-    """What ``Trainer(sync_batchnorm=True)`` does under our strategy, instead of torch's SyncBatchNorm."""
-
-    def __init__(self) -> None:
-        self._layers = TrainedLayers()
-
     @override
     def apply(self, model: Module) -> Module:
-        self._layers.convert(model)
+        """Synchronise the layers and log it. Collective: every rank must call it. With one rank it does nothing."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
+            conversion = convert(model, **self._selection, process_group=group)  # type: ignore[arg-type]
+            self._converted = model
+            rank_zero_info(conversion.summary())
+            warning = conversion.warning()
+            if warning is not None:
+                rank_zero_warn(warning)
         return model
 
     @override
     def revert(self, model: Module) -> Module:
-        self._layers.restore()
+        """Restore the layers, if they were converted."""
+        converted, self._converted = self._converted, None
+        if converted is not None:
+            restore_batchnorm(converted)
         return model

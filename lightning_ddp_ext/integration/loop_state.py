@@ -50,10 +50,10 @@ class Restart:
 
 
 def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
-    """Find where training goes on from the state of a fit loop.
+    """Find where training goes on from ``FitLoop.state_dict()``.
 
     Args:
-        fit_loop: what ``FitLoop.state_dict()`` returned.
+        fit_loop: that state.
         accumulated: batches of an optimiser step.
         stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
     """
@@ -79,13 +79,7 @@ def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
 
 
 def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
-    """Return the state of a fit loop from which Lightning goes on at ``restart``.
-
-    Args:
-        fit_loop: what ``FitLoop.state_dict()`` returned; it is left as it is.
-        restart: what :func:`find_restart` found in it.
-        stopped: as given there.
-    """
+    """Return a copy of a fit loop's state from which Lightning goes on at what :func:`find_restart` found in it."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed

@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
-from .lightning_tree import calling_result
+from .compat import calling_result
 
 
 class BatchedMetrics:
@@ -27,9 +27,6 @@ class BatchedMetrics:
 
     Ranks that have logged different values all raise. After a first training step, and after one that follows a step
     with values, all ranks reduce. Elsewhere they wait for each other first, so that one without values is named.
-
-    Args:
-        strategy: whose ranks.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -62,7 +59,7 @@ class BatchedMetrics:
             return tensor
         logged, is_update = calling_result()
         if logged is None or not self._can_batch(tensor, group, reduce_op):
-            return all_reduce(tensor, group, reduce_op, idle_ranks=self._idle_ranks)
+            return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
         value = Value(f"{logged.meta.fx}.{logged.meta.name}", reduce_op, tensor)
         if is_update and self._queue is not None:
             self._queue.append(value)
@@ -76,12 +73,8 @@ class BatchedMetrics:
             check = context.component(Survey).check_that_all_answer  # a process that is stopped is more than late
             context.barriers.enter(f"the reduction of {listed(values)}", call_site(), name=name, check=check)
         device = torch.device("cpu") if dist.get_backend() == "gloo" else self._strategy.root_device
-        return reduce_batch(values, device=device, idle_ranks=self._idle_ranks)
+        return reduce_batch(values, device=device, idle_ranks=self._strategy.data.idle_ranks)
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
         is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
         return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
-
-    @property
-    def _idle_ranks(self) -> tuple[int, ...]:
-        return self._strategy.data.idle_ranks  # type: ignore[no-any-return]

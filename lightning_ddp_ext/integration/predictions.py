@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import ExactEvaluationError
+from lightning_ddp_ext.supervision.rank_zero import on_every_rank
 
-from .lightning_tree import CombinedLoader
+from .lightning_tree import pl
 
 _REMEDY = (
     "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
@@ -28,8 +29,7 @@ _NO_PREDICTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """What one step has returned, and the samples that it was for."""
 
     loader: int
@@ -75,30 +75,29 @@ def gather_predictions(trainer: Any) -> Any:
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
     """Join the predictions of all ranks on rank 0; what goes wrong on one rank is raised on all. Collective."""
-    is_first = dist.get_rank() == 0
-    found: list[Any] = [None] * dist.get_world_size()
-    own = _attempt(lambda: pickle.dumps(_own_batches(trainer)), "predictions must be picklable to be gathered")
-    dist.gather_object(own, found if is_first else None, group=group)
-    joined, problem = None, None
-    if is_first:
-        problem = next((problem for _, problem in found if problem is not None), None)
-        if problem is None:
-            joined, problem = _attempt(lambda: _join_ranks([each for each, _ in found]), "predictions cannot be joined")
-    told = [problem]
-    dist.broadcast_object_list(told, src=0, group=group)
-    if told[0] is not None:
-        raise ExactEvaluationError(told[0])
-    return joined
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    def on_all(work: Callable[[], Any], problem: str) -> Any:
+        return on_every_rank(partial(_explained, work, problem), rank=rank, gather=gather, what="gather_predictions")
+
+    own = on_all(lambda: pickle.dumps(_own_batches(trainer)), "predictions must be picklable to be gathered")
+    found: list[Any] | None = [None] * world_size if rank == 0 else None
+    dist.gather_object(own, found, group=group)
+    return on_all(lambda: None if found is None else _join_ranks(found), "predictions cannot be joined")
 
 
-def _attempt(work: Callable[[], Any], problem: str) -> tuple[Any, str | None]:
-    """Return the result, and ``None`` or what went wrong."""
+def _explained(work: Callable[[], Any], problem: str) -> Any:
     try:
-        return work(), None
-    except ExactEvaluationError as error:
-        return None, str(error)
+        return work()
+    except ExactEvaluationError:
+        raise
     except Exception as error:
-        return None, f"{problem}: {type(error).__name__}: {error}; {_REMEDY}"
+        raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}; {_REMEDY}") from error
 
 
 def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
@@ -110,7 +109,7 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
         raise ExactEvaluationError(
             "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
         )
-    loaders = CombinedLoader(iterables, "sequential").flattened
+    loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had nothing to read, and its predictions are those of an earlier call
         return len(loaders), []
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
@@ -128,9 +127,6 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
     return len(loaders), batches
 
 
-# Joining.
-
-
 def _join_ranks(pickled: list[bytes]) -> Any:
     ranks = [pickle.loads(each) for each in pickled]
     steps = zip_longest(*(batches for _, batches in ranks))
@@ -138,7 +134,6 @@ def _join_ranks(pickled: list[bytes]) -> Any:
 
 
 def _join_loaders(loaders: int, batches: list[_Batch]) -> Any:
-    """Join what the batches of each loader hold."""
     if not batches:
         raise ExactEvaluationError(_NO_PREDICTIONS)
     joined = [_join_batches([batch for batch in batches if batch.loader == number]) for number in range(loaders)]

@@ -15,7 +15,6 @@ from lightning_ddp_ext.errors import ResumeError
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from .lightning_tree import rank_zero_info, rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
-from .uneven import UnevenInputs
 
 ResumeData = Literal["exact", "epoch", "off"]
 
@@ -38,10 +37,7 @@ def in_common(own: Mapping[str, Any]) -> dict[str, Any]:
 class Resume:
     """One resume of a Trainer's training; of a Trainer that loads nothing, one that changes nothing.
 
-    Args:
-        strategy: whose Trainer.
-        checkpoint: what is loaded. The state of its loops is changed to one from which Lightning goes on rightly.
-        data: ``"exact"`` goes on with the batch that is due, and ``"epoch"`` from the beginning of its epoch.
+    The state of the loops in the checkpoint is changed to one from which Lightning goes on rightly.
 
     Attributes:
         restart: where training goes on.
@@ -63,7 +59,7 @@ class Resume:
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
         section = checkpoint.get(KEY) or {}
         loops, stopped = checkpoint["loops"]["fit_loop"], section.get("stopped")
-        accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
+        accumulated = section.get("accumulate_grad_batches", self._strategy.trainer.accumulate_grad_batches)
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
         if restart.is_within and section.get("version") != VERSION:
@@ -76,14 +72,6 @@ class Resume:
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
-
-    @property
-    def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer
-
-    @property
-    def _uneven(self) -> UnevenInputs:
-        return self._strategy.data.uneven  # type: ignore[no-any-return]
 
     @property
     def _knows_each_rank(self) -> bool:
@@ -104,15 +92,11 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random numbers and counters with which training goes on, before anything of it happens.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
+        """Set the random numbers and counters with which training goes on, before anything of it happens."""
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":
-            end_restart(self._trainer.fit_loop)
+            end_restart(self._strategy.trainer.fit_loop)
         if self.restart.is_within:
             self.find_data()
             # Lightning says next that the loaders cannot be resumed.
@@ -125,29 +109,29 @@ class Resume:
 
     def on_train_batch_start(self) -> None:
         """Have Lightning's loops go on like any others', once the first batch of a resumed epoch is there."""
-        if self.restart.is_within:
-            end_restart(self._trainer.fit_loop)  # else the epoch's end leaves out schedulers that watch a metric
+        if self.restart.is_within:  # else the epoch's end would leave out schedulers that watch a metric
+            end_restart(self._strategy.trainer.fit_loop)
 
     def on_validation_end(self) -> None:
         """Have the epoch's end be like any other's, once the validation that was due has been run as a whole."""
-        if self.restart.at == "validation" and not self._trainer.sanity_checking:
-            end_restart(self._trainer.fit_loop)
+        if self.restart.at == "validation" and not self._strategy.trainer.sanity_checking:
+            end_restart(self._strategy.trainer.fit_loop)
 
     def _set_counters(self) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
-        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        current = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
-        last = self.done + self._uneven.most(self._count_left())
-        if last < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, int(last))
+        last = self.done + self._strategy.data.uneven.most(self._count_left())
+        if last < self._strategy.trainer.num_training_batches:
+            end_epoch_after(self._strategy.trainer, int(last))
 
     # The data of the epoch that goes on.
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left of the epoch, also because another limit holds now."""
-        is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
+        is_cut = self.restart.at == "batch_end" and self.done >= self._strategy.trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
     def state_of(self, index: int) -> Mapping[str, Any] | None:
@@ -155,14 +139,10 @@ class Resume:
         return None if self._states is None else self._states[index]
 
     def find_data(self) -> None:
-        """Find out where each training loader goes on; a second call does nothing.
-
-        Raises:
-            ResumeError: the checkpoint is of other data.
-        """
+        """Find out where each training loader goes on, or refuse other data; a second call does nothing."""
         if self._states is not None:
             return
-        positions, states = positions_of(self._trainer), self._own["loaders"]
+        positions, states = positions_of(self._strategy.trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
                 f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "
@@ -187,22 +167,22 @@ class Resume:
         Loops take all epochs to have equally many batches. So on another number of ranks, or with batches of another
         size, it is the count of those that are done that differs.
         """
-        whole = self._combined([batches_of(position.loader) for position in positions_of(self._trainer)])
+        whole = self._combined([batches_of(position.loader) for position in positions_of(self._strategy.trainer)])
         left = self._count_left()
         if math.inf in (whole, left):
             return self.restart.done
-        accumulated: int = self._trainer.accumulate_grad_batches
-        return int(self._uneven.most(whole - left)) // accumulated * accumulated
+        accumulated: int = self._strategy.trainer.accumulate_grad_batches
+        return int(self._strategy.data.uneven.most(whole - left)) // accumulated * accumulated
 
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
         A loader that is read again is left out: the longest one, which ends the epoch, is read once.
         """
-        pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
+        pairs = zip(positions_of(self._strategy.trainer), self._states or (), strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
         """The number of batches of combined loaders that have so many each."""
-        mode = mode_of(combined_loader_of(self._trainer.fit_loop))
+        mode = mode_of(combined_loader_of(self._strategy.trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)

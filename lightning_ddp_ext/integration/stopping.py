@@ -8,29 +8,26 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
-from .compat import ReplacedMethods
-from .lightning_tree import (
-    SIGTERMException,
-    SLURMEnvironment,
-    Strategy,
-    TrainerStatus,
-    rank_zero_info,
-)
+from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, note_sigterm, save_and_requeue
+from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
+from .replaced_methods import ReplacedMethods
+
+if TYPE_CHECKING:
+    from .strategy import DDPExtStrategy
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 
 
-class StoppedException(SIGTERMException):
+class StoppedException(pl.utilities.exceptions.SIGTERMException):
     """Raised on all ranks after they have stopped together; ends the process with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
@@ -41,22 +38,21 @@ class Stops:
     """How a strategy's Trainer stops when a signal comes to any rank.
 
     Args:
-        strategy: whose Trainer.
-        file: where to save: a file name, taken to be beside the other checkpoints, or a path; ``None``: nowhere.
+        strategy: whose Trainer; its ``stop_checkpoint`` says where to save.
         deadline: what the ranks have from the first signal on; ``None`` for 25 s under torchrun and else 10 minutes.
 
     Attributes:
         deadline: the same.
+        stopped: whether all ranks are stopping now, and where: a checkpoint says so.
     """
 
-    def __init__(self, strategy: Strategy, file: PathLike | None, deadline: timedelta | None) -> None:
+    def __init__(self, strategy: DDPExtStrategy, deadline: timedelta | None) -> None:
         self._strategy = strategy
-        self._file = file
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
-        self._replaced = ReplacedMethods()
+        self.stopped: Stopped | None = None
         self._signals = StopSignals(self._ask)
         self._is_running = False
         self._has_trained = False
@@ -65,18 +61,19 @@ class Stops:
     # A strategy travels to spawned ranks by pickle; what belongs to a process does not.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"chosen": (self._strategy, self._file, self.deadline)}
+        return {"chosen": (self._strategy, self.deadline)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(*state["chosen"])  # type: ignore[misc]
 
-    def attach(self, trainer: Any, context: ProcessContext | None) -> None:
+    def attach(self, trainer: Any, context: ProcessContext | None, replaced: ReplacedMethods) -> None:
         """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
+        self.stopped = None
         if context is None:
             return
         self._trainer, self._context = trainer, context
         self._is_running = self._has_trained = False
-        self._replace_lightnings(trainer)
+        replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
             return  # this Trainer works inside of another one's hook, and that one stops
@@ -95,24 +92,14 @@ class Stops:
     @property
     def _slurm(self) -> SLURMEnvironment | None:
         """Where Lightning is to have jobs requeued."""
-        environment = self._strategy.cluster_environment  # type: ignore[attr-defined]
+        environment = self._strategy.cluster_environment
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
-
-    def _replace_lightnings(self, trainer: Any) -> None:
-        """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
-        self._replaced.replace(trainer._signal_connector, "_sigterm_notifier_fn", _nothing)
-        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
-            self._replaced.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", _nothing)
-        self._strategy.data.training.before_batch = self.before_batch  # type: ignore[attr-defined]
 
     def detach(self) -> None:
         """The Trainer has ended: signals are given back to whoever handled them before."""
-        self._strategy.data.training.before_batch = _nothing  # type: ignore[attr-defined]
-        self._replaced.put_back()
         if self._stopping is None:
             return
-        # Lightning takes its handlers, which came after ours, away a little later; a signal until then would be lost.
-        self._trainer._signal_connector.teardown()
+        give_signals_back(self._trainer)  # its handlers came after ours; a signal until it does so would be lost
         self._signals.restore()
         if self._context.peers.cause is not None:
             defer_sigterm()
@@ -130,7 +117,7 @@ class Stops:
 
     def _acknowledge(self, request: StopRequest) -> None:
         """At once: what is under way may take long, and whoever pressed Ctrl-C would press it again."""
-        saved = "without saving" if self._file is None else "and save"
+        saved = "without saving" if self._strategy.stop_checkpoint is None else "and save"
         again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
 
@@ -179,10 +166,10 @@ class Stops:
         if request is None:
             return
         self._signals.noted = None
-        self._strategy.data.training.stopped = where  # type: ignore[attr-defined]
+        self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._trainer._signal_connector.received_sigterm = True
+        note_sigterm(self._trainer)
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -191,34 +178,27 @@ class Stops:
         return f"after step {self._trainer.global_step}" if self._has_trained else "before the first step"
 
     def _save(self, request: StopRequest) -> str:
-        connector = self._trainer._signal_connector
         if self._slurm is not None and request.signum in self._warnings:
-            connector._slurm_sigusr_handler_fn(request.signum, None)  # saves on all ranks, and requeues
+            save_and_requeue(self._trainer, request.signum)
             return "saved where the requeued job will find it"
-        if self._file is None:
+        if self._strategy.stop_checkpoint is None:
             return "nothing is saved, as was asked for"
-        path = self.path
+        path = os.path.join(self._directory, os.fspath(self._strategy.stop_checkpoint))
         self._trainer.save_checkpoint(path)
-        self._strategy.checkpoints.finish()  # type: ignore[attr-defined]
+        self._strategy.checkpoints.finish()
         return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
 
     @property
-    def path(self) -> str:
-        """Where to save."""
-        callback = self._trainer.checkpoint_callback
-        beside = getattr(callback, "dirpath", None) or self._trainer.default_root_dir
-        return os.path.join(beside, os.fspath(self._file or ""))
+    def _directory(self) -> str:
+        """Where the Trainer's other checkpoints are."""
+        directory: str | None = getattr(self._trainer.checkpoint_callback, "dirpath", None)
+        return directory or str(self._trainer.default_root_dir)
 
 
 def _steps_of(trainer: Any) -> int:
     """Steps of the evaluation that begins, if that is known, else 1."""
-    if trainer.training:
+    loop = active_loop_of(trainer)
+    if trainer.training or loop is None or mode_of(combined_loader_of(loop)) != "sequential":
         return 1
-    loop = trainer._active_loop
-    is_known = loop is not None and getattr(loop, "_is_sequential", True)
-    steps = sum(loop.max_batches) if is_known else math.inf
+    steps = sum(loop.max_batches)
     return 1 if steps == math.inf else int(steps)
-
-
-def _nothing(*args: object) -> None:
-    """Our own handlers hear of signals, too."""

@@ -1,76 +1,50 @@
-"""The strategy: a switchboard that hands each of Lightning's hooks to the room that answers it."""
+"""The strategy: a switchboard that hands each of Lightning's hooks to the collaborator that answers it."""
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
-import torchmetrics
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import OptionError, WorldError
-from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint
-from lightning_ddp_ext.rendezvous.init_method import Env, InitMethod, check_run_id, choose
+from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.named_barrier import Call
-from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
-from lightning_ddp_ext.rendezvous.process_context import current, join
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
 from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.debugger import DebuggedRank
-from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
-from lightning_ddp_ext.supervision.rank_processes import started_ranks
-from lightning_ddp_ext.supervision.survey import Survey
-from lightning_ddp_ext.world import World, check_devices, read_world
+from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoints import Checkpoints, agree_on_path
-from .comm_hooks import CommHook, HookName, find_hook, register_on_cpu
-from .compat import ReplacedMethods
+from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .endpoints import endpoint_of
-from .environment import WorldEnvironment, source_of
+from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
+from .environment import RankArguments, check_parts, ranks_of, world_of
 from .evaluation import IdleRanks
+from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
-from .lightning_tree import (
-    Accelerator,
-    CheckpointIO,
-    ClusterEnvironment,
-    DDPStrategy,
-    LightningEnvironment,
-    Precision,
-    SLURMEnvironment,
-    StrategyRegistry,
-    TorchElasticEnvironment,
-    TorchSyncBatchNorm,
-    Trainer,
-    lightning_name,
-    lightning_version,
-    rank_zero_info,
-    rank_zero_warn,
-    refuse_other_tree,
-)
+from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
 from .metrics import BatchedMetrics
+from .options import ddp_options, refuse_unknown
+from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import Stops
 from .uneven import Mode as UnevenMode
-from .unused_parameters import name_unused
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -86,25 +60,14 @@ _START_METHOD_OF = {
     "ddp_ext_notebook": "fork",
     "ddp_ext_forkserver": "forkserver",
 }
+_SUFFIXES: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
 
 
-def _refuse_unknown(init: Callable[P, None]) -> Callable[P, None]:
-    """Have ``init`` refuse an unknown argument by name, with the nearest one that exists; its signature stays."""
-    known = list(inspect.signature(init).parameters)
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise _unknown_option(name, known)
-        strategy: Any = args[0]
-        strategy._given_names = frozenset(kwargs)
-        init(*args, **kwargs)
-
-    return checked
-
-
-class DDPExtStrategy(DDPStrategy):
+class DDPExtStrategy(pl.strategies.DDPStrategy):
     """Lightning's ``ddp``, with an explicit choice of how the ranks find each other, and bounded ends.
 
     Args:
@@ -151,41 +114,40 @@ class DDPExtStrategy(DDPStrategy):
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
         interface: the network interface that NCCL and gloo use, ``"eth1"``.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
-        accelerator: see ``DDPStrategy``.
-        parallel_devices: see ``DDPStrategy``.
-        cluster_environment: see ``DDPStrategy``.
+        accelerator: the kind of device; the Trainer sets it.
+        parallel_devices: the devices of this host, one for each rank; the Trainer sets them.
+        cluster_environment: a plugin that knows ranks and address; by default the Trainer finds that of the launcher.
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
-        precision_plugin: see ``DDPStrategy``.
-        ddp_comm_state: see ``DDPStrategy``.
-        ddp_comm_hook: how gradients are averaged, on the CPU, too: a function (see ``DDPStrategy``), or a name:
-            ``"fp16_compress"``, ``"bf16_compress"``, ``"power_sgd"`` (torch's), or ``"ring"``
-            (:func:`~lightning_ddp_ext.ring_all_reduce`).
-        ddp_comm_wrapper: see ``DDPStrategy``.
-        model_averaging_period: see ``DDPStrategy``.
-        dim: this and all that follow: see :class:`torch.nn.parallel.DistributedDataParallel`.
-        broadcast_buffers: see there.
-        init_sync: see there.
-        process_group: see there.
-        bucket_cap_mb: see there.
-        find_unused_parameters: see there.
-        check_reduction: see there.
-        gradient_as_bucket_view: see there.
-        static_graph: see there.
-        delay_all_reduce_named_params: see there.
-        param_to_hook_all_reduce: see there.
-        mixed_precision: see there.
-        device_mesh: see there.
-        skip_all_reduce_unused_params: see there.
-        bucket_cap_mb_list: see there; needs a torch that has it.
-        batched_grad_copy: see there; needs a torch that has it.
-        forward_sync_buffers: see there; needs a torch that has it.
+        precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
+        ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
+        ddp_comm_hook: how gradients are averaged, on the CPU, too: a function, or a name: ``"fp16_compress"``,
+            ``"bf16_compress"``, ``"power_sgd"`` (torch's), or ``"ring"`` (:func:`~lightning_ddp_ext.ring_all_reduce`).
+        ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
+        model_averaging_period: steps between two averages of the model, with post-local SGD.
+        dim: the dimension along which DDP would split a batch over the devices of a rank. This and all that follow
+            are those of :class:`torch.nn.parallel.DistributedDataParallel`.
+        broadcast_buffers: send rank 0's buffers to all ranks before each forward pass; ``None``: torch's default, yes.
+        init_sync: compare the shapes of parameters and send rank 0's to all ranks when training begins.
+        process_group: the ranks that average gradients; ``None`` for all.
+        bucket_cap_mb: MiB of gradients that travel together; ``None`` for 25.
+        find_unused_parameters: look in each step for parameters that the loss does not use, instead of raising.
+        check_reduction: has no effect any more.
+        gradient_as_bucket_view: gradients are views of what travels, which saves a copy and their memory.
+        static_graph: promise that each step uses the same parameters.
+        delay_all_reduce_named_params: parameters whose gradients travel together at the end of the backward pass.
+        param_to_hook_all_reduce: the parameter whose gradient starts that transfer.
+        mixed_precision: DDP's own mixed precision, apart from the Trainer's.
+        device_mesh: a mesh of ranks, for use with tensor parallelism.
+        skip_all_reduce_unused_params: leave parameters that no rank has used out of the all-reduce.
+        bucket_cap_mb_list: MiB of each bucket of gradients; needs a torch that has it.
+        batched_grad_copy: copy the gradients of a bucket in one go; needs a torch that has it.
+        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; needs a torch that has it.
 
     Raises:
         InitMethodError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
         DurationError: a timeout is not positive.
         WorldError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit together.
-        OptionError: an argument or a comm hook of that name does not exist, here or in the installed torch.
-        ConfigurationError: ``uneven_inputs`` is none of its values.
+        OptionError: an argument, a value or a comm hook of that name does not exist, here or in the installed torch.
 
     Example::
 
@@ -196,7 +158,7 @@ class DDPExtStrategy(DDPStrategy):
 
     _given_names: frozenset[str] = frozenset()
 
-    @_refuse_unknown
+    @refuse_unknown
     def __init__(
         self,
         init_method: str | InitMethod | None = None,
@@ -221,11 +183,11 @@ class DDPExtStrategy(DDPStrategy):
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
         process_group_backend: str | None = None,
-        accelerator: Accelerator | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        checkpoint_io: pl.plugins.CheckpointIO | None = None,
+        precision_plugin: pl.plugins.Precision | None = None,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: HookName | CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
@@ -249,8 +211,7 @@ class DDPExtStrategy(DDPStrategy):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
-        names = _ddp_options().keys()
-        options = {name: value for name, value in locals().items() if name in names}
+        options = ddp_options(DDPExtStrategy.__init__, locals(), self._given_names)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -264,23 +225,21 @@ class DDPExtStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=to_timedelta(timeout, field="timeout"),
             start_method=start_method,
-            **_chosen_options(options, self._given_names),
+            **options,
         )
         if devices_per_rank < 1:
             raise OptionError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
-        self.devices_per_rank = devices_per_rank
-        self.chosen_init_method = choose(init_method, os.environ)
-        self._rank_argument = rank
-        self._world_size_argument = world_size
-        self._local_rank_argument = local_rank
         check_run_id(run_id)
+        self._arguments = RankArguments(rank, world_size, local_rank)
+        self.chosen_init_method = choose(init_method, os.environ)
         self.run_id = run_id
-        self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
+        self.devices_per_rank = devices_per_rank
+        self.init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
         heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
-        self._replaced = ReplacedMethods()
-        self.checkpoints = Checkpoints(self)
         self.stop_checkpoint = stop_checkpoint
+        self.averaging_period = model_averaging_period
+        self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self,
             order=sampler,
@@ -289,84 +248,29 @@ class DDPExtStrategy(DDPStrategy):
             resume_data=resume_data,
             idle_ranks=idle_ranks,
         )
-        self.stops = Stops(self, stop_checkpoint, to_timedelta(save_deadline, field="save_deadline"))
         self.metrics = BatchedMetrics(self)
+        self.stops = Stops(self, to_timedelta(save_deadline, field="save_deadline"))
+        self.debugged: DebuggedRank | None = None
+        self._checks_collectives = debug
+        self._checked: CheckedCollectives | None = None
         self._nccl, self._interface = nccl, interface
         self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
-        self.averaging_period = model_averaging_period
-        self._debug = debug
-        self._checked: CheckedCollectives | None = None
-        self._debugged: DebuggedRank | None = None
-        # Refuses a rank out of range and a rank without a world size, here rather than in the Trainer.
-        read_world({}, rank=rank, world_size=world_size, local_rank=local_rank)
+        self._replaced = ReplacedMethods()
+
+    # Who this process is.
 
     @property
     def world(self) -> World:
         """This process's place among all; right from the Trainer's construction on."""
-        environment = self.cluster_environment
-        if isinstance(environment, WorldEnvironment):
-            return environment.world
-        assert environment is not None
-        return World(
-            rank=self.global_rank,
-            world_size=self.num_nodes * self.num_processes,
-            local_rank=self.local_rank,
-            local_world_size=self.num_processes,
-            node_rank=self.node_rank,
-            source=source_of(environment),
-        )
-
-    # Who this process is.
+        return world_of(self)
 
     @override
     def set_world_ranks(self) -> None:
-        self._believe_the_launcher()
+        self.cluster_environment = self._arguments.environment_beside(
+            self.cluster_environment, devices=self.num_processes, num_nodes=self.num_nodes
+        )
         super().set_world_ranks()
-
-    def _believe_the_launcher(self) -> None:
-        """Put in an environment of our own where Lightning's does not know how this process was started."""
-        environment = self.cluster_environment
-        if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
-            self._refuse_other_rank()
-            return
-        world = self._read_world()
-        if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
-            return
-        check_devices(world, devices=self.num_processes, num_nodes=self.num_nodes)
-        self.cluster_environment = WorldEnvironment(world)
-
-    def _refuse_other_rank(self) -> None:
-        """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
-        environment = self.cluster_environment
-        if self._rank_argument is None or environment is None or not environment.creates_processes_externally:
-            return
-        found = (environment.global_rank(), environment.world_size())
-        if found != (self._rank_argument, self._world_size_argument):
-            raise WorldError(
-                f"rank={self._rank_argument} and world_size={self._world_size_argument} contradict "
-                f"{source_of(environment)}, by which this process is rank {found[0]} of {found[1]}; leave the "
-                "arguments out, or start the processes by hand"
-            )
-
-    def _read_world(self) -> World | None:
-        def read(devices: int | None) -> World | None:
-            return read_world(
-                os.environ,
-                rank=self._rank_argument,
-                world_size=self._world_size_argument,
-                local_rank=self._local_rank_argument,
-                devices=devices,
-            )
-
-        try:
-            return read(self.num_processes)
-        except WorldError:
-            # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
-            world = read(None)
-            if world is not None:
-                check_devices(world, devices=self.num_processes, num_nodes=self.num_nodes)
-            raise
 
     @override
     def _configure_launcher(self) -> None:
@@ -380,13 +284,7 @@ class DDPExtStrategy(DDPStrategy):
     @property
     @override
     def num_processes(self) -> int:
-        devices, per_rank = len(self.parallel_devices or ()), self.devices_per_rank
-        if devices % per_rank:
-            raise OptionError(
-                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
-                f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
-            )
-        return devices // per_rank
+        return ranks_of(len(self.parallel_devices or ()), per_rank=self.devices_per_rank)
 
     @property
     def rank_devices(self) -> list[torch.device]:
@@ -407,18 +305,9 @@ class DDPExtStrategy(DDPStrategy):
     def model_to_device(self) -> None:
         if self.devices_per_rank == 1:
             super().model_to_device()
-            return
-        assert self.model is not None
-        for module in self.model.modules():
-            if isinstance(module, torchmetrics.Metric):
-                module.to(self.root_device)
-        for name, parameter in self.model.named_parameters():
-            if parameter.device not in self.rank_devices:
-                raise OptionError(
-                    f"with devices_per_rank={self.devices_per_rank} the module places its parts by itself, and {name} "
-                    f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
-                    f"({', '.join(map(str, self.rank_devices))}) in configure_model"
-                )
+        else:
+            assert self.model is not None
+            check_parts(self.model, self.rank_devices)
 
     # Finding the others.
 
@@ -427,65 +316,25 @@ class DDPExtStrategy(DDPStrategy):
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
-        is_first = current() is None
         apply_options(self._nccl, self._interface, os.environ)
-        if is_first:
-            for sentence in misspelt(os.environ):
-                rank_zero_warn(sentence)
-        request = self._request()
-        context = join(request)
-        if is_first and context is not None:
-            rank_zero_info(
-                f"process group: {request.backend}, {request.world.world_size} "
-                f"rank{'' if request.world.world_size == 1 else 's'}, {request.init_method}"
-            )
-        if context is not None:
-            context.component(Survey)  # so that it answers the others
-        install_excepthook()
+        join_ranks(self._request())
         super().setup_distributed()  # finds the group that is open and leaves it alone
 
     def _request(self) -> Request:
-        started = started_ranks()
-        request = Request(
-            world=self.world,
-            init_method=str(self.chosen_init_method or Env()),
-            is_explicit=self.chosen_init_method is not None,
-            endpoint=self._endpoint(),
-            backend=self._get_process_group_backend(),
-            device=self.root_device,
-            timeout=self._timeout,
-            init_timeout=self._init_timeout,
-            versions=_versions(),
-            absence=started.scripts.failure if started is not None else lambda: None,
-            timeouts=self.timeouts,
-        )
-        return request if self._debugged is None else self._debugged.without_limits(request)
-
-    def _endpoint(self) -> Endpoint:
-        """Where rank 0 listens; of no use where the ranks are connected already, or where there is one."""
-        context = current()
-        is_connected = context is not None and len(context.table) > 1
-        if is_connected or torch.distributed.is_initialized() or self.world.world_size == 1:
-            return FileEndpoint("")
-        assert self.cluster_environment is not None
-        started = started_ranks()
-        environ = {**os.environ, **(started.variables if started is not None else {})}
-        return endpoint_of(
-            self.chosen_init_method, self.cluster_environment, environ, run_id=self.run_id, num_nodes=self.num_nodes
-        )
+        return request_of(self)
 
     # Checkpoints.
 
     @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
+    def checkpoint_io(self) -> pl.plugins.CheckpointIO:
         if self._checkpoint_io is None:
             self._checkpoint_io = RankZeroCheckpointIO()
             self._checkpoint_io.is_default = True
         return super().checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
+    def checkpoint_io(self, io: pl.plugins.CheckpointIO) -> None:
         self._checkpoint_io = io
 
     @override
@@ -511,25 +360,34 @@ class DDPExtStrategy(DDPStrategy):
 
     # The Trainer that the ranks work for.
 
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that runs the model."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
+        trainer = self.trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
-        self._debugged = debugged_rank(trainer)
+        self.debugged = debugged_rank(trainer)
         super().setup_environment()
         context = current()
-        if self._debugged is not None:
-            self._debugged.wait_if_debugged(self.global_rank)
+        if self.debugged is not None:
+            self.debugged.wait_if_debugged(self.global_rank)
         if self.world_size > 1:
             install_breakpointhook(self.global_rank)
-        agree_on_path(trainer, self._replaced)
-        self.data.attach(trainer)
+        self._replaced.restore_what_rank_zero_does(trainer)
+        self.data.attach(trainer, self._replaced)
         self.metrics.start()
-        self.stops.attach(trainer, context)
-        if self._debug and context is not None:
+        self.stops.attach(trainer, context, self._replaced)
+        if self._checks_collectives and context is not None:
             self._checked = CheckedCollectives(context)
             self._checked.install()
+
+    def _start(self) -> None:
+        self._pass()
+        self.stops.on_start()
 
     @override
     def on_train_start(self) -> None:
@@ -541,35 +399,12 @@ class DDPExtStrategy(DDPStrategy):
         self._start()
         self.data.training.on_validation_start()
 
-    @override
-    def on_test_start(self) -> None:
-        self._start()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._start()
-
-    def _start(self) -> None:
-        self._pass()
-        self.stops.on_start()
+    on_test_start = on_predict_start = _start
 
     @override
     def on_train_end(self) -> None:
         self._pass()
         self.stops.at_end()
-
-    @override
-    def on_validation_end(self) -> None:
-        self.data.training.resume.on_validation_end()
-        self._end_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
@@ -577,12 +412,18 @@ class DDPExtStrategy(DDPStrategy):
         self.stops.at_end_of_evaluation()
 
     @override
+    def on_validation_end(self) -> None:
+        self.data.training.resume.on_validation_end()
+        self._end_evaluation()
+
+    on_test_end = on_predict_end = _end_evaluation
+
+    @override
     def teardown(self) -> None:
         if self._checked is not None:
             self._checked.restore()
         try:
             self.checkpoints.finish()
-            self.data.detach()
             super().teardown()
         finally:
             self._replaced.put_back()
@@ -592,8 +433,8 @@ class DDPExtStrategy(DDPStrategy):
     # BatchNorm.
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        if type(self._layer_sync) is TorchSyncBatchNorm:
+    def setup(self, trainer: pl.Trainer) -> None:
+        if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
             self._layer_sync = RanksLayerSync()
         super().setup(trainer)
 
@@ -695,7 +536,8 @@ class DDPExtStrategy(DDPStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.checkpoints.is_handling_exception:
             return obj
-        if not (self._is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
+        is_training = self.lightning_module is not None and self.lightning_module.trainer.training
+        if not (is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
             self._begin(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
@@ -724,18 +566,14 @@ class DDPExtStrategy(DDPStrategy):
         context = current()
         return None if context is None else context.barriers.begin(what, call_site())
 
-    @property
-    def _is_training(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.training
-
     def _advance(self) -> None:
-        """Pass a point that all ranks pass: calls that others began before it, and this rank did not, it will miss."""
+        """Advance this rank's step counter, so that a skipped call can be detected."""
         context = current()
         if context is not None:
             context.barriers.advance()
 
     def _pass(self) -> None:
-        """The same for what ranks do at other batches, or not at all, where they have different numbers of them."""
+        """Advance it where ranks with different numbers of batches might come at other steps, or not at all."""
         if self.data.uneven.are_even:
             self._advance()
 
@@ -748,62 +586,13 @@ class DDPExtStrategy(DDPStrategy):
                 strategy_registry.register(
                     name + suffix,
                     cls,
-                    description=f"DDPExtStrategy with start_method={start_method!r}{_described(options)}",
+                    description=f"DDPExtStrategy by {start_method}{suffix}",
                     override=True,
                     start_method=start_method,
                     **options,
                 )
 
 
-_SUFFIXES: dict[str, dict[str, bool]] = {
-    "": {},
-    "_find_unused_parameters_false": {"find_unused_parameters": False},
-    "_find_unused_parameters_true": {"find_unused_parameters": True},
-}
-
-
 def register() -> None:
     """Make the strategy names known to the Trainer."""
-    DDPExtStrategy.register_strategies(StrategyRegistry)
-
-
-def _described(options: dict[str, bool]) -> str:
-    return "".join(f" and {name}={value}" for name, value in options.items())
-
-
-def _ddp_options() -> dict[str, Any]:
-    """DDP's options as this class takes them, and their defaults here."""
-    names = list(inspect.signature(DDPExtStrategy.__init__).parameters.values())
-    first = next(index for index, parameter in enumerate(names) if parameter.name == "dim")
-    return {parameter.name: parameter.default for parameter in names[first:]}
-
-
-def _chosen_options(options: dict[str, Any], given: frozenset[str]) -> dict[str, Any]:
-    """The options that were given, or differ from their default: others may not exist in the installed torch."""
-    defaults = _ddp_options()
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    for name, value in options.items():
-        if value is not defaults[name] and name not in known:
-            raise OptionError(
-                f"{name} is no option of DistributedDataParallel in torch {torch.__version__} (got {value!r}); "
-                "leave it out, or install a torch that has it"
-            )
-    given = given & known.keys()
-    return {name: value for name, value in options.items() if name in given or value is not defaults[name]}
-
-
-def _unknown_option(name: str, known: list[str]) -> OptionError:
-    near = difflib.get_close_matches(name, known, n=1)
-    remedy = f"did you mean {near[0]}?" if near else "see help(DDPExtStrategy) for those that exist"
-    return OptionError(f"DDPExtStrategy has no argument {name!r}; {remedy}")
-
-
-def _versions() -> dict[str, str]:
-    from lightning_ddp_ext import __version__
-
-    return {
-        "torch": str(torch.__version__),
-        lightning_name: lightning_version,
-        "torchmetrics": torchmetrics.__version__,
-        "lightning_ddp_ext": __version__,
-    }
+    DDPExtStrategy.register_strategies(pl.strategies.StrategyRegistry)

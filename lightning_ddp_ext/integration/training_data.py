@@ -8,7 +8,7 @@ their first batches are asked for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,38 +17,24 @@ from lightning_ddp_ext.data.generators import take_random
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.position import LoaderPosition
 
-from .compat import combined_iterator_of, combined_loader_of, iterators_of
+from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
 from .lightning_tree import rank_zero_info
-from .loop_state import Restart, Stopped, epoch_of, find_restart
+from .loop_state import Restart, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, in_common, positions_of
-from .timed_validation import TimedValidation
 from .uneven import UnevenInputs
 
 
 class TrainingData:
-    """The training loaders of a strategy's ranks, and how far each is read.
-
-    Args:
-        strategy: whose ranks.
-        uneven: what happens where ranks have different numbers of batches.
-        resume_data: ``"exact"`` goes on with the batch that is due, ``"epoch"`` from the beginning of its epoch, and
-            ``"off"`` leaves data and random numbers to Lightning.
-
-    Attributes:
-        before_batch: called each time that the Trainer is about to ask for a training batch.
-        stopped: whether all ranks are stopping now, and where: a checkpoint says so.
-    """
+    """The training loaders of a strategy's ranks, and how far each is read."""
 
     def __init__(self, strategy: Any, uneven: UnevenInputs, resume_data: ResumeData) -> None:
         self._strategy = strategy
         self._uneven = uneven
         self._resume_data = resume_data
-        self.before_batch: Callable[[], object] = _nothing
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
         """Begin with a Trainer that has not loaded anything."""
-        self.stopped: Stopped | None = None
         if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
             self._seed: int | None = None
         self.resume = Resume(self._strategy)
@@ -65,7 +51,7 @@ class TrainingData:
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
-        if self._trainer.state.fn == "fit":
+        if self._strategy.trainer.state.fn == "fit":
             self._random["validation"] = take_random(self._device)
 
     @property
@@ -84,7 +70,7 @@ class TrainingData:
     @property
     def epoch(self) -> int:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
-        return max(epoch_of(self._trainer), self.resume.restart.epoch)
+        return max(epoch_of(self._strategy.trainer), self.resume.restart.epoch)
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Begin an iterator of the Trainer over a loader: at its start, or where a checkpoint left it.
@@ -92,13 +78,13 @@ class TrainingData:
         The first one of an epoch begins those of the other loaders, too, so that all draw random numbers before a batch
         is read.
         """
-        combined = combined_iterator_of(self._trainer.fit_loop)
+        combined = combined_iterator_of(self._strategy.trainer.fit_loop)
         if combined is self._begun:
             return self._begin_iterator(loader)
         self._begun = combined
         self._start_epoch(epoch)
         batches = self._begin_iterator(loader)
-        for iterator in iterators_of(self._trainer.fit_loop):
+        for iterator in iterators_of(self._strategy.trainer.fit_loop):
             if iterator.loader is not loader:
                 iterator.begin()
         if self.resume.restart.at == "batch_end":
@@ -114,7 +100,7 @@ class TrainingData:
             self.resume.restore_random()
         if restart.is_within:
             self.resume.find_data()
-        for index, position in enumerate(positions_of(self._trainer)):
+        for index, position in enumerate(positions_of(self._strategy.trainer)):
             position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
         self._random["epoch"] = take_random(self._device)
 
@@ -123,16 +109,16 @@ class TrainingData:
             return iter(())
         position: LoaderPosition = loader.position
         batches = self._uneven.begin(position)
-        is_first = position is positions_of(self._trainer)[0]
+        is_first = position is positions_of(self._strategy.trainer)[0]
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Call ``before_batch`` before each batch, and remember the random numbers of the last optimiser step."""
-        accumulated = self._trainer.accumulate_grad_batches
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        """Stop before a batch if the ranks have agreed to; remember the random numbers of the last optimiser step."""
+        accumulated = self._strategy.trainer.accumulate_grad_batches
+        progress = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current
         while True:
-            self.before_batch()
-            self._timed_validation.before_batch(self._trainer)
+            self._strategy.stops.before_batch()
+            self._timed_validation.before_batch(self._strategy.trainer)
             if accumulated > 1 and progress.ready % accumulated == 0:
                 self._random["step"] = take_random(self._device)
             try:
@@ -144,18 +130,13 @@ class TrainingData:
     # Saving.
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Put into a checkpoint where each rank's data are. Collective, unless the Trainer is interrupted.
-
-        Args:
-            checkpoint: what Lightning has put together.
-            what: the call, as an error names it.
-        """
+        """Put into a checkpoint where each rank's data are, in the call ``what``. Collective, unless interrupted."""
         if "loops" not in checkpoint:
             return
-        trainer, checkpoints = self._trainer, self._strategy.checkpoints
+        trainer, checkpoints, stopped = self._strategy.trainer, self._strategy.checkpoints, self._strategy.stops.stopped
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         accumulated = trainer.accumulate_grad_batches
-        restart = find_restart(loops, accumulated=accumulated, stopped=self.stopped)
+        restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
         if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
             return
@@ -172,7 +153,7 @@ class TrainingData:
             "version": VERSION,
             "seed": self._seed,
             "accumulate_grad_batches": accumulated,
-            "stopped": self.stopped,
+            "stopped": stopped,
             "ranks": ranks,
         }
 
@@ -190,13 +171,5 @@ class TrainingData:
     # What the Trainer and the strategy have.
 
     @property
-    def _trainer(self) -> Any:
-        return self._strategy.lightning_module.trainer
-
-    @property
     def _device(self) -> torch.device:
         return self._strategy.root_device  # type: ignore[no-any-return]
-
-
-def _nothing() -> None:
-    pass

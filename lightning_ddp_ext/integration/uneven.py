@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.sync_context import is_idle, set_idle
 from lightning_ddp_ext.data.digest import digest
-from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, name_of
+from lightning_ddp_ext.data.loader import DistributedLoader, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import until_longest, until_shortest
 from lightning_ddp_ext.errors import UnevenInputsError
@@ -37,12 +36,8 @@ class UnevenInputs(IdleSteps):
 
     With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
     longest rank is through. Its step takes part in every collective, and leaves no trace in gradients, in metrics and
-    in the statistics of synchronised BatchNorm layers.
-
-    Args:
-        strategy: whose ranks.
-        mode: ``"stop_at_shortest"`` ends each iterator after the last batch that every rank has, ``"join"`` after the
-            last batch of any rank. ``None`` refuses ranks that know that they have different numbers of batches.
+    in the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
+    batch that every rank has. ``None`` refuses ranks that know that they have different numbers of batches.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
@@ -64,15 +59,11 @@ class UnevenInputs(IdleSteps):
         return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a training loader the length at which all ranks end. Collective, if they are to end together.
-
-        Raises:
-            UnevenInputsError: it has a length on some ranks only; on every rank.
-        """
+        """Give a training loader the length at which all ranks end. Collective, if they are to end together."""
         self._has_new_loaders = True
         if not self._ends_together:
             return
-        lengths = lengths_by_rank(self._strategy, loader)
+        lengths = self._lengths_by_rank(loader)
         if min(lengths) < 0 <= max(lengths):
             raise UnevenInputsError(
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
@@ -103,7 +94,7 @@ class UnevenInputs(IdleSteps):
 
     def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
-        trainer = self._strategy.lightning_module.trainer
+        trainer = self._strategy.trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
@@ -115,7 +106,7 @@ class UnevenInputs(IdleSteps):
         """The ranks that have no batch of their own for the present step."""
         if not self._batches:
             return ()
-        number = self._strategy.lightning_module.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        number = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return tuple(rank for rank, batches in sorted(self._batches.items()) if batches < number)
 
     @override
@@ -153,11 +144,7 @@ class UnevenInputs(IdleSteps):
     # When the first batch is there.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
-        """Compare numbers of batches, and the first batch, once for new loaders. Collective then.
-
-        Raises:
-            UnevenInputsError: ranks know that they have different numbers of batches; on every rank.
-        """
+        """Compare numbers of batches, and the first batch, once for new loaders. Collective then."""
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
@@ -168,58 +155,47 @@ class UnevenInputs(IdleSteps):
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if is_own else None))
         lengths, streams_by_rank, digests = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
+        problem = None
         if self._mode is None:
-            _refuse_uneven(trainer, lengths)
+            problem = _unevenness(trainer, lengths)
         elif self._mode == "join":
-            _refuse_join(trainer)
+            problem = _obstacle_to_join(trainer)
+        if problem is not None:
+            self._refuse(UnevenInputsError(problem))
         if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
 
 
-def lengths_by_rank(strategy: Any, sized: Any) -> tuple[int, ...]:
-    """Return the length on each rank, by rank; -1 for none. Collective: every rank must call it."""
-    length = batches_of(sized)
-    own = torch.tensor(-1 if length == math.inf else int(length), device=strategy.root_device)
-    return tuple(strategy.all_gather(own).flatten().tolist())
-
-
-def _refuse_uneven(trainer: Any, lengths: tuple[float, ...]) -> None:
-    fewest = min(lengths)
-    if max(lengths) == fewest or math.inf in lengths or _ends_within(trainer, fewest):
-        return
-    # Every rank finds the same; together, or the slower ones would hear of a failure instead of this.
-    trainer.strategy.barrier("the refusal of uneven inputs")
+def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
+    """What is wrong with these numbers of batches, by rank, unless ``max_steps`` ends training before it matters."""
+    fewest, most_steps = min(lengths), trainer.max_steps
+    if len(set(lengths)) == 1 or math.inf in lengths:
+        return None
+    if most_steps != -1 and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps:
+        return None
     by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
-    raise UnevenInputsError(
+    return (
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
         "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
         "or drop_last=True give all ranks equally many"
     )
 
 
-def _refuse_join(trainer: Any) -> None:
-    """Refuse what an idle rank cannot take part in without counting."""
+def _obstacle_to_join(trainer: Any) -> str | None:
+    """What an idle rank cannot take part in without counting."""
     loaders = len(combined_loader_of(trainer.fit_loop).flattened)
     layers = [name for name, each in trainer.lightning_module.named_modules() if type(each) is TorchSyncBatchNorm]
-    problem = None
     if loaders != 1:
-        problem = f"a single training loader (got {loaders}); combine their datasets"
+        needed = f"a single training loader (got {loaders}); combine their datasets"
     elif is_read_in_step(trainer.fit_loop):
-        problem = "a training_step that takes a batch (it takes dataloader_iter); take batch"
+        needed = "a training_step that takes a batch (it takes dataloader_iter); take batch"
     elif layers:
-        problem = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
+        needed = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
     elif trainer.strategy.averaging_period is not None:
-        problem = "gradients that are averaged in every step; leave model_averaging_period out"
-    if problem is not None:
-        trainer.strategy.barrier("the refusal of uneven inputs")
-        raise UnevenInputsError(f"uneven_inputs='join' needs {problem}, or choose 'stop_at_shortest'")
-
-
-def _ends_within(trainer: Any, batches: float) -> bool:
-    """Whether ``max_steps`` ends training before the shortest epoch ends."""
-    steps = math.ceil(batches / trainer.accumulate_grad_batches)
-    most: int = trainer.max_steps
-    return most != -1 and bool(trainer.global_step + steps >= most)
+        needed = "gradients that are averaged in every step; leave model_averaging_period out"
+    else:
+        return None
+    return f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'"
 
 
 def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> None:

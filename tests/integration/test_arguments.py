@@ -67,7 +67,7 @@ def test_a_timeout_that_is_no_number() -> None:
 
 def test_no_init_timeout_at_all() -> None:
     """A start-up without a limit could hang, so ``null`` in a configuration file stands for the default."""
-    assert DDPExtStrategy(init_timeout=None)._init_timeout == DDPExtStrategy()._init_timeout  # type: ignore[arg-type]
+    assert DDPExtStrategy(init_timeout=None).init_timeout == DDPExtStrategy().init_timeout  # type: ignore[arg-type]
 
 
 def test_a_wrong_init_method_and_an_unknown_option() -> None:

@@ -127,7 +127,7 @@ def said(outcome: Outcome) -> str:
     ("name", "value", "message"),
     [
         ("directory", "s3://bucket/logs", "directory must be on a file system of each rank's host (got 's3://"),
-        ("console", "rank 0", "console must be one of all, rank_zero (got 'rank 0'); write console='rank_zero'"),
+        ("console", "rank 0", "console must be 'all' or 'rank_zero' (got 'rank 0'); leave it out for 'all'"),
         ("level", "loud", "level and format must be what logging takes (got level='loud' and format="),
         ("format", 7, "level and format must be what logging takes (got level=0 and format=7: "),
     ],

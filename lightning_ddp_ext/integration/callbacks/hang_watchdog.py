@@ -21,12 +21,13 @@ from lightning_ddp_ext.supervision.flight import enable
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.supervision.watchdog import OnHang, Watchdog
 
-from ..current_hook import doing, progress
-from ..lightning_tree import Callback, LightningModule, Trainer, rank_zero_info
+from ..compat import current_hook, progress_of
+from ..lightning_tree import pl, rank_zero_info
+from ..options import check_choice
 from .rank_debugger import debugged_rank
 
 
-class HangWatchdog(Callback):
+class HangWatchdog(pl.Callback):
     """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
 
     A rank moves when it begins or ends a batch, an epoch, training, the sanity check or an evaluation, has restored a
@@ -76,8 +77,7 @@ class HangWatchdog(Callback):
         directory: str | PathLike[str] | None = None,
     ) -> None:
         self.timeout = to_timedelta(timeout, field="timeout")
-        if on_hang not in get_args(OnHang):
-            raise OptionError(f"on_hang must be 'abort' or 'continue' (got {on_hang!r})")
+        check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
             raise OptionError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
         self.on_hang = on_hang
@@ -86,7 +86,7 @@ class HangWatchdog(Callback):
         enable()  # before there is a group
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
         if debugged_rank(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is debugged")
@@ -94,7 +94,7 @@ class HangWatchdog(Callback):
         context = current()
 
         def describe(frame: FrameType | None) -> tuple[str, str]:
-            return doing(frame, trainer), progress(trainer)
+            return current_hook(frame, trainer), progress_of(trainer)
 
         self._watchdog = Watchdog(
             RankInfo(trainer.global_rank),
@@ -111,11 +111,11 @@ class HangWatchdog(Callback):
             self._watchdog.moved_at = time.monotonic()
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._leave()
 
     def _leave(self) -> None:
@@ -124,6 +124,6 @@ class HangWatchdog(Callback):
             self._watchdog = None
 
 
-for _name in dir(Callback):
+for _name in dir(pl.Callback):
     if re.fullmatch(r"on_\w+_(start|end|checkpoint)", _name):
         setattr(HangWatchdog, _name, HangWatchdog._move)

@@ -16,7 +16,7 @@ from lightning_ddp_ext.errors import ConfigurationError, DivergenceError, Option
 from lightning_ddp_ext.supervision.replica_check import OnDivergence, ReplicaCheck
 from lightning_ddp_ext.supervision.replica_state import option_texts, structure_texts
 
-from ..lightning_tree import Callback, LightningModule, Strategy, Trainer, rank_zero_warn
+from ..lightning_tree import pl, rank_zero_warn
 
 _TRAINER_OPTIONS = (
     "accumulate_grad_batches",
@@ -35,7 +35,7 @@ _TRAINER_OPTIONS = (
 )
 
 
-class RankConsistency(Callback):
+class RankConsistency(pl.Callback):
     """Finds ranks that are not alike, and says which they are and what differs.
 
     Before DDP wraps the model, it compares the classes of modules, the names, dtypes, shapes and ``requires_grad`` of
@@ -94,26 +94,28 @@ class RankConsistency(Callback):
         self._batch_idx = 0
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._is_needed = stage == "fit" and trainer.world_size > 1
         if self._is_needed:
             _call_before_setup(trainer.strategy, lambda: self._compare_setup(trainer, pl_module))
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_needed and _ddp_of(trainer.strategy).broadcast_buffers:
             self._check.remember_buffers(pl_module)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._compare(trainer, pl_module, when="at the start of training")
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._batch_idx = batch_idx
 
     @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if not self.check_finite or bool(torch.isfinite(loss.detach()).all()):
             return
         rank = trainer.global_rank
@@ -128,22 +130,22 @@ class RankConsistency(Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = _steps(trainer, pl_module)
         if step % self.every_n_steps == 0 and step != self._last_step:
             self._compare(trainer, pl_module, when=f"after step {step}")
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _steps(trainer, pl_module) != self._last_step:
             self._compare(trainer, pl_module, when="at the end of training")
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         vars(trainer.strategy).pop("setup", None)
 
-    def _compare_setup(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _compare_setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         texts = {
             **structure_texts(pl_module),
             **option_texts("hyper-parameter", _hparams(pl_module)),
@@ -152,7 +154,7 @@ class RankConsistency(Callback):
         }
         self._check.compare_setup(texts, _ranks(trainer))
 
-    def _compare(self, trainer: Trainer, pl_module: LightningModule, *, when: str) -> None:
+    def _compare(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *, when: str) -> None:
         if not self._is_needed:
             return
         self._last_step = _steps(trainer, pl_module)
@@ -165,22 +167,22 @@ class RankConsistency(Callback):
         )
 
 
-def _ranks(trainer: Trainer) -> Ranks:
+def _ranks(trainer: pl.Trainer) -> Ranks:
     return Ranks(trainer.global_rank, trainer.world_size, trainer.strategy.root_device)
 
 
-def _steps(trainer: Trainer, pl_module: LightningModule) -> int:
+def _steps(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
     """Return a count that is the same on all ranks, also if a module steps its optimisers on some ranks only."""
     if pl_module.automatic_optimization:
         return trainer.global_step
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-def _call_before_setup(strategy: Strategy, work: Callable[[], None]) -> None:
+def _call_before_setup(strategy: pl.strategies.Strategy, work: Callable[[], None]) -> None:
     """Call ``work`` after ``configure_model`` and before DDP wraps the model, where Lightning has no hook."""
     setup = strategy.setup
 
-    def work_and_setup(trainer: Trainer) -> None:
+    def work_and_setup(trainer: pl.Trainer) -> None:
         vars(strategy).pop("setup", None)
         work()
         setup(trainer)
@@ -188,7 +190,7 @@ def _call_before_setup(strategy: Strategy, work: Callable[[], None]) -> None:
     strategy.setup = work_and_setup  # type: ignore[method-assign]
 
 
-def _ddp_of(strategy: Strategy) -> DistributedDataParallel:
+def _ddp_of(strategy: pl.strategies.Strategy) -> DistributedDataParallel:
     if not isinstance(strategy.model, DistributedDataParallel):
         raise ConfigurationError(
             f"RankConsistency needs a strategy that keeps a whole model on each rank, such as 'ddp' or 'ddp_ext' (got "

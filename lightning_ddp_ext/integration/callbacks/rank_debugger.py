@@ -10,10 +10,10 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import OptionError
 from lightning_ddp_ext.supervision.debugger import DEBUG_RANK, DebuggedRank, debug_port, read_debugged_rank
 
-from ..lightning_tree import Callback, LightningModule, Trainer
+from ..lightning_tree import pl
 
 
-class RankDebugger(Callback):
+class RankDebugger(pl.Callback):
     """Has one rank wait for VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol to attach.
 
     The rank prints where it waits, which is before any hook of the module. It needs debugpy: ``pip install
@@ -39,17 +39,13 @@ class RankDebugger(Callback):
         self.debugged = DebuggedRank(rank, debug_port(os.environ) if port is None else port)
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.debugged.check(trainer.world_size)
         self.debugged.wait_if_debugged(trainer.global_rank)  # our strategy has waited already
 
 
 def debugged_rank(trainer: Any) -> DebuggedRank | None:
-    """The rank of a Trainer that is debugged, by the environment or by a callback; ``None``: no rank is.
-
-    Raises:
-        OptionError: they name different ranks, or one of them is no rank.
-    """
+    """The rank of a Trainer that is debugged, by the environment or by a callback, which must name the same one."""
     named = read_debugged_rank(os.environ)
     callbacks = [each.debugged for each in getattr(trainer, "callbacks", ()) if isinstance(each, RankDebugger)]
     ranks = sorted({each.rank for each in (*callbacks, *([named] if named else []))})

@@ -15,12 +15,13 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import prefix_of
 from lightning_ddp_ext.supervision.rank_logging import FORMAT, RankFile, prefixed_console
 
-from ..lightning_tree import Callback, LightningModule, Trainer
+from ..lightning_tree import pl
+from ..options import check_choice
 
 Console = Literal["all", "rank_zero"]
 
 
-class RankLogging(Callback):
+class RankLogging(pl.Callback):
     """Has each log line say which rank it comes from, and on request keeps a file per rank.
 
     From the callback's ``setup`` to its ``teardown``, every line that ``logging`` writes to stdout or stderr begins its
@@ -59,10 +60,7 @@ class RankLogging(Callback):
             raise ConfigurationError(
                 f"directory must be on a file system of each rank's host (got {directory!r}); write 'logs', say"
             )
-        if console not in get_args(Console):
-            raise ConfigurationError(
-                f"console must be one of {', '.join(get_args(Console))} (got {console!r}); write console='rank_zero'"
-            )
+        check_choice("console", console, *get_args(Console))
         try:
             self._level = logging.Handler(level).level
             logging.Formatter(format)
@@ -78,7 +76,7 @@ class RankLogging(Callback):
         self._opened = ExitStack()
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()
         rank, world_size = trainer.global_rank, trainer.world_size
         if self._directory is not None:
@@ -88,11 +86,11 @@ class RankLogging(Callback):
         self._opened.enter_context(prefixed_console(prefix, level=self._quiet_level if rank else logging.NOTSET))
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._close()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._file is not None:
             self._file.write_exception(exception)
         self._close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +15,9 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import OptionError
 
 from ..checkpoint_io import RankZeroCheckpointIO
-from ..checkpoints import Checkpoints, agree_on_path
-from ..compat import ReplacedMethods
-from ..lightning_tree import (
-    LightningModule,
-    ModelCheckpoint,
-    Strategy,
-    TorchCheckpointIO,
-    Trainer,
-    rank_zero_warn,
-    refuse_missing,
-)
+from ..checkpoints import Checkpoints
+from ..lightning_tree import pl, rank_zero_warn, refuse_missing
+from ..replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
 
 # What ModelCheckpoint remembers of a save before it has succeeded.
@@ -41,11 +34,15 @@ _REMEMBERED = (
 )
 
 refuse_missing(
-    ModelCheckpoint, "_monitor_candidates", "_save_topk_checkpoint", "_save_last_checkpoint", "_link_checkpoint"
+    pl.callbacks.ModelCheckpoint,
+    "_monitor_candidates",
+    "_save_topk_checkpoint",
+    "_save_last_checkpoint",
+    "_link_checkpoint",
 )
 
 
-class RankZeroCheckpoint(ModelCheckpoint):
+class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
     It brings :class:`~lightning_ddp_ext.RankZeroCheckpointIO` along, unless the Trainer has a checkpoint IO of the
@@ -79,16 +76,16 @@ class RankZeroCheckpoint(ModelCheckpoint):
     @property
     @override
     def state_key(self) -> str:
-        return super().state_key.replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
+        return super().state_key.replace(type(self).__qualname__, pl.callbacks.ModelCheckpoint.__qualname__, 1)
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._replaced.put_back()
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
 
     @override
-    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, Tensor]:
         mine = super()._monitor_candidates(trainer)
         if self._checkpoints is None or self._checkpoints.is_interrupted:
             return mine
@@ -97,23 +94,23 @@ class RankZeroCheckpoint(ModelCheckpoint):
         return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in agreed.items()}
 
     @override
-    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         with self._forgetting_failures():
             super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     @override
-    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         with self._forgetting_failures():
             super()._save_last_checkpoint(trainer, monitor_candidates)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget_failed_save()  # the strategy has waited for it
         super().teardown(trainer, pl_module, stage)
         self._replaced.put_back()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._forget_failed_save()
         super().on_exception(trainer, pl_module, exception)
 
@@ -129,8 +126,7 @@ class RankZeroCheckpoint(ModelCheckpoint):
         except BaseException:
             vars(self).update(before)
             raise
-        if any(getattr(self, name) != before[name] for name in ("_last_global_step_saved", "_last_checkpoint_saved")):
-            self._unconfirmed = before
+        self._unconfirmed = before
         if self._checkpoints is not None and not self._checkpoints.saves_in_background:
             self._forget_failed_save()
 
@@ -141,7 +137,7 @@ class RankZeroCheckpoint(ModelCheckpoint):
         self._unconfirmed = None
 
     @override
-    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         io = trainer.strategy.checkpoint_io
         if self._checkpoints is None or not isinstance(io, RankZeroCheckpointIO):
             super()._link_checkpoint(trainer, filepath, linkpath)
@@ -153,12 +149,14 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _checkpoints_of(trainer: Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods) -> Checkpoints | None:
+def _checkpoints_of(
+    trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
+) -> Checkpoints | None:
     """What saves and restores together; put into a stock strategy where it is not yet."""
     strategy = trainer.strategy
     found = getattr(strategy, "checkpoints", None)
     if not isinstance(found, Checkpoints):
-        if type(strategy).save_checkpoint is not Strategy.save_checkpoint:
+        if type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint:
             rank_zero_warn(
                 f"{type(strategy).__name__} saves in a way of its own: RankZeroCheckpoint leaves it to that, and is an "
                 "ordinary ModelCheckpoint here"
@@ -166,14 +164,14 @@ def _checkpoints_of(trainer: Trainer, io: RankZeroCheckpointIO | None, replaced:
             return None
         found = _install(strategy)
     if not isinstance(strategy, DDPExtStrategy):
-        agree_on_path(trainer, replaced)
+        replaced.restore_what_rank_zero_does(trainer)
     _bring_along(strategy, io)
     return found
 
 
-def _bring_along(strategy: Strategy, io: RankZeroCheckpointIO | None) -> None:
+def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
     there = strategy.checkpoint_io
-    is_default = type(there) is TorchCheckpointIO or getattr(there, "is_default", False)
+    is_default = type(there) is pl.plugins.TorchCheckpointIO or getattr(there, "is_default", False)
     if is_default:
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
     elif io is not None and io is not there:
@@ -183,7 +181,7 @@ def _bring_along(strategy: Strategy, io: RankZeroCheckpointIO | None) -> None:
         )
 
 
-def _install(strategy: Strategy) -> Checkpoints:
+def _install(strategy: pl.strategies.Strategy) -> Checkpoints:
     """Have a stock strategy's own hooks do what ours do."""
     checkpoints = Checkpoints(strategy)
     load_weights, teardown = strategy.load_model_state_dict, strategy.teardown
@@ -197,9 +195,7 @@ def _install(strategy: Strategy) -> Checkpoints:
         "save_checkpoint": checkpoints.save,
         "remove_checkpoint": checkpoints.remove,
         "load_checkpoint": checkpoints.load,
-        "load_model_state_dict": lambda checkpoint, strict=True: checkpoints.load_weights(
-            load_weights, checkpoint, strict
-        ),
+        "load_model_state_dict": partial(checkpoints.load_weights, load_weights),
         "teardown": finish_and_teardown,
     }
     vars(strategy).update(hooks)

@@ -11,13 +11,13 @@ from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
 
-from ..compat import ReplacedMethods
 from ..data_path import DataPath, is_shared_out, warn_of_fixed_orders
-from ..lightning_tree import Callback, LightningModule, RunningStage, Trainer
+from ..lightning_tree import RunningStage, pl
 from ..loop_state import epoch_of
+from ..replaced_methods import Prepare, ReplacedMethods
 
 
-class SamplerEpochSeeding(Callback):
+class SamplerEpochSeeding(pl.Callback):
     """Gives each epoch its own order, everywhere below the loaders, and on request its own random numbers.
 
     Just before a loader is iterated over, in training and in evaluation, everything below it that has a method
@@ -44,18 +44,17 @@ class SamplerEpochSeeding(Callback):
         self._replaced = ReplacedMethods()
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, DataPath):
             data.worker_seed = self.seed
             return
         self._replaced.put_back()
-        connector: Any = trainer._data_connector
 
-        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+        def prepare(as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage) -> object:
             source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
             if not is_shared_out(source):
-                source = type(connector)._prepare_dataloader(connector, source, shuffle=shuffle, mode=mode)
+                source = as_lightning(source, shuffle, stage)
             loader = DistributedLoader.around(source, begin)
             warn_of_fixed_orders(loader.loader)
             return loader
@@ -64,17 +63,17 @@ class SamplerEpochSeeding(Callback):
             start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
             return iter(loader.loader)
 
-        self._replaced.replace(connector, "_prepare_dataloader", prepare)
+        self._replaced.prepare_loaders(trainer, by=prepare)
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.seed is not None:
             seed_generators(self.seed, epoch=epoch_of(trainer), rank=trainer.global_rank)
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._replaced.put_back()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._replaced.put_back()

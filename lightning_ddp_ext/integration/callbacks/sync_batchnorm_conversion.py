@@ -7,11 +7,11 @@ from typing_extensions import override
 from lightning_ddp_ext.batchnorm.groups import Ranks
 from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
 
-from ..layer_sync import TrainedLayers
-from ..lightning_tree import Callback, LightningModule, Trainer
+from ..layer_sync import RanksLayerSync
+from ..lightning_tree import pl
 
 
-class SyncBatchNormConversion(Callback):
+class SyncBatchNormConversion(pl.Callback):
     """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
     When ``fit`` begins, layers become synchronised ones, on CPU and CUDA alike, and when training ends they are again
@@ -53,29 +53,29 @@ class SyncBatchNormConversion(Callback):
         predicate: Predicate | None = None,
         process_group: Ranks = None,
     ) -> None:
-        self._layers = TrainedLayers(include, exclude, predicate, process_group)
+        self._layers = RanksLayerSync(include, exclude, predicate, process_group)
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._layers.check_layer_sync(getattr(trainer.strategy, "_layer_sync", None))
+            self._layers.refuse_beside(getattr(trainer.strategy, "_layer_sync", None))
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.convert(pl_module)
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers.apply(pl_module)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore()
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers.revert(pl_module)
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._layers.restore()  # where nothing was left to be trained
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._layers.revert(pl_module)  # where nothing was left to be trained
 
     @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._layers.restore()  # where Lightning's Tuner has left early
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._layers.revert(pl_module)  # where Lightning's Tuner has left early
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._layers.restore()
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._layers.revert(pl_module)

@@ -1,11 +1,13 @@
-"""DDP's comm hooks by name, and on the CPU, where Lightning leaves them out without a word."""
+"""What DDP is told: the comm hook, parameters that are unfrozen later; and the names in its error about unused ones."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,14 +23,11 @@ _HOOKS: dict[str, CommHook] = {
     "power_sgd": powerSGD_hook.powerSGD_hook,
     "ring": ring_all_reduce,
 }
+_SHOWN = 10  # parameters in a message
 
 
 def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
-    """Find the hook of that name, with the state that it needs where none is given.
-
-    Raises:
-        OptionError: there is no hook of that name.
-    """
+    """Find the hook of that name, or refuse the name; with the state that it needs where none is given."""
     if not isinstance(hook, str):
         return hook, state
     if hook not in _HOOKS:
@@ -43,11 +42,7 @@ def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[C
 def register_on_cpu(
     model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
 ) -> None:
-    """Register a hook, as Lightning does on GPUs alone.
-
-    Raises:
-        OptionError: torch has it for GPUs alone.
-    """
+    """Register a hook, as Lightning does on GPUs alone; refuse one that torch has for GPUs alone."""
     if hook is None:
         return
     try:
@@ -55,3 +50,20 @@ def register_on_cpu(
     except (TypeError, ValueError) as error:
         name = getattr(hook, "__name__", repr(hook))
         raise OptionError(f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there") from error
+
+
+def name_unused(error: BaseException, module: nn.Module) -> None:
+    """Begin the message of DDP's error about unused parameters with their names and the remedy; leave others alone."""
+    message = str(error)
+    found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
+    if found is None or "find_unused_parameters" not in message:
+        return
+    known = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]
+    more = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+    sentence = (
+        f"rank {found[1]} has not used these parameters in the loss that training_step returned: "
+        f"{', '.join(unused[:_SHOWN])}{more}; DDP waits for their gradients. If that is meant, choose "
+        "strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)"
+    )
+    error.args = (f"{sentence}\n{message}",)

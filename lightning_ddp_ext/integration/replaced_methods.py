@@ -1,0 +1,74 @@
+"""The methods of Lightning's that are replaced while a Trainer works, each on one object, and why.
+
+Four are the most that a run has, and the strategy's ``teardown`` undoes all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from .lightning_tree import RunningStage, refuse_missing
+
+# What puts a sampler into a loader: given the loader, whether to shuffle, and for what stage.
+Prepare = Callable[[Any, bool, RunningStage], Any]
+
+
+class ReplacedMethods:
+    """Methods that are replaced on single objects, and put back together."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Any, str]] = []
+
+    def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        """Replace a method of one object, which the installed Lightning must have."""
+        refuse_missing(type(owner), name)
+        setattr(owner, name, method)
+        self._replaced.append((owner, name))
+
+    def put_back(self) -> None:
+        """Give all objects their own methods back."""
+        while self._replaced:
+            owner, name = self._replaced.pop()
+            vars(owner).pop(name, None)
+
+    def prepare_loaders(self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]) -> None:
+        """Have ``by``, which is given Lightning's own way, put samplers into loaders.
+
+        Lightning chooses a sampler there, and asks nobody.
+        """
+        connector = trainer._data_connector
+
+        def as_lightning(loader: Any, shuffle: bool, stage: RunningStage) -> Any:
+            return type(connector)._prepare_dataloader(connector, loader, shuffle=shuffle, mode=stage)
+
+        def prepare(dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+            return by(as_lightning, dataloader, shuffle, mode)
+
+        self.replace(connector, "_prepare_dataloader", prepare)
+
+    def restore_what_rank_zero_does(self, trainer: Any) -> None:
+        """Have every rank restore what rank 0 does.
+
+        ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A
+        rank that finds nothing would go on without a restore, and so without the others.
+        """
+        connector = trainer._checkpoint_connector
+        restore_own = type(connector)._restore_modules_and_callbacks
+
+        def restore_the_same(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
+            restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
+
+        self.replace(connector, "_restore_modules_and_callbacks", restore_the_same)
+
+    def leave_signals_to_us(self, trainer: Any) -> None:
+        """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
+
+        def nothing(*args: object) -> None:
+            """Our own handlers hear of signals, too."""
+
+        self.replace(trainer._signal_connector, "_sigterm_notifier_fn", nothing)
+        if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
+            self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", nothing)
