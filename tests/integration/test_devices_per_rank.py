@@ -53,13 +53,6 @@ def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
     assert_same(two, one)
 
 
-def test_devices_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(OptionError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):
-        make_trainer(DDPExtStrategy(devices_per_rank=2), devices=7)
-    with pytest.raises(OptionError, match=r"devices_per_rank must be at least 1 \(got 0\)"):
-        DDPExtStrategy(devices_per_rank=0)
-
-
 def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
     strategy.cluster_environment = LightningEnvironment()
