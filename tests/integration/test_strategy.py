@@ -6,7 +6,6 @@ import importlib
 import itertools
 import pickle
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import lightning as L
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import DataLoader
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration import compat
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 from tests.harness.training import At, Kind, Net, data, make_strategy, make_trainer, on_both, on_ranks
 
 START_METHODS = {
@@ -62,6 +60,13 @@ def test_world_of_ranks_that_are_still_to_be_started() -> None:
     make_trainer(strategy, num_nodes=2)
     assert (strategy.world.rank, strategy.world.world_size, strategy.world.local_world_size) == (0, 4, 2)
     assert strategy.world.num_nodes == 2
+
+
+def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
+    """Lightning refuses the others in an interactive session; how a notebook trains, the example shows."""
+    names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
+    launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
+    assert [launcher.is_interactive_compatible for launcher in launchers] == [True, True, False, False]
 
 
 def test_mpirun_inside_a_slurm_allocation_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,32 +148,6 @@ def test_one_line_says_how_the_ranks_met() -> None:
     assert first.output.count("process group:") == 1
     assert "process group: gloo, 2 ranks, env://\n" in first.output
     assert "process group:" not in second.output
-
-
-def told_of(loader: Any) -> tuple[int, int, int, int]:
-    """Batches, replicas, rank and size of the first batch."""
-    return len(loader), loader.sampler.num_replicas, loader.sampler.rank, len(next(iter(loader))[0])
-
-
-def set_up_data(rank: int, world_size: int) -> list[tuple[int, int, int, int]]:
-    """Have loops of a Trainer of two devices that has started nothing set up their data."""
-    warnings.simplefilter("ignore")
-    trainer, model = make_trainer("ddp_ext"), Net()
-    trainer.strategy.connect(model)
-    trainer._data_connector.attach_data(model)
-    trainer.fit_loop.setup_data()
-    trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.VALIDATING
-    trainer.fit_loop.epoch_loop.val_loop.setup_data()
-    validation = trainer.val_dataloaders
-    trainer.state.fn, trainer.state.stage = TrainerFn.TESTING, RunningStage.TESTING
-    trainer.test_loop.setup_data()
-    return [told_of(loader) for loader in (trainer.train_dataloader, validation, trainer.test_dataloaders)]
-
-
-def test_loops_set_up_their_data_without_a_run() -> None:
-    """With a model connected, as Lightning's own tests have it, each loop gets loaders for this rank of two."""
-    train, evaluation = (4, 2, 0, 3), (2, 2, 0, 2)
-    assert run_ranks(set_up_data, 1) == [[train, evaluation, evaluation]]
 
 
 def test_a_strategy_without_a_trainer_leaves_batches_as_they_are() -> None:
