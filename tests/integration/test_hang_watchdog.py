@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import DurationError, OptionError, RankHungError
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
 
 HERE = re.escape(__file__)
@@ -38,12 +39,16 @@ def hold_in_step() -> None:
     hold("stuck")
 
 
+def announce_step() -> None:
+    announce("in step")
+
+
 class Other:
     group: Any = None
 
 
 class Stuck(Net):
-    """Hangs on one rank at a place in its third step."""
+    """Hangs on one rank, or all (-1), at a place in its third step."""
 
     def __init__(self, place: str = "", hang: Callable[[], None] = wait_for_ever, rank: int = 1, **loader: Any) -> None:
         super().__init__()
@@ -51,7 +56,7 @@ class Stuck(Net):
         self.place, self.hang, self.rank, self.loader = place, hang, rank, loader
 
     def at(self, place: str, index: int) -> None:
-        if index == 2 and place == self.place and self.rank == self.global_rank:
+        if index == 2 and place == self.place and self.rank in (self.global_rank, -1):
             self.hang()
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -79,13 +84,15 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
 
-def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", **options: Any) -> None:
+def fit(
+    rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", epochs: int = 1, **options: Any
+) -> None:
     watchdog = HangWatchdog(timeout=1, directory=directory / "reports", **options)
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         grace = {**strategy.timeouts.grace, "hung": 0.3}
         strategy.timeouts = replace(strategy.timeouts, answer=1.0, grace=grace)
-    settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0}
+    settings: dict[str, Any] = {"devices": world_size, "max_epochs": epochs, "limit_val_batches": 0}
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)
 
@@ -94,18 +101,21 @@ def lines_of(outcomes: list[Outcome]) -> list[str]:
     return [line for each in outcomes for line in each.output.splitlines() if "nothing has moved for 1 s:" in line]
 
 
-def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path) -> str:
-    """Every rank ends with an error that names the culprit, and one has printed the sentence; returns the file."""
+def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path, reports: int = 1) -> str:
+    """Every rank ends with an error that names the culprit, and one or each has printed it; returns the file."""
     assert [outcome.exit_code for outcome in outcomes] == [1] * len(outcomes), [each.story() for each in outcomes]
-    (line,) = lines_of(outcomes)
+    printed = lines_of(outcomes)
+    assert len(printed) == reports, [each.story() for each in outcomes]
     who = rf"rank {culprit} \(host {re.escape(socket.gethostname())}, pid {outcomes[culprit].pid}\)"
-    assert re.search(sentence.replace("WHO", who), line), line
+    for line in printed:
+        assert re.search(sentence.replace("WHO", who), line), line
     for each in outcomes:
         if each.error is not None:
             assert isinstance(each.error.exception, RankHungError), each.story()
             assert each.error.exception.rank == culprit
-    (report,) = (directory / "reports").iterdir()
-    return report.read_text()
+    written = [path.read_text() for path in (directory / "reports").iterdir()]
+    assert len(written) == reports
+    return written[0]
 
 
 NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
@@ -135,6 +145,18 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
     outcomes = launch_ranks(fit, 2, tmp_path, model, env=by_hand_env(2))
     expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
+
+
+def test_a_stopped_process_is_named(tmp_path: Path) -> None:
+    """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
+    model = Stuck("step", announce_step, -1)
+    with RankProcesses(fit, 3, tmp_path, model, epochs=-1, env=by_hand_env(3)) as ranks:
+        for rank in range(3):
+            ranks.wait_for("in step", rank)
+        ranks.kill(0, signal.SIGSTOP)
+        outcomes = ranks.wait()
+    sentence = r"WHO has not answered for \d+ s and its process is stopped \(SIGSTOP\); rank \d has been in "
+    expect_report(outcomes, 0, sentence, tmp_path, reports=2)
 
 
 def test_going_on(tmp_path: Path) -> None:
