@@ -51,12 +51,6 @@ class Stream(IterableDataset[Tensor]):
             yield torch.tensor([float(number)])
 
 
-def scores(samples: int) -> Any:
-    """Scores and labels of some samples; always the same for the same number."""
-    x, drawn = torch.rand(2, samples, generator=torch.Generator().manual_seed(samples))
-    return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
-
-
 class Reversed(DistributedSampler[Any]):
     """A sampler of the user's own that knows about ranks and epochs."""
 

@@ -14,35 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from tests.harness.training import make_trainer
-from tests.integration.continuing import Net, Numbers, Run, Step
-
-# A hook of a callback, and how often it has been called before.
-Moment = tuple[str, int]
+from tests.harness.training import At, make_trainer
+from tests.integration.continuing import Net, Numbers, Run
 
 
-class Signalled(L.Callback):
-    """Sends its process a signal when a moment has come."""
-
-    def __init__(self, moment: Moment, signum: int = signal.SIGTERM) -> None:
-        self.moment = moment
-        self.signum = signum
-        self.calls: dict[str, int] = {}
-
-    def _at(self, hook: str) -> None:
-        number = self.calls.get(hook, 0)
-        self.calls[hook] = number + 1
-        if (hook, number) == self.moment:
-            os.kill(os.getpid(), self.signum)
-
-
-def _hook(name: str) -> Callable[..., None]:
-    return lambda self, *args, **kwargs: self._at(name)
-
-
-for name in dir(L.Callback):
-    if name == "setup" or name.startswith("on_"):
-        setattr(Signalled, name, _hook(name))
+def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
+    """A callback that sends its process a signal when a hook has been called so often."""
+    return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier)
 
 
 class Validated(Net):
@@ -113,6 +91,3 @@ def fit(
 
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
-
-
-__all__ = ["Moment", "Signalled", "Step", "Stopped", "Validated", "fit", "shuffled"]

@@ -1,68 +1,90 @@
-"""What the user gives is refused where it is given: with field, rule, value and remedy, before any rank waits."""
+"""The arguments of `DDPExtStrategy`: all of `ddp`'s and ours, by name; what cannot be is refused at once."""
 
 from __future__ import annotations
 
+import inspect
+import re
+import typing
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext import DDPExtStrategy
-from lightning_ddp_ext.errors import ConfigurationError, DurationError, InitMethodError, OptionError, WorldError
+from lightning_ddp_ext.errors import (
+    ConfigurationError,
+    DDPExtError,
+    DurationError,
+    InitMethodError,
+    OptionError,
+    WorldError,
+)
+from tests.harness.training import make_trainer
+
+pytestmark = pytest.mark.lowest
 
 TCP = "tcp://127.0.0.1:29500"
+# What the strategy passes to DDP by itself.
+OF_THE_STRATEGY = {"self", "module", "device_ids", "output_device"}
 
 
-def refusal(kind: type[ConfigurationError], **arguments: Any) -> str:
-    with pytest.raises(kind) as refused:
+def test_every_option_of_stock_and_of_ddp_is_a_typed_and_explained_argument() -> None:
+    """A default is the same here as there, or None, which leaves it as it is; LightningCLI offers what has a type."""
+    ours = inspect.signature(DDPExtStrategy).parameters
+    stock = inspect.signature(DDPStrategy).parameters
+    ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+    inherited = {name: each for name, each in {**stock, **ddp}.items() if name not in OF_THE_STRATEGY | {"kwargs"}}
+    assert inherited.keys() <= ours.keys()
+    assert [name for name, theirs in inherited.items() if ours[name].default not in (theirs.default, None)] == []
+    assert typing.get_type_hints(DDPExtStrategy.__init__).keys() - {"return"} == ours.keys()
+    section = (inspect.getdoc(DDPExtStrategy) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): \S", section, re.MULTILINE) == list(ours)
+
+
+OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
+ALONE = "{} must be given too (got {} alone); write rank=0, world_size=2 on rank 0"
+NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60 for a minute"
+REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
+    ({"init_method": TCP, "rank": 2, "world_size": 2}, WorldError, OUT_OF_RANGE.format(2)),
+    ({"init_method": TCP, "rank": -1, "world_size": 2}, WorldError, OUT_OF_RANGE.format(-1)),
+    ({"init_method": TCP, "rank": 1}, WorldError, ALONE.format("world_size", "rank=1")),
+    ({"init_method": TCP, "world_size": 2}, WorldError, ALONE.format("rank", "world_size=2")),
+    ({"init_method": "tcp://host"}, InitMethodError, "init_method 'tcp://host' needs a port (got none)"),
+    ({"run_id": ""}, InitMethodError, "run_id must be text, and not empty (got ''); write run_id='run42'"),
+    ({"run_id": 42}, InitMethodError, "run_id must be text, and not empty (got 42)"),
+    ({"init_timeout": 0}, DurationError, NOT_POSITIVE.format("init_timeout", 0)),
+    ({"timeout": timedelta(seconds=-3)}, DurationError, NOT_POSITIVE.format("timeout", timedelta(seconds=-3))),
+    ({"timeout": float("nan")}, DurationError, NOT_POSITIVE.format("timeout", float("nan"))),
+    ({"init_timeout": "5m"}, DurationError, "init_timeout must be seconds or a timedelta (got '5m', of type str)"),
+    ({"sampler": "fast"}, ConfigurationError, "sampler must be 'torch' or 'scalable' (got 'fast')"),
+    ({"exact_evaluation": 1}, ConfigurationError, "exact_evaluation must be True or False (got 1)"),
+    ({"idle_ranks": "wait"}, ConfigurationError, "idle_ranks must be 'repeat' or 'skip' (got 'wait')"),
+    ({"uneven_inputs": "pad"}, ConfigurationError, "uneven_inputs must be None or 'stop_at_shortest' or 'join' (got"),
+    ({"resume_data": None}, ConfigurationError, "resume_data must be 'exact' or 'epoch' or 'off' (got None)"),
+    ({"devices_per_rank": 0}, OptionError, "devices_per_rank must be at least 1 (got 0)"),
+    ({"ddp_comm_hook": "power_sdg"}, OptionError, "(got 'power_sdg'); did you mean 'power_sgd'"),
+    ({"find_unused_parameter": True}, OptionError, "no argument 'find_unused_parameter'; did you mean find_unused_p"),
+    ({"init_metod": TCP}, OptionError, "has no argument 'init_metod'; did you mean init_method?"),
+    ({"qqq": 1}, OptionError, "has no argument 'qqq'; see help(DDPExtStrategy)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    """The sentence names the field, the rule, the value and the remedy, or what is nearest."""
+    with pytest.raises(error, match=re.escape(message)) as refused:
         DDPExtStrategy(**arguments)
-    return str(refused.value)
+    assert isinstance(refused.value, DDPExtError)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"rank": 2, "world_size": 2},
-            "rank must be in 0..1 for world_size 2 (got 2); count the ranks from 0 (source: arguments)",
-        ),
-        (
-            {"rank": -1, "world_size": 2},
-            "rank must be in 0..1 for world_size 2 (got -1); count the ranks from 0 (source: arguments)",
-        ),
-        ({"rank": 1}, "world_size must be given too (got rank=1 alone); write rank=0, world_size=2 on rank 0"),
-        ({"world_size": 2}, "rank must be given too (got world_size=2 alone); write rank=0, world_size=2 on rank 0"),
-    ],
-)
-def test_a_rank_that_cannot_be(arguments: dict[str, int], message: str) -> None:
-    """Rank and world size must come together and fit together."""
-    assert refusal(WorldError, init_method=TCP, **arguments) == message
-
-
-@pytest.mark.parametrize("run_id", [42, ""])
-def test_a_run_id_that_names_no_file(run_id: object) -> None:
-    """It is refused where it is given, and not when the ranks are started."""
-    message = refusal(InitMethodError, run_id=run_id)
-    assert message == f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'"
-
-
-@pytest.mark.parametrize("field", ["init_timeout", "timeout"])
-@pytest.mark.parametrize("value", [0, -1, -0.5, timedelta(0), timedelta(seconds=-3), float("nan")])
-def test_a_timeout_that_is_not_positive(field: str, value: object) -> None:
-    """Both timeouts must be positive, be they seconds or a timedelta."""
-    message = refusal(DurationError, **{field: value})
-    assert message == (
-        f"{field} must be a positive number of seconds, at least 0.001 (got {value!r}); write {field}=60 for a minute"
-    )
-
-
-def test_a_timeout_that_is_no_number() -> None:
-    """A text is no duration, even where it looks like one."""
-    message = refusal(DurationError, init_timeout="5m")
-    assert message.startswith(
-        "init_timeout must be seconds or a timedelta (got '5m', of type str); write init_timeout=60"
-    )
+def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At construction, before anything is started."""
+    monkeypatch.setenv("DDPX_INIT_METHOD", "tcp://host")
+    with pytest.raises(InitMethodError, match="DDPX_INIT_METHOD"):
+        DDPExtStrategy()
 
 
 def test_no_init_timeout_at_all() -> None:
@@ -70,31 +92,39 @@ def test_no_init_timeout_at_all() -> None:
     assert DDPExtStrategy(init_timeout=None).init_timeout == DDPExtStrategy().init_timeout  # type: ignore[arg-type]
 
 
-def test_a_wrong_init_method_and_an_unknown_option() -> None:
-    """They are refused by the strategy itself, with what is nearest."""
-    assert "needs a port (got none); write tcp://10.0.0.1:29500" in refusal(
-        InitMethodError, init_method="tcp://10.0.0.1"
-    )
-    assert "did you mean find_unused_parameters?" in refusal(OptionError, find_unused_parameter=True)
+def test_an_option_that_this_torch_lacks_is_refused_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its default is harmless, so that one signature does for all versions of torch."""
+
+    def older(self: Any, module: Any, find_unused_parameters: bool = False) -> None: ...
+
+    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
+    assert DDPExtStrategy(find_unused_parameters=True, static_graph=False)
+    with pytest.raises(OptionError, match=f"static_graph is no option .* torch {re.escape(torch.__version__)}"):
+        DDPExtStrategy(static_graph=True)
 
 
-def trainer(**options: Any) -> pl.Trainer:
-    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False, **options)
+def test_a_subclass_may_take_arguments_of_its_own() -> None:
+    """Only names that nobody takes are refused, as in any call; options for DDP are those that were given."""
+
+    class Mine(DDPExtStrategy):
+        def __init__(self, colour: str, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.colour = colour
+
+    for options in ({}, {"find_unused_parameters": False}, {"find_unused_parameters": True}):
+        mine = Mine("red", **options)
+        assert (mine.colour, mine._ddp_kwargs) == ("red", DDPStrategy(**options)._ddp_kwargs)
+    with pytest.raises(TypeError, match="find_unused"):
+        Mine("red", find_unused=True)
 
 
-def test_devices_that_disagree_with_the_arguments() -> None:
+def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Trainer refuses processes that are not as many as its devices and nodes, and says who counts otherwise."""
-    with pytest.raises(WorldError) as refused:
-        trainer(strategy=DDPExtStrategy(TCP, rank=0, world_size=4), devices=2)
-    message = str(refused.value)
-    assert message.startswith(
-        "devices * num_nodes must equal world_size (got devices=2 * num_nodes=1 and world_size=4, from arguments); "
-    )
-
-
-def test_devices_that_disagree_with_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same holds for processes that are started with RANK, WORLD_SIZE and LOCAL_RANK."""
+    with pytest.raises(WorldError, match=r"^devices \* num_nodes must equal world_size .*=4, from arguments\)"):
+        make_trainer(DDPExtStrategy(TCP, rank=0, world_size=4))
+    with pytest.raises(OptionError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):
+        make_trainer(DDPExtStrategy(devices_per_rank=2), devices=7)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(WorldError, match=r"devices=3 \* num_nodes=1 and world_size=2, from RANK"):
-        trainer(strategy=DDPExtStrategy(TCP), devices=3)
+        make_trainer(DDPExtStrategy(TCP), devices=3)

@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -26,9 +26,15 @@ from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrappe
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
-from tests.integration.continuing import Net, Numbers, scores
+from tests.integration.continuing import Net, Numbers
 
 Batch = dict[str, Tensor]
+
+
+def scores(samples: int) -> Any:
+    """Scores and labels of some samples; always the same for the same number."""
+    x, drawn = torch.rand(2, samples, generator=torch.Generator().manual_seed(samples))
+    return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
 
 
 class Measured(Net):
@@ -291,38 +297,48 @@ class Looking(Net):
 
     def __init__(self) -> None:
         super().__init__(list)
+        self.metric, self.ended = MeanMetric(), SumMetric()
         self.idle: list[bool] = []
         self.looked_at: list[float] = []
 
-    def note(self, *_: Any) -> None:
+    def note(self) -> None:
         self.idle.append(self.trainer.strategy.is_idle)  # type: ignore[attr-defined]
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        self.note()
         self.looked_at.append(float(next(iter(self.trainer.val_dataloaders))))  # type: ignore[arg-type]
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.note()
-        self.log("count", 1.0, reduce_fx="sum", sync_dist=True)
+        self.metric.update(batch)
+        self.log("metric", self.metric)
+        for reduction in ("mean", "sum", "min", "max"):
+            self.log(reduction, batch.mean(), reduce_fx=reduction, sync_dist=True)
 
-    on_validation_batch_end = note
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.note()
+        self.ended.update(1)
 
 
-def look(rank: int, world_size: int, directory: Path) -> tuple[Any, ...]:
-    model = Looking()
-    trainer = make_trainer(make_strategy("ours", directory), num_sanity_val_steps=0, max_epochs=1)
+def look(rank: int, world_size: int, directory: Path, idle_ranks: str) -> tuple[Any, ...]:
+    """Of 0 to 4: what is measured, when this rank was idle, the batches that it looked at, and ends of steps."""
+    strategy, model = make_strategy("ours", directory, idle_ranks=idle_ranks), Looking()
+    trainer = make_trainer(strategy, num_sanity_val_steps=0, max_epochs=1)
     trainer.fit(model, DataLoader(Numbers(4), 1), DataLoader(Numbers(5), 1))
-    afterwards = float(next(iter(trainer.val_dataloaders)))  # type: ignore[arg-type]
-    return float(trainer.callback_metrics["count"]), model.idle, model.looked_at, afterwards
+    values = {name: float(trainer.callback_metrics[name]) for name in ("metric", "mean", "sum", "min", "max")}
+    model.looked_at.append(float(next(iter(trainer.val_dataloaders))))  # type: ignore[arg-type]
+    return values, model.idle, model.looked_at, float(model.ended.compute())
 
 
-def test_who_looks_at_a_batch_of_an_evaluation_changes_nothing(tmp_path: Path) -> None:
-    """Metrics count each sample once, hooks know whether their rank is idle, and a fitted Trainer has its loaders."""
-    for rank, (count, idle, looked_at, afterwards) in enumerate(run_ranks(look, 2, tmp_path, env=by_hand_env(2))):
-        assert count == 5.0
-        assert idle == [False] * 6 + [rank == 1] * 3
-        assert looked_at == [float(rank)] * 3
-        assert afterwards == float(rank)
+@pytest.mark.parametrize("idle_ranks", ["repeat", "skip"])
+def test_an_idle_rank_repeats_a_sample_that_does_not_count_or_makes_no_step(idle_ranks: str, tmp_path: Path) -> None:
+    """Metrics are those of one process, and with "skip" what a hook counts is, too; a look at a batch is harmless."""
+    ranks = run_ranks(look, 2, tmp_path, idle_ranks, env=by_hand_env(2))
+    for rank, (values, idle, looked_at, ended) in enumerate(ranks):
+        assert values == {"metric": 2.0, "mean": 2.0, "sum": 10.0, "min": 0.0, "max": 4.0}
+        is_made = rank == 0 or idle_ranks == "repeat"
+        assert idle == [False] * 4 + [rank == 1] * 2 * is_made
+        assert looked_at == [float(rank)] * (3 + is_made)
+        assert ended == (6.0 if idle_ranks == "repeat" else 5.0)
 
 
 class Mean(L.LightningModule):

@@ -62,7 +62,7 @@ def predict(trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]
     return gather_predictions(trainer), model.read
 
 
-SIZES = [1, 2, 3, 7, 12]
+SIZES = [1, 3, 7]
 
 
 def several(rank: int, world_size: int, directory: Path) -> list[Any]:

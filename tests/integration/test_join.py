@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_ddp_ext import UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
+from tests.integration.continuing import Saver
 
 Lengths = list[int]  # batches of each rank
 
@@ -65,8 +66,10 @@ class Net(L.LightningModule):
         self.automatic_optimization = kind != "manual"
         self.idle: list[bool] = []
         self.logged: list[float] = []
+        self.steps: list[int] = []
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.steps.append(index)
         out = self.layers(batch)
         loss: Tensor = (out - batch.sum(1, keepdim=True)).square().mean()
         self.mean(batch)
@@ -95,17 +98,6 @@ class Net(L.LightningModule):
 
     def train_dataloader(self) -> Any:
         return self.loader
-
-
-class Saver(L.Callback):
-    """Saves a checkpoint after each batch of the first epoch."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.directory / f"{rest[-1] + 1}.ckpt")
 
 
 def fit(strategy: Any, lengths: Lengths, rank: int | None, kind: str, **options: Any) -> dict[str, Any]:
@@ -142,17 +134,19 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["steps"] == expected["steps"]
 
 
-def test_ranks_learn_what_one_process_learns_from_the_same_batches(tmp_path: Path) -> None:
+CASES: list[tuple[str, Lengths]] = [
+    *(("sized", [5, 3]), ("stream", [2, 4]), ("stream", [0, 3])),
+    *(("accumulated", [5, 2]), ("clipped", [4, 2]), ("manual", [4, 2])),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES, [("sized", [1, 4, 2])]], ids=["2 ranks", "3 ranks"])
+def test_ranks_learn_what_one_process_learns_from_the_same_batches(
+    cases: list[tuple[str, Lengths]], tmp_path: Path
+) -> None:
     """Weights, running statistics, logged values and metrics agree; each rank knows in which steps it is idle."""
-    cases = [
-        ("sized", [5, 3]),
-        ("stream", [2, 4]),
-        ("stream", [0, 3]),
-        ("accumulated", [5, 2]),
-        ("clipped", [4, 2]),
-        ("manual", [4, 2]),
-    ]
-    by_rank = run_ranks(train, 2, tmp_path, cases, env=by_hand_env(2), time_limit=100)
+    world_size = len(cases[0][1])
+    by_rank = run_ranks(train, world_size, tmp_path, cases, env=by_hand_env(world_size), time_limit=100)
     for number, (kind, lengths) in enumerate(cases):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -163,27 +157,15 @@ def test_ranks_learn_what_one_process_learns_from_the_same_batches(tmp_path: Pat
             assert results[number]["idle"] == 2 * [index >= lengths[rank] for index in range(max(lengths))]
 
 
-def test_three_ranks_end_one_after_another(tmp_path: Path) -> None:
-    """Gradients are averaged over those that still have data."""
-    found = run_ranks(train, 3, tmp_path, [("sized", [1, 4, 2])], env=by_hand_env(3), time_limit=60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        alone = fit("auto", [1, 4, 2], None, "sized")
-    for (of_rank,) in found:
-        assert_close(of_rank, alone)
-
-
 def resume(rank: int, world_size: int, directory: Path) -> list[str]:
     warnings.simplefilter("ignore")
     wrong = []
     for kind in ("sized", "stream"):
-        lengths, place = [5, 3], directory / kind
-        whole = fit(
-            make_strategy("ours", directory, uneven_inputs="join"), lengths, rank, kind, callbacks=[Saver(place)]
-        )
-        for done in range(1, max(lengths) + 1):
+        lengths, saver = [5, 3], Saver(directory / kind, "train_batch_end")
+        whole = fit(make_strategy("ours", directory, uneven_inputs="join"), lengths, rank, kind, callbacks=[saver])
+        for path, done in saver.saved[: max(lengths)]:
             strategy = make_strategy("ours", directory, uneven_inputs="join")
-            resumed = fit(strategy, lengths, rank, kind, ckpt_path=place / f"{done}.ckpt")
+            resumed = fit(strategy, lengths, rank, kind, ckpt_path=path)
             same = resumed["state"] == whole["state"] and resumed["idle"] == whole["idle"][done:]
             wrong += [] if same else [f"{kind}, {done} done"]
     return wrong

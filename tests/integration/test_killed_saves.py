@@ -15,7 +15,7 @@ from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from tests.harness.ranks import run_ranks
 
-KILLS = 50
+KILLS = 25
 NAMES = "abcd"
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_ddp_ext import RankZeroCheckpoint
@@ -19,13 +22,13 @@ PLACE = r"\(.*test_lone_calls.py:\d+\)"
 
 
 class SavesOn(L.Callback):
-    """Saves at the end of a batch, on some ranks only."""
+    """Saves at the end of the first batch, on some ranks only."""
 
-    def __init__(self, ranks: list[int], path: Path, batch: int) -> None:
-        self.ranks, self.path, self.batch = ranks, path, batch
+    def __init__(self, ranks: list[int], path: Path) -> None:
+        self.ranks, self.path = ranks, path
 
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if trainer.global_rank in self.ranks and index == self.batch:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank in self.ranks and trainer.global_step == 1:
             trainer.save_checkpoint(self.path)
 
 
@@ -36,28 +39,21 @@ def fitted(world_size: int, directory: Path, *callbacks: L.Callback, **options: 
     return trainer
 
 
-def save_on(rank: int, world_size: int, directory: Path, ranks: list[int], batch: int) -> None:
-    fitted(world_size, directory, SavesOn(ranks, directory / "it.ckpt", batch))
+def save_on(rank: int, world_size: int, directory: Path, ranks: list[int]) -> None:
+    fitted(world_size, directory, SavesOn(ranks, directory / "it.ckpt"))
 
 
 def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
     return launch_ranks(function, world_size, *args, env=by_hand_env(world_size), time_limit=20)
 
 
-@pytest.mark.parametrize(("ranks", "absent"), [([0], "[12]"), ([2], "[01]"), ([0, 1], "2")])
+@pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
 def test_a_save_on_some_ranks_names_one_that_did_not_come(ranks: list[int], absent: str, tmp_path: Path) -> None:
     """`trainer.save_checkpoint` under `if rank == 0` ends on all ranks at once, instead of hanging."""
-    for outcome in endings(save_on, 3, tmp_path, ranks, 0):
+    for outcome in endings(save_on, 3, tmp_path, ranks):
         assert outcome.error is not None
         assert "RankAbsentError" in outcome.story()
         assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*call it on every", outcome.story())
-
-
-def test_a_save_after_the_last_step_names_the_rank_that_has_gone(tmp_path: Path) -> None:
-    """A rank that has finished without the call is named, too."""
-    saving, _ = endings(save_on, 2, tmp_path, [0], 3)
-    assert saving.error is not None
-    assert "rank 1 (host" in saving.error.message
 
 
 def save_between_two_calls(rank: int, world_size: int, directory: Path) -> None:
@@ -76,7 +72,7 @@ def test_a_save_on_one_rank_between_two_calls_is_named(tmp_path: Path) -> None:
 
 
 def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -> None:
-    trainer = fitted(world_size, directory, SavesOn([0, 1, 2], directory / "it.ckpt", 0))
+    trainer = fitted(world_size, directory, SavesOn([0, 1, 2], directory / "it.ckpt"))
     trainer.strategy.barrier("all")
     trainer.strategy.barrier(names[rank])
 
@@ -123,3 +119,61 @@ def one_device_among_ranks(rank: int, world_size: int, directory: Path) -> int:
 def test_a_trainer_for_one_device_is_nobody_elses_business(tmp_path: Path) -> None:
     """What rank 0 saves and restores in a Trainer of its own is no call that other ranks must make."""
     assert run_ranks(one_device_among_ranks, 2, tmp_path, env=by_hand_env(2)) == [4, 4]
+
+
+class Own(Net):
+    """Calls collectives of its own in each step."""
+
+    def __init__(self, calls: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.calls(dist.get_rank(), index)
+
+
+def the_same(rank: int, index: int) -> None:
+    total = torch.ones(2)
+    dist.all_reduce(total, async_op=True).wait()
+    assert total.tolist() == [2, 2]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, rank)
+    assert gathered == [0, 1]
+    dist.barrier()
+
+
+def skipped(rank: int, index: int) -> None:
+    if rank == 0 or index != 1:
+        dist.all_reduce(torch.ones(2))
+
+
+def of_other_shape(rank: int, index: int) -> None:
+    dist.all_reduce(torch.ones(2 if rank == 0 or index != 1 else 3))
+
+
+def call(rank: int, world_size: int, directory: Path, calls: Callable[[int, int], None]) -> bool:
+    before = dist.all_reduce
+    make_trainer(make_strategy("ours", directory, debug=True), max_epochs=1).fit(Own(calls))
+    return dist.all_reduce is before
+
+
+def test_collectives_that_all_call_do_what_they_did(tmp_path: Path) -> None:
+    """With `debug=True`; and torch's functions are its own again afterwards."""
+    assert run_ranks(call, 2, tmp_path, the_same, env=by_hand_env(2)) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("calls", "kind", "found"),
+    [
+        (skipped, "RankAbsentError", rf"rank 0 began all_reduce of float32 \[2\] {PLACE}, and rank 1"),
+        (of_other_shape, "RankMismatchError", rf"rank 1 \(.*?\) began all_reduce of float32 \[3\] {PLACE}"),
+    ],
+)
+def test_a_rank_that_is_in_no_or_another_collective_is_named(
+    calls: Callable[[int, int], None], kind: str, found: str, tmp_path: Path
+) -> None:
+    """With `debug=True`, with both calls and their lines, on every rank, and at once."""
+    for outcome in launch_ranks(call, 2, tmp_path, calls, env=by_hand_env(2), time_limit=20):
+        assert outcome.error is not None
+        assert outcome.error.type_name == kind
+        assert re.search(found, outcome.error.message)

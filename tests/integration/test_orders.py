@@ -15,8 +15,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_ddp_ext import (
-    ConfigurationError,
-    DDPExtStrategy,
     DistributedBatchSamplerWrapper,
     DistributedWeightedSampler,
     SamplerEpochSeeding,
@@ -55,7 +53,6 @@ def orders(kind: Kind, directory: Path, seed: int | None) -> dict[str, Any]:
         L.seed_everything(seed, verbose=False)
     loaders: dict[str, Any] = {
         "padded": loader(11, shuffle=True),
-        "in order": loader(11, batch_size=3),
         "dropping": loader(10, batch_size=4, shuffle=True, drop_last=True),
         "one sample": loader(1, batch_size=1, shuffle=True),
         "no batches": loader(5, batch_size=None),
@@ -81,22 +78,6 @@ def test_the_default_order_is_stock_lightnings(seed: int | None, tmp_path: Path)
 def samples(runs: Iterable[Batches], epoch: int) -> list[int]:
     """Everything that the ranks have read in an epoch."""
     return [sample for run in runs for batch in run[epoch] for sample in batch]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sampler": "fast"}, r"sampler must be 'torch' or 'scalable' \(got 'fast'\)"),
-        ({"exact_evaluation": 1}, r"exact_evaluation must be True or False \(got 1\)"),
-        ({"idle_ranks": "wait"}, r"idle_ranks must be 'repeat' or 'skip' \(got 'wait'\)"),
-        ({"uneven_inputs": "pad"}, r"uneven_inputs must be None or 'stop_at_shortest' or 'join' \(got 'pad'\)"),
-        ({"resume_data": None}, r"resume_data must be 'exact' or 'epoch' or 'off' \(got None\)"),
-    ],
-)
-def test_a_choice_that_does_not_exist_is_refused_at_once(options: dict[str, Any], message: str) -> None:
-    """The error names the argument, what it may be, and what it was."""
-    with pytest.raises(ConfigurationError, match=message):
-        DDPExtStrategy(**options)
 
 
 class Careless(Sampler[int]):

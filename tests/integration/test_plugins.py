@@ -39,15 +39,7 @@ class CountingIO(TorchCheckpointIO):
         return super().load_checkpoint(*args, **kwargs)
 
 
-class OwnPort(LightningEnvironment):
-    """The usual environment, with a port that the user has chosen."""
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ["HOUSE_PORT"])
-
-
-class HouseEnvironment(OwnPort):
+class HouseEnvironment(LightningEnvironment):
     """A user's cluster, which tells a process its place by variables of its own."""
 
     def __init__(self) -> None:
@@ -61,6 +53,10 @@ class HouseEnvironment(OwnPort):
     @property
     def main_address(self) -> str:
         return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["HOUSE_PORT"])
 
     def world_size(self) -> int:
         return 2
@@ -118,10 +114,10 @@ class UsersLayers(LayerSync):
         return model
 
 
-def with_plugins(kind: Kind, directory: Path, in_background: bool) -> dict[str, Any]:
+def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
     L.seed_everything(1)
     io, layers, path = CountingIO(), UsersLayers(), directory / "it.ckpt"
-    plugins = [AsyncCheckpointIO(io) if in_background else io, layers]
+    plugins = [AsyncCheckpointIO(io), layers]
     save = At("on_train_end", lambda trainer: trainer.save_checkpoint(path))
     trainer = make_trainer(make_strategy(kind, directory), plugins=plugins, callbacks=[save])
     trainer.fit(Net())
@@ -131,10 +127,9 @@ def with_plugins(kind: Kind, directory: Path, in_background: bool) -> dict[str, 
     return {"io": io.calls, "layers": layers.calls, "weights": weights(model)}
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_users_own_plugins_do_what_they_do_with_stock(in_background: bool, tmp_path: Path) -> None:
+def test_a_users_own_plugins_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """A checkpoint IO writes on rank 0 and reads on every rank; a way to convert layers is called twice a run."""
-    ours, stock = on_both(with_plugins, tmp_path, in_background)
+    ours, stock = on_both(with_plugins, tmp_path)
     assert_same([result.pop("weights") for result in ours], [result.pop("weights") for result in stock])
     assert ours == stock
     assert [result["io"] for result in ours] == [["save", "load"], ["load"]]
@@ -175,22 +170,3 @@ def test_a_users_cluster_environment_says_who_is_who_and_where_to_meet() -> None
     assert_same(ours, stock)
     assert [result["rank"] for result in ours] == [0, 1]
     assert ours[0]["asked"] == [(2, 1)]
-
-
-class Port(L.Callback):
-    """Reports where a started rank was told to go."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        module.log("port", float(os.environ["MASTER_PORT"]))
-
-
-def forked_in_the_house(rank: int, world_size: int) -> float:
-    trainer = make_trainer(DDPExtStrategy(start_method="fork"), plugins=[OwnPort()], callbacks=[Port()])
-    trainer.fit(Net())
-    return float(trainer.callback_metrics["port"])
-
-
-def test_started_ranks_meet_where_a_users_environment_says() -> None:
-    """An environment that starts no processes, but says a port, is one for the launchers, too."""
-    port = free_port()
-    assert run_ranks(forked_in_the_house, 1, env={"HOUSE_PORT": str(port)}) == [port]

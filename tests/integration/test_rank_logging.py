@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from lightning_ddp_ext import ConfigurationError, RankLogging
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.scripts import run_script
 from tests.harness.training import Batch, Net, data, make_strategy, make_trainer
 
 log = logging.getLogger("tests.user")
@@ -48,21 +47,24 @@ class Failing(Net):
         return super().training_step(batch, index)
 
 
-def fit(directory: Path, model: Net, callback: L.Callback) -> None:
+def fit(directory: Path, model: Net, callback: L.Callback, strategy: Any = None) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
-    make_trainer(make_strategy("ours", directory), callbacks=[callback], **options).fit(model)
+    make_trainer(strategy or make_strategy("ours", directory), callbacks=[callback], **options).fit(model)
 
 
 def talk_in_two_fits(rank: int, world_size: int, directory: Path) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s", stream=sys.stderr)
     callback = RankLogging(directory / "logs", console="rank_zero")
-    for _ in range(2):
-        fit(directory, Talking(), callback)
+    for strategy in (None, "ddp"):
+        fit(directory, Talking(), callback, strategy)
         log.info("between")
 
 
 def test_lines_of_two_fits(tmp_path: Path) -> None:
-    """Each line of a fit says its rank once, and is in that rank's file; rank 1's console has its warnings alone."""
+    """Each line of a fit says its rank once, and is in that rank's file; rank 1's console has its warnings alone.
+
+    With our strategy and with stock's.
+    """
     outcomes = launch_ranks(talk_in_two_fits, 2, tmp_path, env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
     for rank, outcome in enumerate(outcomes):
@@ -136,41 +138,3 @@ def test_arguments_that_make_no_sense_are_refused(name: str, value: Any, message
     """When the callback is made: the message names the argument, the rule and the value."""
     with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}"):
         RankLogging(**{name: value})
-
-
-OTHER_TREE = """
-    import logging
-    import sys
-
-    import pytorch_lightning as pl
-    from pytorch_lightning.demos.boring_classes import BoringModel
-    from lightning_ddp_ext import RankLogging, rank_logger
-
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
-    log = rank_logger("user", ranks=0)
-    everywhere = rank_logger("user")
-
-    class Model(BoringModel):
-        def on_train_start(self):
-            log.info("trains")
-            everywhere.info("here")
-
-    if __name__ == "__main__":
-        log.info("starts")
-        trainer = pl.Trainer(
-            strategy=sys.argv[1], devices=2, accelerator="cpu", logger=False, max_steps=1, limit_val_batches=0,
-            enable_checkpointing=False, enable_progress_bar=False, callbacks=[RankLogging(sys.argv[2])],
-        )
-        trainer.fit(Model())
-"""
-
-
-def test_a_script_that_starts_its_ranks_itself(tmp_path: Path) -> None:
-    """With the other Lightning, and a stock strategy: what rank 0 says alone is there once, also before ranks meet."""
-    done = run_script(OTHER_TREE, "ddp", str(tmp_path))
-    assert done.returncode == 0, done.output
-    assert done.stderr.count("INFO|starts\n") == 1
-    assert re.findall(r"INFO\|\[rank (\d)/2 [^ ]+\] trains\n", done.stderr) == ["0"]
-    assert sorted(re.findall(r"INFO\|\[rank (\d)/2 [^ ]+\] here\n", done.stderr)) == ["0", "1"]
-    for rank in range(2):
-        assert "INFO user: here\n" in (tmp_path / f"rank-{rank}.log").read_text()

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -42,7 +41,6 @@ WAYS = {
     "once": Way({"val_check_interval": 1.0, "limit_val_batches": 1.0}),
     "accumulation": Way({"accumulate_grad_batches": 2}),
     "another limit": Way({"limit_train_batches": 5}, before={"limit_train_batches": 10}),
-    "a limit where there was none": Way({"limit_train_batches": 5}, before={"limit_train_batches": 1.0}),
     "no limit where there was one": Way({"limit_train_batches": 1.0}, before={"limit_train_batches": 8}),
     "half of an epoch": Way({"limit_train_batches": 0.5}, before={"limit_train_batches": 1.0}),
     "another batch size": Way(batch_size=3, strategy={"sampler": "scalable"}),
@@ -70,12 +68,6 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, tuple[str
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, the checkpoints of two ranks, each from the midst of their first epoch."""
-    return run_ranks(save_all, 2, tmp_path_factory.mktemp("saved"), env=by_hand_env(2), time_limit=60)
-
-
 def resume_all(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, Run]:
     return {
         name: train(directory, world_size, way, way.batch_size, ckpt_path=paths[name], **way.options)
@@ -83,52 +75,51 @@ def resume_all(rank: int, world_size: int, directory: Path, paths: dict[str, str
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=["1 rank", "2 ranks", "3 ranks"])
-def resumed(
-    request: pytest.FixtureRequest, saved: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Run]]:
-    """By rank, what so many ranks have done with them."""
+def test_epochs_are_what_they_are_on_the_ranks_that_resume(tmp_path: Path) -> None:
+    """What is left of an epoch is read once, and its length, limits, validations and steps are those of these ranks."""
+    saved = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2), time_limit=60)
     paths = {name: path for name, (path, _) in saved[0].items()}
-    place, size = tmp_path_factory.mktemp("resumed"), request.param
-    return run_ranks(resume_all, size, place, paths, env=by_hand_env(size), time_limit=100)
+    for size in (1, 2, 3):
+        place = tmp_path / str(size)
+        place.mkdir()
+        resumed = run_ranks(resume_all, size, place, paths, env=by_hand_env(size), time_limit=100)
+        for name, way in WAYS.items():
+            runs = [rank[name] for rank in resumed]
+            expect_whole_epochs(way, runs)
+            if way.limit == 1.0:
+                expect_each_sample_once(way, [rank[name][1] for rank in saved], runs)
+        for rank in resumed:
+            expect_validations_and_steps(rank, WAYS["plain"].whole_epoch(size))
 
 
-def test_what_is_left_of_an_epoch_is_read_once(saved: list[dict[str, Any]], resumed: list[dict[str, Run]]) -> None:
+def expect_each_sample_once(way: Way, before: list[list[Step]], runs: list[Run]) -> None:
     """What two ranks have read, and what the others read then, is each sample of the epoch, but for the padding."""
-    for name in (name for name, way in WAYS.items() if way.limit == 1.0):
-        before = [sample for rank in saved for step in rank[name][1] for sample in step[2:]]
-        after = [sample for rank in resumed for step in of_epoch(rank[name], 0) for sample in step[2:]]
-        assert set(before + after) == set(range(SAMPLES)), name
-        assert len(before) + len(after) - SAMPLES < WAYS[name].batch_size * len(resumed), name
+    samples = [sample for steps in before for step in steps for sample in step[2:]]
+    samples += [sample for run in runs for step in of_epoch(run, 0) for sample in step[2:]]
+    assert set(samples) == set(range(SAMPLES)), way
+    assert len(samples) - SAMPLES < way.batch_size * len(runs), way
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_epochs_are_whole_and_limited_as_they_are_now(name: str, resumed: list[dict[str, Run]]) -> None:
+def expect_whole_epochs(way: Way, runs: list[Run]) -> None:
     """Later ones have as many batches as those of so many ranks, and the first one ends where theirs would."""
-    way, size = WAYS[name], len(resumed)
-    batches = way.whole_epoch(size)
-    for rank in resumed:
+    for run in runs:
         for epoch in range(1, EPOCHS):
-            assert [step[1] for step in of_epoch(rank[name], epoch)] == list(range(batches))
+            assert [step[1] for step in of_epoch(run, epoch)] == list(range(way.whole_epoch(len(runs)))), way
         if isinstance(way.limit, int):
-            whole, left = (-(-samples // (2 * size)) for samples in (SAMPLES, SAMPLES - DONE * 2 * 2))
-            assert len(of_epoch(rank[name], 0)) == max(0, way.limit - (whole - left))
-    assert len({len(rank[name].steps) for rank in resumed}) == 1
+            whole, left = (-(-samples // (2 * len(runs))) for samples in (SAMPLES, SAMPLES - DONE * 2 * 2))
+            assert len(of_epoch(run, 0)) == max(0, way.limit - (whole - left)), way
+    assert len({len(run.steps) for run in runs}) == 1
 
 
-def test_validation_and_accumulation_count_the_batches_of_these_ranks(resumed: list[dict[str, Run]]) -> None:
+def expect_validations_and_steps(runs: dict[str, Run], batches: int) -> None:
     """One validation at each epoch's end or two in each later epoch, and a step for every second or last batch."""
-    batches = WAYS["plain"].whole_epoch(len(resumed))
-    for rank in resumed:
-        once, twice, accumulated = (rank[name] for name in ("once", "twice", "accumulation"))
-        assert validated_after(once) == [
-            len([step for step in once.steps if step[0] <= epoch]) for epoch in range(EPOCHS)
-        ]
-        begun = len(of_epoch(twice, 0))
-        later = [number - begun for number in validated_after(twice) if number > begun]
-        assert later == [epoch * batches + half * (batches // 2) for epoch in range(EPOCHS - 1) for half in (1, 2)]
-        lengths = [len(of_epoch(accumulated, epoch)) for epoch in range(EPOCHS)]
-        assert accumulated.counts[0] == DONE // 2 + sum(-(-length // 2) for length in lengths)
+    once, twice, accumulated = (runs[name] for name in ("once", "twice", "accumulation"))
+    assert validated_after(once) == [len([step for step in once.steps if step[0] <= epoch]) for epoch in range(EPOCHS)]
+    begun = len(of_epoch(twice, 0))
+    later = [number - begun for number in validated_after(twice) if number > begun]
+    assert later == [epoch * batches + half * (batches // 2) for epoch in range(EPOCHS - 1) for half in (1, 2)]
+    lengths = [len(of_epoch(accumulated, epoch)) for epoch in range(EPOCHS)]
+    assert accumulated.counts[0] == DONE // 2 + sum(-(-length // 2) for length in lengths)
 
 
 def validated_after(run: Run) -> list[int]:

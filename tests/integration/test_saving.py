@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning_ddp_ext import DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.disks import small_disk, why_no_disks
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
-from tests.harness.training import At, Net, make_trainer, weights
-from tests.integration.checkpointing import Side, checkpoint_callback, on_ranks, trainer_for
+from tests.harness.training import KINDS, At, Kind, Net, make_trainer, on_ranks, weights
+from tests.integration.checkpointing import checkpoint_callback, trainer_for
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ class SaveEachEpoch(Ballast):
                 raise
 
 
-def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int) -> dict[str, Any]:
+def fitted(kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: Any, epochs: int) -> dict[str, Any]:
     raised = ""
-    trainer = trainer_for(side, directory, checkpoint_io, [callback], max_epochs=epochs)
+    trainer = trainer_for(kind, directory, checkpoint_io, [callback], max_epochs=epochs)
     try:
         trainer.fit(Net())
     except DDPExtError as error:
@@ -75,11 +75,11 @@ def fitted(side: Side, directory: Path, callback: SaveEachEpoch, checkpoint_io: 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(
-    ("side", "background", "catch"),
-    [("strategy", False, True), ("callback", False, False), ("strategy", True, False), ("callback", True, True)],
+    ("kind", "background", "catch"),
+    [("ours", False, True), ("stock", False, False), ("ours", True, False), ("stock", True, True)],
 )
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
-    side: Side, background: bool, catch: bool, disk: Path, tmp_path: Path
+    kind: Kind, background: bool, catch: bool, disk: Path, tmp_path: Path
 ) -> None:
     """The error says how much space is left, the earlier checkpoint stays whole, and training ends or goes on.
 
@@ -87,7 +87,7 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     """
     path = disk / "it.ckpt"
     callback, io = SaveEachEpoch(path, catch=catch), RankZeroCheckpointIO(background=background)
-    one, other = on_ranks(fitted, side, tmp_path, callback, io, 2 if catch else 4)
+    one, other = on_ranks(kind, fitted, tmp_path, callback, io, 2 if catch else 4)
     assert one == other
     told = one["errors"][0] if not background or not catch else one["raised"]
     assert told.startswith(f"CheckpointSaveError: cannot save checkpoint {path}: No space left on device; free some")
@@ -107,7 +107,7 @@ class MissingValue(dict[str, Any]):
         return MissingValue, ()
 
 
-def saved_with_objects(side: Side, directory: Path) -> list[str]:
+def saved_with_objects(kind: Kind, directory: Path) -> list[str]:
     """What a save says to a function, at once and in the background, and then to an object that can be pickled."""
 
     class Adds(L.Callback):
@@ -115,7 +115,7 @@ def saved_with_objects(side: Side, directory: Path) -> list[str]:
             checkpoint["mine"] = value
 
     io, errors = RankZeroCheckpointIO(), []
-    trainer = trainer_for(side, directory, io, [Adds()], max_epochs=1)
+    trainer = trainer_for(kind, directory, io, [Adds()], max_epochs=1)
     value: Any = None
     trainer.fit(Net())
     for io.background in (False, True):
@@ -130,53 +130,53 @@ def saved_with_objects(side: Side, directory: Path) -> list[str]:
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     """The error names the checkpoint's entry, on every rank; a value that merely cannot be looked at is saved."""
-    one, other = on_ranks(saved_with_objects, "strategy", tmp_path)
+    one, other = on_ranks("ours", saved_with_objects, tmp_path)
     assert one == other
     assert ["entry 'mine' cannot be pickled" in text for text in one] == [True, False, True, False]
     assert one[1::2] == ["", ""]
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
+    assert sorted(path.name for path in (tmp_path / "ours").glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
 
 
-def remembered(side: Side, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
+def remembered(kind: Kind, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
     """What the callback remembers of three epochs, of which some did not fit the disk."""
     io = RankZeroCheckpointIO(on_save_error="warn", background=background)
     options = {"monitor": "epoch", "mode": "max", "save_last": True}
-    callback = checkpoint_callback("callback", dirpath=place, filename="{epoch}", **options)
-    trainer_for(side, directory, io, [callback, Ballast(failing)], max_epochs=3).fit(Net())
+    callback = checkpoint_callback("stock", dirpath=place, filename="{epoch}", **options)
+    trainer_for(kind, directory, io, [callback, Ballast(failing)], max_epochs=3).fit(Net())
     kept = [Path(path).name for path in callback.best_k_models]
     return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
 
 
 @pytest.mark.parametrize(
-    ("side", "background", "failing", "kept"),
+    ("kind", "background", "failing", "kept"),
     [
-        ("strategy", False, (1, 2), 0),
-        ("callback", False, (1,), 2),
-        ("strategy", True, (1,), 2),
-        ("callback", True, (1, 2), 0),
+        ("ours", False, (1, 2), 0),
+        ("stock", False, (1,), 2),
+        ("ours", True, (1,), 2),
+        ("stock", True, (1, 2), 0),
     ],
 )
 def test_the_save_that_failed_is_the_one_that_is_forgotten(
-    side: Side, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
+    kind: Kind, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
 ) -> None:
     """With `on_save_error="warn"` training goes on; nothing is removed for a successor that is not there.
 
     Every file that the callback remembers is there, and no other.
     """
-    one, other = on_ranks(remembered, side, tmp_path, disk, background, failing)
+    one, other = on_ranks(kind, remembered, tmp_path, disk, background, failing)
     name = f"epoch={kept}.ckpt"
     assert one == other == {"best": name, "k": [name], "last": "last.ckpt"}
     assert sorted(path.name for path in disk.iterdir()) == [name, "last.ckpt"]
     assert all(torch.load(path)["epoch"] == kept for path in disk.iterdir())
 
 
-def raises_in_training(side: Side, directory: Path, background: bool, callback: Any) -> str:
+def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
     def fail(trainer: L.Trainer) -> None:
         if trainer.global_rank == 1:
             raise ValueError("on purpose")
 
     io = RankZeroCheckpointIO(background=background)
-    trainer = trainer_for(side, directory, io, [At("on_train_batch_start", fail, earlier=2), callback])
+    trainer = trainer_for(kind, directory, io, [At("on_train_batch_start", fail, earlier=2), callback])
     with pytest.raises((ValueError, DDPExtError)) as caught:
         trainer.fit(Net())
     return f"{caught.type.__name__}: {caught.value}"
@@ -189,13 +189,13 @@ def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_pat
     """Callbacks that save on an exception have their file when one rank has failed, and the cause is what is raised."""
     options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
     callback = kind(dirpath=tmp_path, filename="rest", **options)
-    results = on_ranks(raises_in_training, "strategy", tmp_path, background, callback)
+    results = on_ranks("ours", raises_in_training, tmp_path, background, callback)
     assert results[1] == "ValueError: on purpose"
     assert "rank 1" in results[0]
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
 
 
-def files_at_every_step(side: Side, directory: Path, place: Path, options: dict[str, Any]) -> list[list[str]]:
+def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[str, Any]) -> list[list[str]]:
     seen: list[list[str]] = []
 
     class Looks(L.Callback):
@@ -204,26 +204,26 @@ def files_at_every_step(side: Side, directory: Path, place: Path, options: dict[
             seen.append([name for name in names if (place / name).exists()])
 
     io = RankZeroCheckpointIO(background=True)
-    callback = checkpoint_callback(side, dirpath=place, filename="{step}", every_n_train_steps=1, **options)
-    trainer_for(side, directory, io, [callback, Looks()], max_epochs=3).fit(Net())
+    callback = checkpoint_callback(kind, dirpath=place, filename="{step}", every_n_train_steps=1, **options)
+    trainer_for(kind, directory, io, [callback, Looks()], max_epochs=3).fit(Net())
     return seen
 
 
 @pytest.mark.lowest
-@pytest.mark.parametrize("side", ["strategy", "callback"])
-def test_in_the_background_there_is_always_a_checkpoint(side: Side, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
     """Nothing is removed before its successor is on the disk; a link never points at nothing."""
     place = tmp_path / "kept"
-    options = {"save_last": "link"} if side == "callback" else {}
-    seen = on_ranks(files_at_every_step, side, tmp_path, place, options)[0]
+    options = {"save_last": "link"} if kind == "stock" else {}
+    seen = on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
     first = next(index for index, names in enumerate(seen) if names)
     assert all(names for names in seen[first:])
     names = sorted(path.name for path in place.iterdir())
-    assert names == (["last.ckpt", "step=12.ckpt"] if side == "callback" else ["step=12.ckpt"])
+    assert names == (["last.ckpt", "step=12.ckpt"] if kind == "stock" else ["step=12.ckpt"])
     assert all(torch.load(place / name)["global_step"] == 12 for name in names)
 
 
-def best_by_rank(side: Side, directory: Path) -> dict[str, Any]:
+def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
     """A score that each rank has for itself, and that would lead each to another checkpoint."""
 
     class Scores(L.Callback):
@@ -232,18 +232,18 @@ def best_by_rank(side: Side, directory: Path) -> dict[str, Any]:
             module.log("score", float(mine), rank_zero_only=False)
 
     callback = RankZeroCheckpoint(directory / "best", "{epoch}-{score:.1f}", monitor="score", save_top_k=2)
-    trainer_for(side, directory, None, [Scores(), callback], max_epochs=4).fit(Net())
+    trainer_for(kind, directory, None, [Scores(), callback], max_epochs=4).fit(Net())
     return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
 
 
 @pytest.mark.lowest
 def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
     """Which checkpoint is best, and what it is called, does not depend on whom you ask."""
-    one, other = on_ranks(best_by_rank, "callback", tmp_path)
+    one, other = on_ranks("stock", best_by_rank, tmp_path)
     assert one == other
     assert Path(one["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
     names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
-    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / "stock" / "best").iterdir()) == names
 
 
 @pytest.mark.lowest
@@ -289,7 +289,7 @@ class Slow(L.Callback):
 
 def saves_slowly(rank: int, world_size: int, directory: Path) -> None:
     save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
-    trainer_for("strategy", directory, None, [Slow(), save], max_epochs=1).fit(Net())
+    trainer_for("ours", directory, None, [Slow(), save], max_epochs=1).fit(Net())
 
 
 def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
-from tests.harness.training import make_strategy, make_trainer
-from tests.integration.stopping import Signalled, Stopped, Validated, fit, shuffled
-from tests.launchers.environments import by_srun
+from tests.harness.training import At, make_strategy, make_trainer
+from tests.integration.stopping import Stopped, Validated, fit, shuffled, signalled
 
+STEP = "on_train_batch_start"
 EVALUATIONS = {
     "fit": "on_validation_batch_start",  # its sanity check
     "validate": "on_validation_batch_start",
@@ -27,23 +25,8 @@ EVALUATIONS = {
 }
 
 
-class Do(L.Callback):
-    """Calls a function when a training step begins, on one rank or all."""
-
-    def __init__(self, function: Callable[[], object], step: int = 0) -> None:
-        self.function, self.step = function, step
-
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.function()
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 def on_rank_one(rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM) -> list[L.Callback]:
-    return [Signalled((hook, number), signum)] if rank == 1 else []
+    return [signalled(hook, number, signum)] if rank == 1 else []
 
 
 def run(
@@ -107,7 +90,7 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
 
 def told_and_terminated(rank: int, world_size: int, directory: Path) -> str:
     """A launcher's SIGTERM comes when the Trainer has ended because of a death, and nothing is printed yet."""
-    die = Do(lambda: os.kill(os.getpid(), signal.SIGKILL), step=1)
+    die = signalled(STEP, 1, signal.SIGKILL)
     try:
         fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[die] if rank == 0 else [])
     except RankDiedError as error:
@@ -182,33 +165,28 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
 
 def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     """How runs end in which somebody else has to do with signals: 143, or None where the signal is not ours."""
-    ends = [run(rank, directory, "woken", Do(lambda: signal.set_wakeup_fd(-1))).end]  # as asyncio does
+    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1))).end]  # as asyncio does
     inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
-    nested = Do(lambda: inner.validate(Evaluated(shuffled()), verbose=False), step=1)
+    nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
     ends.append(run(rank, directory, "nested", nested).end)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a shell runs in the background
     ends.append(run(rank, directory, "ignored", signum=signal.SIGINT).end)
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
-    with (directory / f"stacks-{rank}").open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks)  # in C, of which Python knows nothing
-        ends.append(run(rank, directory, "faulthandler", signum=signal.SIGUSR1).end)
-        faulthandler.unregister(signal.SIGUSR1)
     return ends
 
 
 def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
     """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
-    for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
+    for woken, nested, ignored in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
         assert woken[:2] == nested[:2] == (143, ["preempted.ckpt"])
         assert woken[2] in (2, 3)
         assert nested[2] in (2, 3)
-        assert ignored == stacks == (None, [], 6)
-    assert "most recent call first" in (tmp_path / "stacks-1").read_text()
+        assert ignored == (None, [], 6)
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
     """Ctrl-C, and again before the step has ended."""
-    callbacks = [Do(interrupt), Do(interrupt)]
+    callbacks = [signalled(STEP, signum=signal.SIGINT) for _ in range(2)]
     return fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks).end[:2]
 
 
@@ -219,7 +197,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 def held(rank: int, world_size: int, directory: Path, **options: Any) -> None:
     """A run that the ranks but 0 hold in the middle of a step."""
-    callbacks = [Do(lambda: hold("in step 1"), step=1)] if rank > 0 else []
+    callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
     strategy = make_strategy("ours", directory, **options)
     fit(strategy, directory, shuffled(), callbacks=callbacks, devices=world_size)
 
@@ -251,20 +229,3 @@ def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path)
         ranks.kill(1, signal.SIGCONT)
         (second,) = ranks.wait(1)
         assert second.exit_code != 0
-
-
-def requeued(rank: int, world_size: int, directory: Path) -> Any:
-    callbacks = on_rank_one(rank, "on_train_batch_end", 1, signal.SIGUSR1)
-    status, files, done = fit(DDPExtStrategy(), directory, shuffled(), callbacks=callbacks).end
-    return status, files, done + len(fit(DDPExtStrategy(), directory, shuffled()).steps)
-
-
-def test_a_job_that_slurm_warns_is_requeued_and_goes_on(tmp_path: Path) -> None:
-    """The checkpoint is the one that Lightning finds by itself in a requeued job."""
-    scontrol = tmp_path / "bin" / "scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requests\n')
-    scontrol.chmod(0o755)
-    environment = {**by_srun(), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-    assert run_ranks(requeued, 2, tmp_path, env=environment) == [(138, ["hpc_ckpt_1.ckpt"], 6)] * 2
-    assert (tmp_path / "requests").read_text() == f"requeue {environment['SLURM_JOB_ID']}\n"

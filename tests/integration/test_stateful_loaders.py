@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -16,12 +15,12 @@ from tests.integration.continuing import Numbers, Stream, Training, generations
 
 
 class Counted(Numbers):
-    """Counts how often it is read."""
+    """Counts how often its samples are read."""
 
     reads = 0
 
     def __getitem__(self, index: int) -> Tensor:
-        self.reads += 1
+        Counted.reads += 1
         return super().__getitem__(index)
 
 
@@ -67,9 +66,9 @@ class ByHand(DataLoader[Any]):
 
 
 LOADERS: dict[str, Callable[[int], Any]] = {
-    "samples": lambda rank: Asked(Numbers(18), batch_size=2, shuffle=True),
+    "samples": lambda rank: Asked(Counted(18), batch_size=2, shuffle=True),
     "stream": lambda rank: Asked(Stream(9, rank), batch_size=2),
-    "samples, by hand": lambda rank: ByHand(Numbers(18), batch_size=2, shuffle=True),
+    "samples, by hand": lambda rank: ByHand(Counted(18), batch_size=2, shuffle=True),
     "stream, by hand": lambda rank: ByHand(Stream(9, rank), batch_size=2),
 }
 
@@ -89,42 +88,30 @@ def test_each_rank_goes_on_with_its_own_next_batch(tmp_path: Path) -> None:
     assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[{}, {}]] * 2
 
 
-def count_reads(rank: int, world_size: int, directory: Path) -> dict[str, tuple[int, int]]:
-    """Reads, and samples that were trained on, of a run and of one that was resumed."""
-    found, path = {}, None
-    for name in ("whole", "resumed"):
-        data = Counted(20)
-        loaders = [StatefulDataLoader(data, batch_size=2, shuffle=True), DataLoader(Stream(5, rank + 5), 2)]
-        both = CombinedLoader(loaders, "max_size")
-        training = Training(lambda both=both: both, directory, options={"max_epochs": 3}, name=name)  # type: ignore[misc]
-        run = training.saving("saved", "train_batch_end", ckpt_path=path)
-        found[name] = data.reads, sum(sample < 1000 for step in run.steps for sample in step[2:])
-        path = run.saved[1][0]
-    return found
-
-
-def test_a_loader_with_a_state_is_read_once(tmp_path: Path) -> None:
-    """Each of its samples is read when it is trained on, and those that are done are not read again after a resume."""
-    for found in run_ranks(count_reads, 2, tmp_path, env=by_hand_env(2), time_limit=60):
-        assert found == {"whole": (30, 30), "resumed": (26, 26)}
-
-
-def count_states(rank: int, world_size: int, directory: Path) -> dict[str, list[int]]:
-    """How often each loader has been asked for its state, in runs without checkpoints and with one at each step."""
-    found: dict[str, list[int]] = {}
+def count(rank: int, world_size: int, directory: Path) -> dict[str, list[tuple[int, int]]]:
+    """Samples read, and states asked for, in runs without checkpoints, with one at each step, and resumed."""
+    found: dict[str, list[tuple[int, int]]] = {}
     for name, make in LOADERS.items():
         training = Training(lambda make=make: make(rank), directory, options={"max_epochs": 2}, name=name)  # type: ignore[misc]
-        for moments in ((), ("train_batch_end",)):
-            Asked.asked = 0
-            assert len(training.saving("saved", *moments).steps) == 10
-            found.setdefault(name, []).append(Asked.asked)
+        path = None
+        for moments in ((), ("train_batch_end",), ()):
+            Asked.asked = Counted.reads = 0
+            run = training.saving("saved", *moments, ckpt_path=path)
+            assert len(run.steps) == (10 if path is None else 8)
+            found.setdefault(name, []).append((Counted.reads, Asked.asked))
+            path = run.saved[1][0] if run.saved else None
     return found
 
 
-def test_a_loader_is_asked_for_its_state_where_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    """Not before each batch, for states can be large: never without a checkpoint, and at most twice for each."""
-    for found in run_ranks(count_states, 2, tmp_path, env=by_hand_env(2), time_limit=60):
+def test_a_loader_is_read_once_and_asked_for_its_state_where_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    """Not before each batch, for states can be large: never without a checkpoint, and at most twice for each.
+
+    What is done is not read again after a resume.
+    """
+    for found in run_ranks(count, 2, tmp_path, env=by_hand_env(2), time_limit=60):
         assert found.keys() == LOADERS.keys()
-        for without, with_ten in found.values():
-            assert without == 0
-            assert 10 <= with_ten <= 20
+        for name, ((first, without), (again, with_ten), (resumed, after)) in found.items():
+            assert (without, after) == (0, 0), name
+            assert 10 <= with_ten <= 20, name
+            if name == "samples":
+                assert (first, again, resumed) == (18, 18, 14)

@@ -1,7 +1,9 @@
-"""What a user has of the strategy object itself, inside and outside of a run."""
+"""The strategy by name and as an object: what a user has of it, inside and outside of a run."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -10,10 +12,47 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from torch.utils.data import DataLoader
 
+import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
+from lightning_ddp_ext.integration import compat
+from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
-from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_ranks
+from tests.harness.training import At, Kind, Net, data, make_strategy, make_trainer, on_both, on_ranks
+
+START_METHODS = {
+    "ddp_ext": "popen",
+    "ddp_ext_spawn": "spawn",
+    "ddp_ext_fork": "fork",
+    "ddp_ext_notebook": "fork",
+    "ddp_ext_forkserver": "forkserver",
+}
+SUFFIXES = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.lowest
+def test_a_name_stands_for_its_start_method_and_option() -> None:
+    """Fifteen names are added, and no others; a reload changes nothing; Lightning's own stay what they were."""
+    expected = {
+        name + suffix: {"start_method": start_method, **options}
+        for name, start_method in START_METHODS.items()
+        for suffix, options in SUFFIXES.items()
+    }
+    importlib.reload(lightning_ddp_ext)
+    ours = {name: entry["init_params"] for name, entry in StrategyRegistry.items() if _is_ours(entry["strategy"])}
+    assert ours == expected
+    assert isinstance(make_trainer("DDP_EXT_Fork").strategy, DDPExtStrategy)
+    assert not isinstance(make_trainer("ddp").strategy, DDPExtStrategy)
+
+
+def _is_ours(strategy: object) -> bool:
+    return isinstance(strategy, type) and issubclass(strategy, DDPExtStrategy)
 
 
 def test_world_of_ranks_that_are_still_to_be_started() -> None:
@@ -22,6 +61,13 @@ def test_world_of_ranks_that_are_still_to_be_started() -> None:
     make_trainer(strategy, num_nodes=2)
     assert (strategy.world.rank, strategy.world.world_size, strategy.world.local_world_size) == (0, 4, 2)
     assert strategy.world.num_nodes == 2
+
+
+def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
+    """Lightning refuses the others in an interactive session; how a notebook trains, the example shows."""
+    names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
+    launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
+    assert [launcher.is_interactive_compatible for launcher in launchers] == [True, True, False, False]
 
 
 def test_mpirun_inside_a_slurm_allocation_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,19 +135,55 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
     assert (tmp_path / "ours" / "last.ckpt").is_file()
 
 
-def fit_and_test(rank: int, world_size: int, init_method: str | None) -> None:
-    trainer = make_trainer(DDPExtStrategy(init_method=init_method))
+def fit_and_test(rank: int, world_size: int) -> None:
+    trainer = make_trainer("ddp_ext", max_epochs=1)
     trainer.fit(Net())
     trainer.test(Net(), verbose=False)
-    make_trainer(DDPExtStrategy(init_method=init_method)).fit(Net())
+    make_trainer("ddp_ext", max_epochs=1).fit(Net())
 
 
-@pytest.mark.parametrize("init_method", ["file", None])
-def test_one_line_says_how_the_ranks_met(init_method: str | None, tmp_path: Path) -> None:
+def test_one_line_says_how_the_ranks_met() -> None:
     """On rank 0, once a process, however many Trainers follow."""
-    url = init_method and f"file://{tmp_path}/store"
-    first, second = launch_ranks(fit_and_test, 2, url, env=by_hand_env(2, port=free_port()))
+    first, second = launch_ranks(fit_and_test, 2, env=by_hand_env(2, port=free_port()))
     assert first.exit_code == second.exit_code == 0
     assert first.output.count("process group:") == 1
-    assert f"process group: gloo, 2 ranks, {url or 'env://'}\n" in first.output
+    assert "process group: gloo, 2 ranks, env://\n" in first.output
     assert "process group:" not in second.output
+
+
+def test_a_strategy_without_a_trainer_leaves_batches_as_they_are() -> None:
+    """`process_dataloader` of a strategy that nobody has connected gives what is in the loader, as stock's does."""
+    loader = DataLoader(data(), batch_size=3)
+    strategies: list[Any] = [DDPStrategy(), DDPExtStrategy()]
+    stock, ours = ([float(x.sum()) for x, _ in strategy.process_dataloader(loader)] for strategy in strategies)
+    assert ours == stock
+
+
+def reduce_numbers(kind: Kind, directory: Path) -> list[Any]:
+    trainer = make_trainer(make_strategy(kind, directory), max_epochs=1)
+    trainer.fit(Net())
+    strategies: list[Any] = [trainer.strategy, make_strategy(kind, directory)]
+    cases = itertools.product(strategies, (3.0, 3, True, "three", None), ("mean", "sum", "max"))
+    return [strategy.reduce(value, reduce_op=operation) for strategy, value, operation in cases]
+
+
+def test_what_is_no_tensor_is_reduced_as_by_stock(tmp_path: Path) -> None:
+    """`strategy.reduce(3.0)` returns 3.0, a float, on every rank, whether the strategy has run or not."""
+    ours, stock = on_both(reduce_numbers, tmp_path)
+    assert ours == stock
+    assert [list(map(type, values)) for values in ours] == [list(map(type, values)) for values in stock]
+
+
+def test_a_private_name_that_lightning_has_no_more_is_named() -> None:
+    """The error names the class, the name, the version and the remedy, and nothing is replaced; clocks may lack."""
+
+    class Owner:
+        pass
+
+    owner, needs = Owner(), r"needs .*Owner\.{}, which \S+ \d\S* does not .*; install"
+    with pytest.raises(ImportError, match=needs.format("forget")):
+        ReplacedMethods().replace(owner, "forget", lambda: None)
+    assert not hasattr(owner, "forget")
+    with pytest.raises(ImportError, match=needs.format("_active_loop")):
+        compat.active_loop_of(owner)
+    compat.TimedValidation().before_batch(owner)

@@ -113,7 +113,7 @@ CASES = {
         "max_steps": Case([[5, 4], [3, 6]], options={"max_steps": 5, "max_epochs": -1}),
         **{mode: Case([[5, 4], [4, 6]], two_streams(mode)) for mode in ("min_size", "max_size", "max_size_cycle")},
     },
-    3: {f"drawn {seed}": drawn(random.Random(seed)) for seed in range(6)},
+    3: {f"drawn {seed}": drawn(random.Random(seed)) for seed in range(4)},
 }
 
 
@@ -139,7 +139,7 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
     found = []
     for loaders in (stream, stateful, stream_and_samples):
         case = Case([[4, 2], [3, 3]], loaders, {"accumulate_grad_batches": 2, "limit_val_batches": 0})
-        points = [f"train_batch_end-{done}" for done in range(1, 6)]
+        points = [f"train_batch_end-{done}" for done in (1, 3, 4)]
         training = case.training(rank, directory)
         training.name = loaders.__name__
         found.append(generations(training, ["train_batch_end"], points))

@@ -1,0 +1,190 @@
+"""Options of DDP's and what is built on them: comm hooks, unused and unfrozen parameters, several devices a rank."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from lightning_ddp_ext import DDPExtStrategy, ring_all_reduce
+from lightning_ddp_ext.errors import OptionError
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_both, on_ranks, weights
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "ring": {"ddp_comm_hook": "ring"},
+    "the function": {"ddp_comm_hook": ring_all_reduce},
+    "fp16_compress": {"ddp_comm_hook": "fp16_compress"},
+    "power_sgd": {"ddp_comm_hook": "power_sgd"},
+    "wrapped": {"ddp_comm_hook": "ring", "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+}
+
+
+def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, options in HOOKS.items():
+        L.seed_everything(1)
+        model = Net()
+        make_trainer(make_strategy(kind, directory, **options), devices=3, precision="64-true").fit(model)
+        found[name] = {key: value for key, value in weights(model).items() if "running" not in key}
+    return found
+
+
+def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
+    """By name and as a function, as exactly as its numbers allow, and the same on every rank."""
+    first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3, time_limit=90)
+    for other in others:
+        assert_same(other, first)
+    for name, found in first.items():
+        loose = name in ("fp16_compress", "wrapped")
+        close = {"rtol": 2e-2, "atol": 2e-2} if loose else {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(found, first["none"], **close)
+        assert not loose or not torch.equal(found["layers.0.weight"], first["none"]["layers.0.weight"])
+
+
+def use_hook_for_gpus(rank: int, world_size: int) -> str:
+    trainer = make_trainer(DDPExtStrategy(ddp_comm_hook="bf16_compress"), devices=world_size)
+    with pytest.raises(OptionError) as caught:
+        trainer.fit(Net())
+    return str(caught.value)
+
+
+def test_a_hook_for_gpus_alone_is_refused_on_the_cpu() -> None:
+    (message,) = run_ranks(use_hook_for_gpus, 1)
+    assert "ddp_comm_hook bf16_compress_hook cannot be used on the CPU: " in message
+    assert "NCCL" in message
+
+
+class Forgetful(Net):
+    """Leaves layers out of the loss on some ranks."""
+
+    def __init__(self, on: tuple[int, ...]) -> None:
+        super().__init__()
+        self.spare = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
+        self.on = on
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.global_rank not in self.on:
+            loss = loss + sum(layer(batch[1]).mean() for layer in self.spare)
+        return loss
+
+
+def forget(rank: int, world_size: int, directory: Path, on: tuple[int, ...]) -> None:
+    make_trainer(make_strategy("ours", directory)).fit(Forgetful(on))
+
+
+@pytest.mark.parametrize("on", [(0, 1), (1,)], ids=["on all ranks", "on one rank"])
+def test_unused_parameters_are_named(on: tuple[int, ...], tmp_path: Path) -> None:
+    """The first ten, how many there are, and what to write if that is meant."""
+    outcomes = launch_ranks(forget, 2, tmp_path, on, env=by_hand_env(2))
+    for rank in on:
+        error = outcomes[rank].error
+        assert error is not None
+        assert error.message.startswith(
+            f"rank {rank} has not used these parameters in the loss that training_step returned: "
+            "spare.0.weight, spare.0.bias, spare.1.weight, spare.1.bias, spare.2.weight, spare.2.bias, spare.3.weight, "
+            "spare.3.bias, spare.4.weight, spare.4.bias and 2 more; DDP waits for their gradients. If that is meant, "
+            "choose strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)\n"
+        ), error.message
+    assert all(outcome.exit_code == 1 for outcome in outcomes)
+
+
+class WithBackbone(Net):
+    """Is called as `BackboneFinetuning` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = self.layers[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+# Options of the strategy, and batches that are accumulated; torch has no static graphs with accumulation.
+FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
+    ({}, 2),
+    ({"static_graph": True}, 1),
+    ({"gradient_as_bucket_view": True}, 1),
+    ({"find_unused_parameters": True}, 1),
+)
+
+
+def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
+    """The backbone's weights after the first epoch, in which they are frozen, and at the end."""
+    found = []
+    for options, accumulation in FINETUNED:
+        L.seed_everything(1)
+        model, frozen = WithBackbone(), list[Tensor]()
+        keep = partial(lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen)
+        finetuning = BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False, backbone_initial_lr=0.01)
+        callbacks = [finetuning, At("on_train_epoch_end", keep)]
+        strategy = make_strategy(kind, directory, **options)
+        make_trainer(strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation).fit(model)
+        found.append((frozen[0].detach(), model.backbone.weight.detach()))
+    return found
+
+
+def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """With `BackboneFinetuning`, whatever is asked of DDP; when stock's are, too, forming DDP anew can go."""
+    ours, stock = on_both(finetune, tmp_path)
+    for (frozen, first), (_, second) in zip(*ours, strict=True):
+        assert torch.equal(first, second)
+        assert not torch.equal(first, frozen)
+    assert not torch.equal(stock[0][0][1], stock[1][0][1])
+
+
+class Parts(Net):
+    """Puts its layers on the devices of its rank in turn; on the CPU every device is the CPU."""
+
+    def __init__(self, per_rank: int) -> None:
+        super().__init__()
+        self.per_rank = per_rank
+
+    def configure_model(self) -> None:
+        devices: list[torch.device] = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        assert [str(device) for device in devices] == ["cpu"] * self.per_rank
+        for index, layer in enumerate(self.layers):
+            layer.to(devices[index % self.per_rank])
+
+
+def use_several_devices(kind: Kind, directory: Path, per_rank: int) -> dict[str, Any]:
+    L.seed_everything(1)
+    files = directory / str(per_rank)
+    model, checkpoint = Parts(per_rank), ModelCheckpoint(files, save_last=True)
+    options = {"devices": 2 * per_rank, "enable_checkpointing": True, "callbacks": [checkpoint]}
+
+    def trainer(**more: Any) -> L.Trainer:
+        strategy = make_strategy(kind, directory, devices_per_rank=per_rank)
+        return make_trainer(strategy, sync_batchnorm=True, **options, **more)
+
+    trainer().fit(model)
+    again = trainer(max_epochs=3)
+    again.fit(model, ckpt_path=files / "last.ckpt")
+    assert again.world_size == 2
+    tested = again.test(model, verbose=False)
+    return {"weights": weights(model), "step": again.global_step, "tested": tested}
+
+
+def test_two_devices_a_rank_learn_as_one_does(tmp_path: Path) -> None:
+    """Four devices are two ranks: sampling, SyncBatchNorm, checkpoints and metrics are those of two ranks."""
+    two, one = (on_ranks("ours", use_several_devices, tmp_path, per_rank) for per_rank in (2, 1))
+    assert_same(two, one)
+
+
+def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
+    strategy = DDPExtStrategy(devices_per_rank=2, parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)])
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.connect(Net())
+    words = r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices \(cuda:0, cuda:1\)"
+    with pytest.raises(OptionError, match=words):
+        strategy.model_to_device()
