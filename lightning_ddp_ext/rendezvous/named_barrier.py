@@ -66,7 +66,6 @@ class NamedBarriers:
         self._steps = 0
         self._made = 0
         self._open = 0
-        self._last: dict[int, int] = {}
         self._waiting: dict[int, list[Call]] = {}
         context.listen(_TOPIC, self._hear)
 
@@ -112,13 +111,13 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
         is_patient: bool = False,
     ) -> None:
         """:meth:`begin` a call and :meth:`wait`. Collective."""
         self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
 
-    def wait(self, call: Call, *, check: Callable[[], None] | None = None, is_patient: bool = False) -> None:
+    def wait(self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False) -> None:
         """Wait until every rank has begun this call. Collective.
 
         Args:
@@ -132,8 +131,7 @@ class NamedBarriers:
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._context.collective_timeout.total_seconds()):
-            if check is not None:
-                check()
+            check()
             if not is_patient:
                 self._give_up(call)
 
@@ -173,7 +171,6 @@ class NamedBarriers:
     def _note(self, call: Call) -> None:
         """Note a call; on rank 0 let all in when the last rank has come, or say which one is in the wrong place."""
         with self._peers.arrived:
-            self._last[call.rank] = call.number
             calls = self._waiting.setdefault(call.number, [])
             calls.append(call)
             is_odd = self._rank == 0 and call.name != calls[0].name
@@ -196,8 +193,10 @@ class NamedBarriers:
     def _answer_overdue(self, call: Call) -> None:
         """On rank 0: name the ranks that have not come to a call."""
         with self._peers.arrived:
-            absent = [info.rank for info in self._context.table.ranks if self._last.get(info.rank, 0) < call.number]
-        if absent:  # else the last one has come this moment, and all are about to be let in
+            came = {each.rank for each in self._waiting.get(call.number, [])}
+            absent = [info.rank for info in self._context.table if info.rank not in came]
+            is_open = self._open >= call.number
+        if absent and not is_open:  # else the last one has come this moment, and all are about to be let in
             self._report_absence(call, absent, "has not come in time", _BE_THERE)
 
     def _report_absence(
