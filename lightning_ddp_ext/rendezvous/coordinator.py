@@ -147,7 +147,7 @@ class Coordinator:
             self._route = str(connection.socket.getsockname()[0]).removeprefix("::ffff:")
         self._channel.adopt(info.rank, connection)
         self._channel.reply(connection, "handshake", {"heard": self._store.port})
-        if len(self._present) == self._hello.world_size and self._error is None:
+        if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": by_host(self._table), "route": self._route})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 
@@ -25,7 +26,7 @@ from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
-_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, MissingRanksError, StoreError)}
+_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, StoreError)}
 
 
 @dataclass(frozen=True)
@@ -213,13 +214,12 @@ def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
 
 def refusal_of(error: RendezvousError) -> Message:
     """The message that ends the start for a rank."""
-    missing = list(getattr(error, "missing", ()))
-    return {"refused": {"kind": type(error).__name__, "sentence": str(error), "missing": missing}}
+    return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 
-def error_in(refused: Message) -> RendezvousError:
+def error_in(refused: list[Any]) -> RendezvousError:
     """The error in such a message."""
-    error = _KINDS.get(refused["kind"], RendezvousError)(refused["sentence"])
-    if isinstance(error, MissingRanksError):
-        error.missing = tuple(refused["missing"])
-    return error
+    kind, sentence, *missing = refused
+    if kind == MissingRanksError.__name__:
+        return MissingRanksError(sentence, tuple(missing))
+    return _KINDS.get(kind, RendezvousError)(sentence)

@@ -100,9 +100,7 @@ class NamedBarriers:
         with self._peers.arrived:
             self._made += 1
             call = Call(self._rank, self._made, self._steps, name, what, where)
-        self._send({"call": asdict(call)})
-        if self._rank == 0:
-            self._note(call)
+        self._tell("call", call)
         return call
 
     def enter(
@@ -136,10 +134,7 @@ class NamedBarriers:
                 self._give_up(call)
 
     def _give_up(self, call: Call) -> None:
-        if self._rank == 0:
-            self._answer_overdue(call)
-        else:
-            self._send({"overdue": asdict(call)})
+        self._tell("overdue", call)
         if not self._is_open(call, self._context.timeouts.answer):
             raise self._report_absence(call, [0], "has not answered", _BE_THERE).to_error()
 
@@ -155,18 +150,22 @@ class NamedBarriers:
             raise event.to_error()
         return came
 
-    def _send(self, message: Message) -> None:
+    def _tell(self, what: str, call: Call) -> None:
+        """Tell rank 0 of a call; rank 0 tells itself and all others."""
+        message = {what: asdict(call)}
         self._context.send(_TOPIC, message)
+        if self._rank == 0:
+            self._hear(message)
 
     # On the channel's thread, or on rank 0's main one.
 
     def _hear(self, message: Message) -> None:
         if "open" in message:
             self._let_in(message["open"])
-        elif "overdue" in message:
-            self._answer_overdue(Call(**message["overdue"]))
-        else:
+        elif "call" in message:
             self._note(Call(**message["call"]))
+        elif self._rank == 0:
+            self._answer_overdue(Call(**message["overdue"]))
 
     def _note(self, call: Call) -> None:
         """Note a call; on rank 0 let all in when the last rank has come, or say which one is in the wrong place."""
@@ -179,7 +178,7 @@ class NamedBarriers:
         if is_odd:
             self._report_mismatch(calls)
         elif is_complete:
-            self._send({"open": call.number})
+            self._context.send(_TOPIC, {"open": call.number})
             self._let_in(call.number)
         elif missed is not None:
             self._report_absence(missed, [self._rank])
