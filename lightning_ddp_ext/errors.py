@@ -45,6 +45,7 @@ the error in the documentation.
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from os import PathLike
 
 
@@ -140,7 +141,7 @@ class CheckpointSaveError(CheckpointError, OSError):
         return str(self.args[0])  # OSError would look for a file name and an error number
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_save_error, (str(self), self.path, self.errno)
+        return partial(type(self), path=self.path, errno=self.errno), (str(self),)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -157,9 +158,6 @@ class DamagedCheckpointError(CheckpointError):
     def __init__(self, message: str, damaged: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.damaged = damaged
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.damaged)
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
@@ -211,9 +209,6 @@ class DivergenceError(DDPExtError, RuntimeError):
         self.ranks = ranks
         self.names = names
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.ranks, self.names)
-
 
 class LogMismatchError(DDPExtError, RuntimeError):
     """Ranks have logged different values with ``sync_dist=True``; raised on every rank."""
@@ -238,7 +233,8 @@ class RankFailedError(DDPExtError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         # BaseException's own __reduce__ knows nothing of keyword-only arguments.
-        return _rebuild_rank_failed, (type(self), str(self), self.rank, self.host, self.pid, self.traceback_text)
+        make = partial(type(self), rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        return make, (str(self),)
 
 
 class RankDiedError(RankFailedError):
@@ -259,13 +255,3 @@ class RankHungError(RankFailedError):
 
 class RankLeftError(RankFailedError):
     """Another rank had finished and gone while this one still needed it for a collective."""
-
-
-def _rebuild_rank_failed(
-    cls: type[RankFailedError], message: str, rank: int, host: str, pid: int, traceback_text: str
-) -> RankFailedError:
-    return cls(message, rank=rank, host=host, pid=pid, traceback_text=traceback_text)
-
-
-def _rebuild_save_error(message: str, path: str, errno: int | None) -> CheckpointSaveError:
-    return CheckpointSaveError(message, path=path, errno=errno)

@@ -6,18 +6,13 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.world import read_rank
-
-if TYPE_CHECKING:
-    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _LoggerAdapter = logging.LoggerAdapter  # cannot be subscribed to before Python 3.11
 
 Ranks = Literal["all"] | int | Iterable[int]
 
@@ -45,7 +40,7 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     return RankLogger(logging.getLogger(name), ranks)
 
 
-class RankLogger(_LoggerAdapter):
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none before Python 3.11
     """What ``rank_logger`` makes: a ``logging.LoggerAdapter`` that is enabled for nothing on other ranks.
 
     ``isEnabledFor`` spares these what only a line would need; ``extra=`` and ``stacklevel=`` mean what they do for the

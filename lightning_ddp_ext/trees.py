@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -38,8 +37,8 @@ def register_names() -> None:
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
-    if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport())
+    if _RegisterOnImport not in sys.meta_path:
+        sys.meta_path.insert(0, _RegisterOnImport)
 
 
 def _choose() -> str:
@@ -66,24 +65,16 @@ def _register(tree: str) -> None:
         import_module(f"{_ADAPTERS[tree]}.strategy").register()
 
 
-class _RegisterOnImport(MetaPathFinder):
-    """Finds what the other finders find; a tree gets our strategy names when its import ends."""
+class _RegisterOnImport(PathFinder):
+    """Gives a tree our strategy names when its import ends."""
 
-    _is_asking = False
-
+    @classmethod
     def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _ADAPTERS or self._is_asking:
-            return None
-        self._is_asking = True
-        try:
-            found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-            spec = next((spec for spec in found if spec is not None), None)
-        finally:
-            self._is_asking = False
+        spec = super().find_spec(fullname, path, target) if fullname in _ADAPTERS else None
         if spec is not None and spec.loader is not None:
-            _call_after_import(spec.loader, lambda: _register(name))
+            _call_after_import(spec.loader, lambda: _register(fullname))
         return spec
 
 

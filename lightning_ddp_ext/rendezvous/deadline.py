@@ -13,7 +13,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _FIRST_PAUSE = 0.001
-_LONGEST_PAUSE = 0.02
+_LONGEST_PAUSE = 0.25
+_CHECK_EVERY = 0.1
 
 
 class Deadline:
@@ -37,22 +38,24 @@ class Deadline:
         """What is left, at least a second, as stores and groups count in whole seconds."""
         return timedelta(seconds=max(1.0, self.remaining))
 
-    def ticks(self, longest: float = _LONGEST_PAUSE) -> Iterator[None]:
-        """Yield again and again until the deadline, after pauses that grow to ``longest`` seconds.
-
-        The pauses are jittered, so that many ranks that poll one store do not do it in step.
-        """
+    def ticks(self) -> Iterator[None]:
+        """Yield until the deadline; the pauses grow, and are jittered, so that ranks do not ask in step."""
         pause = _FIRST_PAUSE
         while not self.expired:
             yield
             time.sleep(min(pause * random.uniform(0.75, 1.25), self.remaining))
-            pause = min(pause * 1.5, longest)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def bound(self, work: Callable[[], T], *, extra: float = 0.0) -> T:
+    def bound(self, work: Callable[[], T], *, extra: float = 0.0, check: Callable[[], None] = lambda: None) -> T:
         """What ``work`` returns or raises, called in a thread: calls into C++ may know no timeout of their own.
 
+        Args:
+            work: what to call.
+            extra: seconds that it may take beyond the deadline.
+            check: called again and again meanwhile; it may raise why there is nothing to wait for.
+
         Raises:
-            TimeoutError: it is still running ``extra`` seconds after the deadline; its thread is left to itself.
+            TimeoutError: it is still running then; its thread is left to itself.
         """
         outcome: Future[T] = Future()
 
@@ -64,10 +67,10 @@ class Deadline:
 
         thread = threading.Thread(target=call, name="ddpx-bounded", daemon=True)
         thread.start()
-        thread.join(self.remaining + extra)
+        limit = Deadline(self.remaining + extra)
+        while thread.is_alive() and not limit.expired:
+            thread.join(min(_CHECK_EVERY, limit.remaining))
+            check()
         if not outcome.done():
             raise TimeoutError(f"still running {extra:g} s after a deadline of {self.seconds:g} s")
-        error = outcome.exception()
-        if error is not None:
-            raise error
         return outcome.result()

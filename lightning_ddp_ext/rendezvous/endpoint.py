@@ -18,7 +18,6 @@ import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -47,93 +46,54 @@ class Address:
         is_here = self.info is not None and self.info.network == network
         return list(dict.fromkeys(["127.0.0.1", *self.hosts] if is_here else self.hosts))
 
-    def __str__(self) -> str:
-        return f"{', '.join(self.hosts)} port {self.port}"
-
 
 class Endpoint:
-    """How ranks find rank 0."""
+    """How ranks find rank 0: it listens on a port that the kernel chooses, and publishes its address."""
+
+    is_local = False
+    """Whether all ranks are on this host, so that rank 0 listens on loopback only."""
 
     def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
-        """On rank 0: a listening socket and its address. Raises ``StoreError`` or, for a taken port, ``PortInUse``."""
-        raise NotImplementedError
+        """On rank 0: a listening socket and its address. Raises ``StoreError``."""
+        listener = listen("127.0.0.1" if self.is_local else "", 0)
+        hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
+        return listener, Address(hosts, listener.getsockname()[1], secrets.token_hex(16), info)
+
+    def publish(self, address: Address) -> None:
+        """On rank 0: let the others find the address."""
 
     def look_up(self, deadline: Deadline) -> Address | None:
         """Where rank 0 listens, as far as is known now."""
         raise NotImplementedError
 
-    def publish(self, address: Address) -> None:
-        """On rank 0: let the others find the address."""
-
     def withdraw(self, address: Address) -> None:
         """On rank 0: remove what was published, unless it is another process's."""
-
-    def not_found(self) -> str:
-        """What is there instead of an address, in words."""
-        return "no rank 0 has published its address there"
-
-
-class PortInUse(Exception):
-    """Another process listens on rank 0's port. The argument is the error to raise if it is not a rank 0."""
 
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``."""
+    """Rank 0 listens at ``where``, which every rank knows."""
 
     where: Tcp
 
     @override
     def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
         try:
-            return listen(self.where.host, self.where.port), Address((self.where.host,), self.where.port)
+            return listen(self.where.host, self.where.port), self.look_up(Deadline(0.0))
         except socket.gaierror as error:
             raise unresolvable(self.where, error) from None
         except OSError as error:
-            refusal = StoreError(
+            raise StoreError(
                 f"init_method '{self.where}': rank 0 on {info.host} (pid {info.pid}) cannot bind port "
                 f"{self.where.port}: {error.strerror or error}; stop the program that holds it or choose another port"
-            )
-            raise (PortInUse(refusal) if error.errno == errno.EADDRINUSE else refusal) from None
+            ) from None
 
     @override
     def look_up(self, deadline: Deadline) -> Address:
         return Address((self.where.host,), self.where.port)
 
 
-class _Published(Endpoint):
-    """An endpoint whose address rank 0 publishes.
-
-    Args:
-        is_local: whether all ranks are on this host, so that rank 0 listens on loopback only.
-    """
-
-    def __init__(self, *, is_local: bool = False) -> None:
-        self.is_local = is_local
-
-    @override
-    def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
-        listener = listen("127.0.0.1" if self.is_local else "", 0)
-        hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
-        return listener, Address(hosts, listener.getsockname()[1], secrets.token_hex(16), info)
-
-    @override
-    def publish(self, address: Address) -> None:
-        self._write(json.dumps({"lightning_ddp_ext": asdict(address)}).encode())
-
-    @override
-    def look_up(self, deadline: Deadline) -> Address | None:
-        content = self._read(deadline)
-        return address_in(content) if content else None
-
-    def _write(self, content: bytes) -> None:
-        raise NotImplementedError
-
-    def _read(self, deadline: Deadline) -> bytes | None:
-        raise NotImplementedError
-
-
-class FileEndpoint(_Published):
+class FileEndpoint(Endpoint):
     """Rank 0 writes its address into the file at ``path``.
 
     Args:
@@ -142,13 +102,19 @@ class FileEndpoint(_Published):
     """
 
     def __init__(self, path: str, *, is_local: bool = False) -> None:
-        super().__init__(is_local=is_local)
         self.path = path
+        self.is_local = is_local
 
     @override
     def look_up(self, deadline: Deadline) -> Address | None:
-        content = self._read(deadline)
-        address = address_in(content) if content else None
+        try:
+            with open(self.path, "rb") as file:
+                content = file.read(_LONGEST_ADDRESS)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
+                return None
+            raise StoreError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
+        address = _address_in(content)
         if content and address is None:
             raise StoreError(
                 f"init_method 'file://{self.path}': the file holds something else than the address of a rank 0 (it "
@@ -158,40 +124,25 @@ class FileEndpoint(_Published):
 
     @override
     def withdraw(self, address: Address) -> None:
-        with suppress(OSError):
+        with suppress(OSError, StoreError):
             if self.look_up(Deadline(0.0)) == address:
                 os.unlink(self.path)
 
     @override
-    def not_found(self) -> str:
-        found = self.look_up(Deadline(0.0))
-        if found is None or found.info is None:
-            return super().not_found()
-        return f"the address there is of {found.info}, which does not answer at {found}"
-
-    def _write(self, content: bytes) -> None:
-        """The whole file or nothing: readers never see half an address. For this user's eyes only."""
+    def publish(self, address: Address) -> None:
+        """Write the whole file or nothing, so that nobody reads half an address; for this user's eyes only."""
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(_text_of(address))
             os.replace(temporary, self.path)
         except BaseException:
             os.unlink(temporary)
             raise
 
-    def _read(self, deadline: Deadline) -> bytes | None:
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(_LONGEST_ADDRESS)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
-                return None
-            raise StoreError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
 
-
-class StoreEndpoint(_Published):
+class StoreEndpoint(Endpoint):
     """Rank 0 writes its address into a store that a launcher hosts.
 
     Args:
@@ -200,17 +151,18 @@ class StoreEndpoint(_Published):
     """
 
     def __init__(self, where: Tcp, key: str) -> None:
-        super().__init__()
         self.where = where
         self.key = f"lightning_ddp_ext/{key}"
         self._store: TCPStore | None = None
 
-    def _write(self, content: bytes) -> None:
-        self._open(Deadline(10.0)).set(self.key, content.decode())
-
-    def _read(self, deadline: Deadline) -> bytes | None:
+    @override
+    def look_up(self, deadline: Deadline) -> Address | None:
         store = self._open(deadline)
-        return bytes(store.get(self.key)) if store.check([self.key]) else None
+        return _address_in(store.get(self.key)) if store.check([self.key]) else None
+
+    @override
+    def publish(self, address: Address) -> None:
+        self._open(Deadline(10.0)).set(self.key, _text_of(address))
 
     def _open(self, deadline: Deadline) -> TCPStore:
         if self._store is None:
@@ -218,12 +170,15 @@ class StoreEndpoint(_Published):
         return self._store
 
 
-def address_in(content: bytes) -> Address | None:
+def _text_of(address: Address) -> str:
+    return json.dumps({"lightning_ddp_ext": asdict(address)})
+
+
+def _address_in(content: bytes) -> Address | None:
     """The address that somebody has published; ``None`` if it is something else."""
     try:
-        values: dict[str, Any] = json.loads(content)["lightning_ddp_ext"]
-        info = RankInfo(**values["info"])
-        return replace(Address(**values), hosts=tuple(values["hosts"]), info=info)
+        values = json.loads(content)["lightning_ddp_ext"]
+        return replace(Address(**values), hosts=tuple(values["hosts"]), info=RankInfo(**values["info"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import Store, TCPStore
 
@@ -17,20 +16,17 @@ from lightning_ddp_ext.errors import (
     RendezvousError,
     StoreError,
 )
-from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, unresolvable
 from lightning_ddp_ext.rendezvous.peer_event import event_of, reason_of
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import StartUp
-from lightning_ddp_ext.rendezvous.sockets import Sockets, sockets_opened
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, table_of
+from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
-_logger = own_logger(__name__)
-
-_RETRY = 0.25
-_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, MissingRanksError, StoreError)}
+_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, StoreError)}
 
 
 @dataclass(frozen=True)
@@ -38,18 +34,18 @@ class Connections:
     """What the handshake brings, open as long as the process is a rank.
 
     Attributes:
-        table: all ranks.
+        channel: to rank 0, or on rank 0 to all others.
+        table: all ranks in their order.
         store: rank 0's.
-        channel: to rank 0; ``None`` in a world of one rank.
         store_sockets: those of the store.
-        route: the address of this host that ranks of other hosts can reach, if there are any.
+        route: the address of this host that ranks of other hosts can reach; empty if there are none.
         withdraw: on rank 0, removes what was published.
     """
 
-    table: RankTable
+    channel: Channel
+    table: tuple[RankInfo, ...]
     store: Store
-    channel: Channel | None = None
-    store_sockets: Sockets | None = None
+    store_sockets: OpenedSockets | None = None
     route: str = ""
     withdraw: Callable[[], None] = lambda: None
 
@@ -57,17 +53,13 @@ class Connections:
 class Handshake:
     """Connects this rank to rank 0."""
 
-    def __init__(self, start_up: StartUp) -> None:
-        self._hello, self._endpoint, self._channel = start_up.hello, start_up.endpoint, start_up.channel
-        self._deadline, self._timeouts, self._absence = start_up.deadline, start_up.timeouts, start_up.absence
+    def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
+        self._hello, self._channel, self._deadline = hello, channel, deadline
+        self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
         self._answers: Message = {}
-        self._closed: str | None = None
-        self._changed = threading.Condition()
         self._obstacle: OSError | str = "not tried"
         self._rank_zero = ("", 0)
-        self._route = ""
-        self._store: Future[TCPStore] = Future()
-        self._store_sockets: Sockets | None = None
+        self._own_address = ""
 
     def run(self) -> Connections:
         """Wait until all ranks have connected.
@@ -76,33 +68,31 @@ class Handshake:
             StoreError: there is no rank 0.
             RendezvousError: one of its kinds; rank 0 has refused the start.
         """
-        self._channel.listen("handshake", self._hear)
-        self._channel.on_closed(self._on_closed)
+        self._channel.listen("handshake", self._answers.update)
         try:
             self._find_rank_zero()
-            threading.Thread(target=self._open_store, name="ddpx-store", daemon=True).start()
+            with OpenedSockets() as store_sockets:
+                store = self._open_store()
             table = self._await_welcome()
-            if self._hello.info.network == table[0].network:
-                self._route = self._answers["route"]
-            store = self._await_store(table)
         except BaseException as error:
-            if "welcome" in self._answers:
-                self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
-            elif "refused" not in self._answers:
+            if "refused" not in self._answers:
                 self._channel.send("handshake", {"gave_up": str(gave_up(self._hello.info, error))})
             raise
-        return Connections(table, store, self._channel, self._store_sockets, self._route)
+        route = self._own_address
+        if self._hello.info.network == table[0].network:
+            route = self._answers["route"]
+        return Connections(self._channel, table, store, store_sockets, route)
 
     # Finding rank 0.
 
     def _find_rank_zero(self) -> None:
-        for _ in self._deadline.ticks(longest=_RETRY):
+        for _ in self._deadline.ticks():
             sentence = self._absence()
             if sentence is not None:
                 raise RendezvousError(sentence)
             address = self._endpoint.look_up(self._deadline)
             if address is None:
-                self._obstacle = self._endpoint.not_found()
+                self._obstacle = "no rank 0 has published its address there"
             elif any(self._is_rank_zero_at(host, address) for host in address.candidates(self._hello.info.network)):
                 return
         raise self._not_found()
@@ -112,15 +102,12 @@ class Handshake:
             seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
             connected = socket.create_connection((host, address.port), timeout=seconds)
         except OSError as error:
-            if isinstance(error, socket.gaierror) and not isinstance(self._obstacle, socket.gaierror):
-                # A cluster's name service may learn the name of rank 0's host only when that host is up.
-                _logger.warning("%s: the host does not resolve yet; trying again", self._hello.init_method)
+            # Also a name that is not known yet: a cluster's name service may learn it only when that host is up.
             self._obstacle = error
             return False
         self._rank_zero = (host, address.port)
-        self._route = str(connected.getsockname()[0]).removeprefix("::ffff:")
-        with self._changed:
-            self._answers, self._closed = {}, None
+        self._own_address = str(connected.getsockname()[0]).removeprefix("::ffff:")
+        self._answers.clear()
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only the end of the connection or of the start, or another address, ends this wait.
@@ -131,97 +118,88 @@ class Handshake:
             raise error_in(self._answers["refused"])
         if "heard" in self._answers:
             return True
-        self._channel.disconnect(0)
         self._obstacle = self._no_answer()
         return False
 
     def _no_answer(self) -> str:
-        if self._closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
+        closed = self._channel.ended.get(0)
+        if closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
             return "another program answers there"
-        if self._closed == MALFORMED:
+        if closed == MALFORMED:
             raise StoreError(
                 f"what listens at {self._where} is not rank 0: it is another program; choose a port that no other "
                 "program uses, or give the address of rank 0's host"
             )
         if "stranger" in self._answers:
             return "another run answers there"
-        return (
-            "it closed the connection without an answer" if self._closed is not None else "it accepted, but is silent"
-        )
+        return "it accepted, but is silent" if closed is None else "it closed the connection without an answer"
 
     @property
     def _where(self) -> str:
         return f"{self._rank_zero[0]}:{self._rank_zero[1]}"
 
     def _not_found(self) -> StoreError:
+        found = self._obstacle
         if isinstance(self._endpoint, TcpEndpoint):
+            if isinstance(found, socket.gaierror):
+                return unresolvable(self._endpoint.where, found)
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
-            remedy = "that this address is its host's, and that no firewall is between"
-            if isinstance(self._obstacle, socket.gaierror):
-                return unresolvable(self._endpoint.where, self._obstacle)
+            remedy = "that this address is its host's"
         else:
             where = self._hello.init_method
-            remedy = "that it sees the same file, and that no firewall is between"
-        found = self._obstacle
+            remedy = "that it sees the same file"
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         return StoreError(
             f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
-            f"check that rank 0 is started, {remedy}"
+            f"check that rank 0 is started, {remedy}, and that no firewall is between"
         )
 
     # Waiting for the others.
 
-    def _open_store(self) -> None:
-        """Open the store while other ranks still connect; in a thread, as a refusal need not wait for it."""
+    def _open_store(self) -> TCPStore:
+        """Open the store as soon as rank 0 has answered: it does not bear hundreds of ranks at once."""
+
+        def check() -> None:
+            self._channel.poll(0.0)
+            self._raise_if_over()
+
         try:
-            with sockets_opened() as self._store_sockets:
-                store = connect_store(self._rank_zero[0], self._answers["heard"], self._deadline)
-            self._store.set_result(store)
-        except Exception as error:
-            self._store.set_exception(error)
-        with self._changed:
-            self._changed.notify_all()
+            return connect_store(self._rank_zero[0], self._answers["heard"], self._deadline, check)
+        except StoreError:
+            self._await_welcome()  # raises what is known better: a refusal, or the silence of rank 0
+            raise
 
-    def _await_store(self, table: RankTable) -> TCPStore:
-        with self._changed:
-            self._changed.wait_for(lambda: self._store.done() or self._closed is not None)
-        if not self._store.done() and self._closed is not None:
-            raise event_of("died", table[0], self._closed).to_error()
-        return self._store.result()
-
-    def _await_welcome(self) -> RankTable:
+    def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):
             self._channel.send("handshake", {"overdue": True})
             self._wait_for("welcome", self._timeouts.answer)
+        if "welcome" not in self._answers:
+            self._raise_if_over()
+            raise self._lost("has not answered")
+        return table_of(self._answers["welcome"])
+
+    def _raise_if_over(self) -> None:
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
-        if "welcome" not in self._answers:
-            what = "has gone away" if self._closed is not None else "has not answered"
-            raise StoreError(
-                f"rank 0 at {self._where} {what} after it had accepted {self._hello.info}; look at its output"
-            )
-        return RankTable.of(self._answers["welcome"])
+        if 0 in self._channel.ended and "welcome" in self._answers:
+            raise event_of("died", table_of(self._answers["welcome"])[0], self._channel.ended[0]).to_error()
+        if 0 in self._channel.ended:
+            raise self._lost("has gone away")
+
+    def _lost(self, what: str) -> StoreError:
+        return StoreError(
+            f"rank 0 at {self._where} {what} after it had accepted {self._hello.info}; look at its output"
+        )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
         """Whether this answer, a refusal, or the end of the connection has come within so many seconds."""
-        ends = {answer, "refused", "stranger"}
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closed is not None or not ends.isdisjoint(self._answers), seconds
-            )
-
-    # On the channel's thread.
-
-    def _hear(self, body: Message) -> None:
-        with self._changed:
-            self._answers.update(body)
-            self._changed.notify_all()
-
-    def _on_closed(self, rank: int, reason: str) -> None:
-        with self._changed:
-            self._closed = reason
-            self._changed.notify_all()
+        ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
+        while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
+            if deadline.expired:
+                return False
+            self._channel.poll(deadline.remaining)
+        return True
 
 
 # What rank 0 and the others tell each other of an error.
@@ -236,13 +214,12 @@ def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
 
 def refusal_of(error: RendezvousError) -> Message:
     """The message that ends the start for a rank."""
-    missing = list(getattr(error, "missing", ()))
-    return {"refused": {"kind": type(error).__name__, "sentence": str(error), "missing": missing}}
+    return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 
-def error_in(refused: Message) -> RendezvousError:
+def error_in(refused: list[Any]) -> RendezvousError:
     """The error in such a message."""
-    error = _KINDS.get(refused["kind"], RendezvousError)(refused["sentence"])
-    if isinstance(error, MissingRanksError):
-        error.missing = tuple(refused["missing"])
-    return error
+    kind, sentence, *missing = refused
+    if kind == MissingRanksError.__name__:
+        return MissingRanksError(sentence, tuple(missing))
+    return _KINDS.get(kind, RendezvousError)(sentence)

@@ -66,7 +66,6 @@ class NamedBarriers:
         self._steps = 0
         self._made = 0
         self._open = 0
-        self._last: dict[int, int] = {}
         self._waiting: dict[int, list[Call]] = {}
         context.listen(_TOPIC, self._hear)
 
@@ -101,9 +100,7 @@ class NamedBarriers:
         with self._peers.arrived:
             self._made += 1
             call = Call(self._rank, self._made, self._steps, name, what, where)
-        self._send({"call": asdict(call)})
-        if self._rank == 0:
-            self._note(call)
+        self._tell("call", call)
         return call
 
     def enter(
@@ -112,13 +109,13 @@ class NamedBarriers:
         where: str = "",
         *,
         name: str = "",
-        check: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
         is_patient: bool = False,
     ) -> None:
         """:meth:`begin` a call and :meth:`wait`. Collective."""
         self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
 
-    def wait(self, call: Call, *, check: Callable[[], None] | None = None, is_patient: bool = False) -> None:
+    def wait(self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False) -> None:
         """Wait until every rank has begun this call. Collective.
 
         Args:
@@ -132,16 +129,12 @@ class NamedBarriers:
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._context.collective_timeout.total_seconds()):
-            if check is not None:
-                check()
+            check()
             if not is_patient:
                 self._give_up(call)
 
     def _give_up(self, call: Call) -> None:
-        if self._rank == 0:
-            self._answer_overdue(call)
-        else:
-            self._send({"overdue": asdict(call)})
+        self._tell("overdue", call)
         if not self._is_open(call, self._context.timeouts.answer):
             raise self._report_absence(call, [0], "has not answered", _BE_THERE).to_error()
 
@@ -157,23 +150,26 @@ class NamedBarriers:
             raise event.to_error()
         return came
 
-    def _send(self, message: Message) -> None:
+    def _tell(self, what: str, call: Call) -> None:
+        """Tell rank 0 of a call; rank 0 tells itself and all others."""
+        message = {what: asdict(call)}
         self._context.send(_TOPIC, message)
+        if self._rank == 0:
+            self._hear(message)
 
     # On the channel's thread, or on rank 0's main one.
 
     def _hear(self, message: Message) -> None:
         if "open" in message:
             self._let_in(message["open"])
-        elif "overdue" in message:
-            self._answer_overdue(Call(**message["overdue"]))
-        else:
+        elif "call" in message:
             self._note(Call(**message["call"]))
+        elif self._rank == 0:
+            self._answer_overdue(Call(**message["overdue"]))
 
     def _note(self, call: Call) -> None:
         """Note a call; on rank 0 let all in when the last rank has come, or say which one is in the wrong place."""
         with self._peers.arrived:
-            self._last[call.rank] = call.number
             calls = self._waiting.setdefault(call.number, [])
             calls.append(call)
             is_odd = self._rank == 0 and call.name != calls[0].name
@@ -182,7 +178,7 @@ class NamedBarriers:
         if is_odd:
             self._report_mismatch(calls)
         elif is_complete:
-            self._send({"open": call.number})
+            self._context.send(_TOPIC, {"open": call.number})
             self._let_in(call.number)
         elif missed is not None:
             self._report_absence(missed, [self._rank])
@@ -196,8 +192,10 @@ class NamedBarriers:
     def _answer_overdue(self, call: Call) -> None:
         """On rank 0: name the ranks that have not come to a call."""
         with self._peers.arrived:
-            absent = [info.rank for info in self._context.table.ranks if self._last.get(info.rank, 0) < call.number]
-        if absent:  # else the last one has come this moment, and all are about to be let in
+            came = {each.rank for each in self._waiting.get(call.number, [])}
+            absent = [info.rank for info in self._context.table if info.rank not in came]
+            is_open = self._open >= call.number
+        if absent and not is_open:  # else the last one has come this moment, and all are about to be let in
             self._report_absence(call, absent, "has not come in time", _BE_THERE)
 
     def _report_absence(

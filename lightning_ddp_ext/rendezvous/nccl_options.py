@@ -3,42 +3,41 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lightning_ddp_ext.errors import OptionError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
-_CHOICES = {
-    "p2p_level": get_args(Level),
-    "gdr_level": get_args(Level),
-    "algorithm": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"),
-    "protocol": ("LL", "LL128", "Simple"),
-    "debug": ("VERSION", "WARN", "INFO", "TRACE"),
-}
+_LEVELS = get_args(Level)
 _SUBSYSTEMS = (
     "INIT", "COLL", "P2P", "SHM", "NET", "GRAPH", "TUNING", "ENV", "ALLOC", "CALL", "PROXY", "NVLS", "BOOTSTRAP", "REG",
     "PROFILE", "RAS", "ALL",
 )  # fmt: skip
-_VARIABLES = {
-    "p2p_level": "NCCL_P2P_LEVEL",
-    "ib_hca": "NCCL_IB_HCA",
-    "algorithm": "NCCL_ALGO",
-    "protocol": "NCCL_PROTO",
-    "buffer_size": "NCCL_BUFFSIZE",
-    "min_channels": "NCCL_MIN_NCHANNELS",
-    "max_channels": "NCCL_MAX_NCHANNELS",
-    "socket_threads": "NCCL_SOCKET_NTHREADS",
-    "sockets_per_thread": "NCCL_NSOCKS_PERTHREAD",
-    "gdr_level": "NCCL_NET_GDR_LEVEL",
-    "check_pointers": "NCCL_CHECK_POINTERS",
-    "debug": "NCCL_DEBUG",
-    "debug_subsystems": "NCCL_DEBUG_SUBSYS",
-    "blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
-    "high_priority_streams": "TORCH_NCCL_HIGH_PRIORITY",
+_WITHOUT_LIMIT = sys.maxsize
+
+# Field: its variable, and the words or the range of numbers that it takes, if there is a rule.
+_SETTINGS: dict[str, tuple[str, tuple[str, ...] | range]] = {
+    "p2p_level": ("NCCL_P2P_LEVEL", _LEVELS),
+    "ib_hca": ("NCCL_IB_HCA", ()),
+    "algorithm": ("NCCL_ALGO", ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")),
+    "protocol": ("NCCL_PROTO", ("LL", "LL128", "Simple")),
+    "buffer_size": ("NCCL_BUFFSIZE", range(1, _WITHOUT_LIMIT)),
+    "min_channels": ("NCCL_MIN_NCHANNELS", range(1, _WITHOUT_LIMIT)),
+    "max_channels": ("NCCL_MAX_NCHANNELS", range(1, _WITHOUT_LIMIT)),
+    "socket_threads": ("NCCL_SOCKET_NTHREADS", range(1, 17)),
+    "sockets_per_thread": ("NCCL_NSOCKS_PERTHREAD", range(1, _WITHOUT_LIMIT)),
+    "gdr_level": ("NCCL_NET_GDR_LEVEL", _LEVELS),
+    "check_pointers": ("NCCL_CHECK_POINTERS", ()),
+    "debug": ("NCCL_DEBUG", ("VERSION", "WARN", "INFO", "TRACE")),
+    "debug_subsystems": ("NCCL_DEBUG_SUBSYS", _SUBSYSTEMS),
+    "blocking_wait": ("TORCH_NCCL_BLOCKING_WAIT", ()),
+    "high_priority_streams": ("TORCH_NCCL_HIGH_PRIORITY", ()),
 }
+_SEVERAL = ("algorithm", "protocol", "debug_subsystems")
 _INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 # Variables that NCCL, torch and gloo document, beside those above; others may be a plugin's.
@@ -65,7 +64,7 @@ PROPAGATE_ERROR RANKS_PER_ROOT RETHROW_CUDA_ERRORS SHOW_EAGER_INIT_P2P_SERIALIZA
 TRACE_CPP_STACK USE_COMM_NONBLOCKING USE_TENSOR_REGISTER_ALLOCATOR_HOOK WAIT_TIMEOUT_DUMP_MILSEC
 """
 _DOCUMENTED = {
-    *_VARIABLES.values(),
+    *(variable for variable, _ in _SETTINGS.values()),
     *_INTERFACE_VARIABLES,
     *(f"NCCL_{name}" for name in _OTHERS_OF_NCCL.split()),
     *(f"TORCH_NCCL_{name}" for name in _OTHERS_OF_TORCH.split()),
@@ -126,12 +125,8 @@ class NCCLOptions:
     high_priority_streams: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            self._check_choice(name, allowed, several=name in ("algorithm", "protocol"))
-        self._check_choice("debug_subsystems", _SUBSYSTEMS, several=True)
-        for name in ("buffer_size", "min_channels", "max_channels", "sockets_per_thread"):
-            self._check_range(name, 1)
-        self._check_range("socket_threads", 1, 16)
+        for name in _SETTINGS:
+            self._check(name)
         if (self.socket_threads or 1) * (self.sockets_per_thread or 1) > 64:
             raise OptionError(
                 "socket_threads times sockets_per_thread must be at most 64 "
@@ -142,29 +137,29 @@ class NCCLOptions:
                 f"min_channels must not be above max_channels (got {self.min_channels} and {self.max_channels})"
             )
 
-    def _check_choice(self, name: str, allowed: tuple[str, ...], *, several: bool) -> None:
-        value: str | None = getattr(self, name)
-        if value is None:
+    def _check(self, name: str) -> None:
+        value, allowed = getattr(self, name), _SETTINGS[name][1]
+        if value is None or not allowed:
             return
-        parts = value.lstrip("^").split(",") if several else [value]
+        if isinstance(allowed, range):
+            parts = [value]
+            rule = f"at least {allowed.start}"
+            if allowed.stop < _WITHOUT_LIMIT:
+                rule = f"from {allowed.start} to {allowed.stop - 1}"
+        else:
+            parts = str(value).lstrip("^").split(",") if name in _SEVERAL else [value]
+            rule = f"one of {', '.join(allowed)}{', with commas between' if name in _SEVERAL else ''}"
         if not all(part in allowed for part in parts):
-            joint = ", with commas between" if several else ""
-            raise OptionError(f"NCCLOptions.{name} must be one of {', '.join(allowed)}{joint} (got {value!r})")
-
-    def _check_range(self, name: str, lowest: int, highest: int | None = None) -> None:
-        value: int | None = getattr(self, name)
-        if value is not None and not (lowest <= value and (highest is None or value <= highest)):
-            limits = f"at least {lowest}" if highest is None else f"from {lowest} to {highest}"
-            raise OptionError(f"NCCLOptions.{name} must be {limits} (got {value!r})")
+            raise OptionError(f"NCCLOptions.{name} must be {rule} (got {value!r})")
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say the same."""
-        chosen = {variable: getattr(self, field) for field, variable in _VARIABLES.items()}
-        return {variable: _written(value) for variable, value in chosen.items() if value is not None}
-
-
-def _written(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)
+        values = {variable: getattr(self, name) for name, (variable, _) in _SETTINGS.items()}
+        return {
+            variable: str(int(value)) if isinstance(value, bool) else str(value)
+            for variable, value in values.items()
+            if value is not None
+        }
 
 
 def apply(options: NCCLOptions | None, interface: str | None, environ: MutableMapping[str, str]) -> None:

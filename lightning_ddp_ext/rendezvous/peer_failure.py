@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
 from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, wait_for_delays
-from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.rank_table import RankTable
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import Message
 
@@ -41,35 +40,24 @@ class PeerFailure:
 
     Args:
         rank: of this process.
-        table: all ranks.
-        channel: to rank 0; ``None`` in a world of one rank.
+        connections: to the others.
         timeouts: of the control channel.
         release: called by the channel's thread with the first event, to wake the main thread.
 
     Attributes:
         arrived: notified at each event; components wait on it for their own changes, too.
         cause: the first death or failure, or call that ranks did not make together.
-        ended: ranks whose processes are known to have ended.
         has_raised: whether the main thread knows of the cause, and raises because of it.
-        is_forming: whether the main thread forms a group.
     """
 
     def __init__(
-        self,
-        rank: int,
-        table: RankTable,
-        channel: Channel | None,
-        timeouts: Timeouts,
-        release: Callable[[PeerEvent], None],
+        self, rank: int, connections: Connections, timeouts: Timeouts, release: Callable[[PeerEvent], None]
     ) -> None:
         self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
-        self.ended: set[int] = set()
         self.has_raised = False
-        self.is_forming = False
         self._rank = rank
-        self._table = table
-        self._channel = channel
+        self._table, self._channel = connections.table, connections.channel
         self._timeouts = timeouts
         self._release = release
         self._departed: PeerEvent | None = None
@@ -77,9 +65,13 @@ class PeerFailure:
 
     def start(self) -> None:
         """Hear of events from now on, and of those that have come before."""
-        if self._channel is not None:
-            self._channel.listen("event", self._hear)
-            self._channel.on_closed(self._on_closed)
+        self._channel.listen("event", self._hear)
+        self._channel.start(self._on_closed)
+
+    @property
+    def ended(self) -> Collection[int]:
+        """On rank 0: the ranks whose connections have ended."""
+        return self._channel.ended.keys()
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
@@ -94,7 +86,7 @@ class PeerFailure:
 
     def report(self, event: PeerEvent) -> PeerEvent:
         """Tell all ranks, this one included, why they cannot go on; returns the first event, which all of them use."""
-        if self._rank != 0 and self._channel is not None:
+        if self._rank != 0:
             self._channel.send("event", asdict(event))
             if self._channel.is_current_thread:
                 return event  # the thread is needed for rank 0's answer
@@ -118,14 +110,10 @@ class PeerFailure:
     # On the channel's thread, or on the one that reports.
 
     def _hear(self, body: Message) -> None:
-        sender = body.pop("from")
-        event = PeerEvent(**body)
-        if event.kind == "died" and sender == 0:
-            self.ended.add(event.rank)
-        self._take(event)
+        del body["from"]
+        self._take(PeerEvent(**body))
 
     def _on_closed(self, rank: int, reason: str) -> None:
-        self.ended.add(rank)
         self._take(event_of("died" if reason else "left", self._table[rank], reason))
 
     def _take(self, event: PeerEvent) -> PeerEvent:
@@ -138,7 +126,7 @@ class PeerFailure:
             elif is_first:
                 self.cause = event
             self.arrived.notify_all()
-        if is_first and self._rank == 0 and self._channel is not None:
+        if is_first and self._rank == 0:
             self._channel.send("event", asdict(event))
         if is_first and not is_departure:
             self._end_later(event)
@@ -156,7 +144,7 @@ class PeerFailure:
 
     def _end_process(self, event: PeerEvent) -> None:
         """The main thread is somewhere that nothing can wake it from. No cleaning up: it could block, too."""
-        if _supervised == 0 and not self.is_forming:
+        if _supervised == 0:
             return
         if is_end_delayed():
             self._say(f"{event.to_error()}; this rank finishes the checkpoint that it is writing")

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore
 
 from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
@@ -25,10 +25,10 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of, reason_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, abort_group
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import Request, StartUp
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
+from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.wire import Message
 
 T = TypeVar("T")
@@ -44,27 +44,30 @@ class ProcessContext:
     Args:
         request: of the first Trainer.
         connections: what the handshake has brought.
+
+    Attributes:
+        table: all ranks in their order.
+        peers: what is known of the others' ends.
+        failure: what this rank has raised while others may have waited for it.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
         self.table = connections.table
-        self.store: Store = PrefixStore(connections.table.start_id, connections.store)
         self.timeouts = request.timeouts
         self.failure: BaseException | None = None
-        """What this rank has raised while others may have waited for it."""
-        self._request = request
         self._connections = connections
-        self._groups = ProcessGroups(self.store, "" if connections.table.on_one_host else connections.route)
+        self._channel = connections.channel
+        self._groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, self.table, connections.channel, request.timeouts, self._release)
+        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._release)
 
     # Groups.
 
-    def form_group(self, deadline: Deadline) -> None:
+    def form_group(self, request: Request, deadline: Deadline) -> None:
         """Form the default group. Collective."""
         with self._forming():
-            self._groups.form_default(self._request, deadline)
+            self._groups.form_default(request, deadline)
 
     def side_group(self) -> dist.ProcessGroup:
         """A gloo group of all ranks beside the default one, for small collectives on CPU memory. Collective, once."""
@@ -86,6 +89,19 @@ class ProcessContext:
                 self._groups.form(key, list(ranks), backend)
         return self._groups.others[key]
 
+    @contextmanager
+    def _forming(self) -> Iterator[None]:
+        """While the block runs, the end of another rank also ends the wait for it in the store."""
+        with supervised_work(), self._groups.forming():
+            if self.peers.cause is not None:
+                raise self.peers.cause.to_error()
+            yield
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        """How long a rank waits for the others in a collective."""
+        return self._groups.request.timeout or _DEFAULT_TIMEOUT
+
     # Further Trainers.
 
     def accept(self, request: Request) -> Request:
@@ -97,53 +113,48 @@ class ProcessContext:
         """
         if len(self.table) == 1:
             return request
-        world = request.world
+        world, first = request.world, self._groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
                 f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
                 f"to be rank {world.rank} of {world.world_size}; give every Trainer of a script the "
                 "same devices and num_nodes, or run the other one in a script of its own"
             )
-        if request.is_explicit and request.init_method != self._request.init_method:
+        if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
-                f"this process's group was formed with init_method {self._request.init_method!r}, and this Trainer "
+                f"this process's group was formed with init_method {first.init_method!r}, and this Trainer "
                 f"asks for {request.init_method!r}; use one init method in a script"
             )
         cause = self.peers.cause
         if cause is not None and (cause.kind == "died" or not self.peers.has_raised):
             raise cause.to_error()
-        return replace(request, init_method=self._request.init_method, endpoint=self._request.endpoint)
+        return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
-    def can_serve(self, request: Request) -> bool:
-        """Whether these are the ranks that a Trainer wants, and no failure has parted them."""
+    def serve(self, request: Request) -> bool:
+        """Work for another Trainer, with its backend and its timeout.
+
+        Returns:
+            False if these are not the ranks that it wants, or a failure has parted them.
+        """
         is_same_size = len(self.table) == request.world.world_size
-        return is_same_size and self.peers.cause is None and self.failure is None
-
-    def serve(self, request: Request) -> None:
-        """Work for another Trainer, with its backend and its timeout."""
-        before, self._request = self._request, request
-        if request.backend != before.backend or not dist.is_initialized():
+        if not is_same_size or self.peers.cause is not None or self.failure is not None:
+            return False
+        if request.backend != self._groups.request.backend or not dist.is_initialized():
             self._groups.close(is_broken=False)
-            self.form_group(Deadline(request.init_timeout.total_seconds()))
-        elif request.timeout != before.timeout:
-            self._groups.set_timeout(request.timeout)
-
-    @property
-    def collective_timeout(self) -> timedelta:
-        """How long a rank waits for the others in a collective."""
-        return self._request.timeout or _DEFAULT_TIMEOUT
+            self.form_group(request, Deadline(request.init_timeout.total_seconds()))
+        else:
+            self._groups.set_timeout(request)
+        return True
 
     # Messages, and what is built on them.
 
     def send(self, topic: str, body: Message) -> None:
         """Send a message to rank 0, or from rank 0 to all others; never waits, never raises."""
-        if self._connections.channel is not None:
-            self._connections.channel.send(topic, body)
+        self._channel.send(topic, body)
 
     def listen(self, topic: str, listener: Listener) -> None:
         """Have messages of a topic passed to ``listener`` on the channel's thread."""
-        if self._connections.channel is not None:
-            self._connections.channel.listen(topic, listener)
+        self._channel.listen(topic, listener)
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
         """The one object that ``kind`` makes for this context."""
@@ -157,7 +168,7 @@ class ProcessContext:
         """Where ranks wait for each other."""
         return self.component(NamedBarriers)
 
-    # Failures.
+    # Failures, and the end.
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long."""
@@ -174,26 +185,10 @@ class ProcessContext:
         self._groups.cut()
         self._groups.close(is_broken=True)
 
-    @contextmanager
-    def _forming(self) -> Iterator[None]:
-        """While the block runs, the end of another rank also ends the wait for it in the store."""
-        self.peers.is_forming = True
-        try:
-            if self.peers.cause is not None:
-                raise self.peers.cause.to_error()
-            yield
-        finally:
-            self.peers.is_forming = False
-
     def _release(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
         self._groups.cut()
-        if self.peers.is_forming and self._connections.store_sockets is not None:
-            self._connections.store_sockets.sever()
-        if "nccl" in self._request.backend and dist.is_initialized():
-            abort_group()
-
-    # The end.
+        self._groups.abort_nccl()
 
     def close(self) -> None:
         """Close groups, channel and store."""
@@ -203,8 +198,7 @@ class ProcessContext:
             self._groups.release()
             self._components.clear()
             self._connections.withdraw()
-            if self._connections.channel is not None:
-                self._connections.channel.close()
+            self._channel.close()
             self.peers.close()
 
 
@@ -235,43 +229,36 @@ def join(request: Request) -> ProcessContext | None:
     global _context
     if _context is not None:
         request = _context.accept(request)
-        if _context.can_serve(request):
-            _context.serve(request)
+        if _context.serve(request):
             return _context
         leave()
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
-    _context = _joined(request)
-    at_exit(leave)
-    return _context
-
-
-def connect(request: Request, deadline: Deadline) -> Connections:
-    """Find the other ranks. Collective."""
-    rank, world_size = request.world.rank, request.world.world_size
-    hello = Hello(RankInfo(rank), world_size, request.init_method, request.versions)
-    if world_size == 1:
-        return Connections(RankTable("alone", (hello.info,)), HashStore())
-    channel = Channel(request.timeouts.heartbeat)
-    start_up = StartUp(hello, request.endpoint, channel, deadline, request.timeouts, request.absence)
-    try:
-        return Coordinator(start_up).run() if rank == 0 else Handshake(start_up).run()
-    except BaseException:
-        channel.close(in_order=False)
-        raise
-
-
-def _joined(request: Request) -> ProcessContext:
     deadline = Deadline(request.init_timeout.total_seconds())
     context = ProcessContext(request, connect(request, deadline))
     try:
         context.peers.start()
-        context.form_group(deadline)
+        context.form_group(request, deadline)
     except BaseException as error:
         cause = _cause_of_broken_start(context, error)
         raise cause from cause.__cause__
+    _context = context
+    at_exit(leave)
     return context
+
+
+def connect(request: Request, deadline: Deadline) -> Connections:
+    """Find the other ranks. Collective."""
+    world, channel = request.world, Channel(request.timeouts.heartbeat)
+    hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions)
+    if world.world_size == 1:
+        return Connections(channel, (hello.info,), HashStore())
+    try:
+        return (Coordinator if world.is_rank_zero else Handshake)(request, hello, channel, deadline).run()
+    except BaseException:
+        channel.close(in_order=False)
+        raise
 
 
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:

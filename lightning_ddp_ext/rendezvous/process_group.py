@@ -10,130 +10,125 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import Sockets, interface_of, sockets_opened
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class ProcessGroups:
     """The default process group and the others that the package forms.
 
     Args:
-        store: in which the groups are formed; no other start has used it.
-        route: the address of this host that other hosts can reach; empty where all ranks are on one.
+        request: what the default group is formed with.
+        connections: they hold the store in which groups are formed; no other start has used it.
 
     Attributes:
+        request: what the current default group was formed with.
         others: groups beside the default one, by whatever tells them apart.
     """
 
-    def __init__(self, store: Store, route: str) -> None:
+    def __init__(self, request: Request, connections: Connections) -> None:
+        self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
-        self._store = store
-        self._route = route
-        self._request: Request
+        self._connections = connections
+        self._is_forming = False
         self._formed = 0
-        self._is_open = False
+        # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
+        # reference alone gives the GIL up meanwhile, and DDP's does not, so these must outlive the model's:
+        # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
-        self._sockets: list[Sockets] = []
+        self._sockets: list[OpenedSockets] = []
 
     def form_default(self, request: Request, deadline: Deadline) -> None:
-        """Form the default group. Collective."""
-        self._request = request
+        """Form the default group, and see that it works. Collective; within :meth:`forming`."""
+        self.request = request
         self._formed += 1
-        self._is_open = True
-        self._sockets = []
-        with self._forming():
-            dist.init_process_group(
-                request.backend,
-                store=PrefixStore(f"group/{self._formed}", self._store),
-                rank=request.world.rank,
-                world_size=request.world.world_size,
-                timeout=deadline.as_timedelta(),
-                device_id=None if request.device.type == "cpu" else request.device,
-            )
-            # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
-            # reference alone gives the GIL up meanwhile, and DDP's does not, so this one must outlive the model's:
-            # https://github.com/pytorch/pytorch/issues/56297. Without it 2 of 69 failing runs hung in teardown.
-            self._kept.append(dist.group.WORLD)
-            _check_group(request)
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore(f"group/{self._formed}", self._connections.store),
+            rank=request.world.rank,
+            world_size=request.world.world_size,
+            timeout=deadline.as_timedelta(),
+            device_id=None if request.device.type == "cpu" else request.device,
+        )
+        self._kept.append(dist.group.WORLD)
+        dist.all_reduce(torch.ones(1, device=request.device))
         _set_timeout(request.timeout)
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
-        """Form a group of some ranks. Collective over all ranks."""
-        deadline = Deadline(self._request.init_timeout.total_seconds())
-        with self._forming():
-            group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=deadline.as_timedelta())
-        _set_timeout(self._request.timeout, group)
+        """Form a group of some ranks. Collective over all ranks; within :meth:`forming`."""
+        group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.request.init_timeout)
+        _set_timeout(self.request.timeout, group)
         self.others[key] = group
 
-    def set_timeout(self, timeout: timedelta | None) -> None:
-        """Set the timeout of all groups' collectives."""
+    def set_timeout(self, request: Request) -> None:
+        """Use the timeout of a request in the collectives of all groups."""
+        self.request = request
         for group in (None, *self.others.values()):
-            _set_timeout(timeout, group)
+            _set_timeout(request.timeout, group)
+
+    @contextmanager
+    def forming(self) -> Iterator[None]:
+        """Note the sockets that the block opens, to cut them; and have gloo use the network that joins the hosts."""
+        # Gloo would take the one that the host's name stands for.
+        route = self._connections.route
+        interface = interface_of(route) if route and _INTERFACE not in os.environ else None
+        if interface is not None:
+            os.environ[_INTERFACE] = interface
+        self._is_forming = True
+        try:
+            with OpenedSockets() as sockets:
+                self._sockets.append(sockets)
+                yield
+        finally:
+            self._is_forming = False
+            if interface is not None:
+                del os.environ[_INTERFACE]
 
     def cut(self) -> None:
-        """End the connections of all groups: a thread that waits in a gloo collective gets an error."""
+        """End the connections of all groups: a thread that waits in a gloo collective, or forms one, gets an error."""
         for sockets in self._sockets:
             sockets.sever()
+        if self._is_forming and self._connections.store_sockets is not None:
+            self._connections.store_sockets.sever()
+
+    def abort_nccl(self) -> bool:
+        """End NCCL's groups, and say whether there were any; to destroy them would be to wait for their kernels."""
+        if "nccl" not in self.request.backend or not dist.is_initialized():
+            return False
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        with suppress(Exception):
+            abort()
+        return True
 
     def close(self, *, is_broken: bool) -> None:
         """End all groups of this process.
 
         Args:
-            is_broken: whether other ranks may have abandoned a collective. NCCL's groups are aborted then: to destroy
-                one is to wait for its kernels.
+            is_broken: whether other ranks may have abandoned a collective.
         """
-        was_open, self._is_open = self._is_open, False
-        if not was_open or not dist.is_initialized():
-            self.others.clear()
-            return
-        # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
-        # their owner and abort the process at its end: 9 of 50 processes without these two lines.
-        gc.collect()
-        if is_broken and "nccl" in self._request.backend:
-            abort_group()
-        else:
-            dist.destroy_process_group()
-        self._kept.extend(self.others.values())  # as long as the default one, and for the same reason
+        if dist.is_initialized() and dist.group.WORLD in self._kept:
+            # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
+            # their owner and abort the process at its end: 9 of 50 processes without these two lines.
+            gc.collect()
+            if not (is_broken and self.abort_nccl()):
+                dist.destroy_process_group()
+            self._kept.extend(self.others.values())
+            gc.collect()
         self.others.clear()
-        gc.collect()
+        self._sockets.clear()
 
     def release(self) -> None:
         """Let go of the closed groups."""
         self._kept.clear()
-
-    @contextmanager
-    def _forming(self) -> Iterator[None]:
-        """Note the sockets that the block opens, to cut them; and have gloo use the network that joins the hosts."""
-        # Gloo would take the one that the host's name stands for.
-        variable = "GLOO_SOCKET_IFNAME"
-        interface = interface_of(self._route) if self._route and variable not in os.environ else None
-        if interface is not None:
-            os.environ[variable] = interface
-        try:
-            with sockets_opened() as sockets:
-                self._sockets.append(sockets)
-                yield
-        finally:
-            if interface is not None:
-                del os.environ[variable]
-
-
-def abort_group() -> None:
-    """End all groups of this process without waiting for any other rank."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    with suppress(Exception):
-        (abort or dist.destroy_process_group)()
-
-
-def _check_group(request: Request) -> None:
-    """One small collective: a group that cannot do that is better found out now than in the first step."""
-    dist.all_reduce(torch.ones(1, device=request.device))
 
 
 def _set_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:

@@ -27,37 +27,18 @@ class RankInfo:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
-@dataclass(frozen=True)
-class RankTable:
-    """All ranks in their order, and a text that no other start has."""
+def by_host(table: Iterable[RankInfo]) -> list[Any]:
+    """A table of ranks as JSON; each host is written once, as there may be thousands of ranks."""
+    hosts: dict[tuple[str, str], list[list[int]]] = {}
+    for info in table:
+        hosts.setdefault((info.host, info.network), []).append([info.rank, info.pid])
+    return [[*host, ranks] for host, ranks in hosts.items()]
 
-    start_id: str
-    ranks: tuple[RankInfo, ...]
 
-    def __getitem__(self, rank: int) -> RankInfo:
-        return self.ranks[rank]
-
-    def __len__(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def on_one_host(self) -> bool:
-        """Whether a loopback connection joins all ranks."""
-        return len({info.network for info in self.ranks}) == 1
-
-    def to_message(self) -> dict[str, Any]:
-        """The table as JSON; each host is written once, as there may be thousands of ranks."""
-        hosts = list(dict.fromkeys((info.host, info.network) for info in self.ranks))
-        numbers = {host: number for number, host in enumerate(hosts)}
-        ranks = [[numbers[info.host, info.network], info.pid] for info in self.ranks]
-        return {"start_id": self.start_id, "hosts": hosts, "ranks": ranks}
-
-    @staticmethod
-    def of(message: dict[str, Any]) -> RankTable:
-        """The table that :meth:`to_message` has described."""
-        hosts = message["hosts"]
-        infos = [RankInfo(rank, hosts[at][0], pid, hosts[at][1]) for rank, (at, pid) in enumerate(message["ranks"])]
-        return RankTable(message["start_id"], tuple(infos))
+def table_of(hosts: list[Any]) -> tuple[RankInfo, ...]:
+    """The table that :func:`by_host` has described, in the order of the ranks."""
+    infos = [RankInfo(rank, host, pid, network) for host, network, ranks in hosts for rank, pid in ranks]
+    return tuple(sorted(infos, key=lambda info: info.rank))
 
 
 @dataclass(frozen=True)
@@ -77,33 +58,25 @@ class Hello:
             raise ValueError(f"rank {info.rank!r} of {world_size}")
         return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]))
 
+    def settings(self) -> dict[str, str]:
+        """What must be the same on all ranks, by its name in messages."""
+        # A name in capitals is a variable's.
+        versions = {name if name.isupper() else f"the version of {name}": has for name, has in self.versions.items()}
+        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
+
 
 def difference_between(first: Hello, second: Hello) -> str | None:
     """A sentence on the first setting in which two ranks differ and must not."""
-    for what, mine, other in _settings(first, second):
-        if mine != other:
-            low, high = sorted([(first.info, mine), (second.info, other)], key=lambda side: side[0].rank)
+    low, high = sorted([first, second], key=lambda hello: hello.info.rank)
+    for name in {**low.settings(), **high.settings()}:
+        one, other = (hello.settings().get(name, "none") for hello in (low, high))
+        # Ranks may know rank 0's host by different names; they are connected, so it is the same host.
+        if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
             return (
-                f"{what} must be the same on all ranks: {low[0]} has {low[1]}, {high[0]} has {high[1]}; "
+                f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has {other}; "
                 "start every rank with the same settings and the same installation"
             )
     return None
-
-
-def _settings(first: Hello, second: Hello) -> list[tuple[str, object, object]]:
-    pairs: list[tuple[str, object, object]] = [("world_size", first.world_size, second.world_size)]
-    if _port_of(first.init_method) != _port_of(second.init_method):
-        pairs.append(("init_method", first.init_method, second.init_method))
-    for package in sorted(first.versions.keys() | second.versions.keys()):
-        mine, other = (hello.versions.get(package, "none") for hello in (first, second))
-        what = package if package.isupper() else f"the version of {package}"  # a variable
-        pairs.append((what, mine, other))
-    return pairs
-
-
-def _port_of(init_method: str) -> str:
-    # Ranks may know rank 0's host by different names; they are connected, so it is the same host.
-    return re.sub(r"^tcp://.*:", "tcp://", init_method)
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -8,10 +8,7 @@ from datetime import timedelta
 
 import torch
 
-from lightning_ddp_ext.rendezvous.channel import Channel
-from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint
-from lightning_ddp_ext.rendezvous.rank_table import Hello
 from lightning_ddp_ext.world import World
 
 
@@ -68,24 +65,3 @@ class Request:
     versions: dict[str, str] = field(default_factory=dict)
     absence: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
-
-
-@dataclass(frozen=True)
-class StartUp:
-    """What a rank needs to find the others.
-
-    Attributes:
-        hello: what this rank says of itself.
-        endpoint: where rank 0 listens.
-        channel: carries the handshake, and everything afterwards.
-        deadline: of the whole start-up.
-        timeouts: of the control channel.
-        absence: as in :class:`Request`.
-    """
-
-    hello: Hello
-    endpoint: Endpoint
-    channel: Channel
-    deadline: Deadline
-    timeouts: Timeouts
-    absence: Callable[[], str | None] = lambda: None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -15,15 +12,17 @@ import psutil
 _OPEN_FILES = "/proc/self/fd"
 
 
-class Sockets:
-    """Sockets that C++ code of this process has opened, so that Python has no other handle on them."""
+class OpenedSockets:
+    """The sockets that this process opens while a ``with`` block runs, on any thread; they can be severed meanwhile."""
 
     def __init__(self) -> None:
         self._before = _sockets_of_this_process()
         self._opened: dict[int, str] | None = None
 
-    def complete(self) -> None:
-        """What is opened from now on does not belong to these any more."""
+    def __enter__(self) -> OpenedSockets:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self._opened = self._opened_so_far()
 
     def sever(self) -> None:
@@ -40,22 +39,8 @@ class Sockets:
                 _end_connection(descriptor)
 
     def _opened_so_far(self) -> dict[int, str]:
-        now, of_python = _sockets_of_this_process(), _sockets_of_other_threads()
-        return {
-            descriptor: identity
-            for descriptor, identity in now.items()
-            if self._before.get(descriptor) != identity and descriptor not in of_python
-        }
-
-
-@contextmanager
-def sockets_opened() -> Iterator[Sockets]:
-    """Note the sockets that this process opens while the block runs; they can be severed while it still runs."""
-    opened = Sockets()
-    try:
-        yield opened
-    finally:
-        opened.complete()
+        now = _sockets_of_this_process()
+        return {fd: identity for fd, identity in now.items() if self._before.get(fd) != identity}
 
 
 def _sockets_of_this_process() -> dict[int, str]:
@@ -65,24 +50,6 @@ def _sockets_of_this_process() -> dict[int, str]:
         return {}
     identities = {descriptor: _identity(descriptor) for descriptor in descriptors}
     return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
-
-
-def _sockets_of_other_threads() -> set[int]:
-    """Descriptors of Python's own sockets, if a thread of somebody else's may have opened one of them meanwhile."""
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
-    if len(threads) <= 1:
-        return set()
-    # An object refers to its class. Asking the collector for all objects instead would hold on to the tuples that
-    # other threads are building just now, which then end in a SystemError.
-    candidates = gc.get_referrers(*_with_subclasses(socket.socket))
-    return {each.fileno() for each in candidates if issubclass(type(each), socket.socket)}
-
-
-def _with_subclasses(base: type) -> Iterator[type]:
-    yield base
-    derived: type
-    for derived in base.__subclasses__():
-        yield from _with_subclasses(derived)
 
 
 def _identity(descriptor: int) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.errors import DDPExtError, StoreError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
 
@@ -17,10 +18,8 @@ _OPERATION = timedelta(seconds=10)
 _EXCEEDS_BY = 1.5
 
 
-def host_store(bound_to: str) -> tuple[TCPStore, int]:
-    """Open a store's server and return it with its port.
-
-    Nothing should be forked once this has returned: the server has a thread.
+def host_store(bound_to: str) -> TCPStore:
+    """Open a store's server; it has a thread, so that nothing should be forked afterwards.
 
     Args:
         bound_to: a loopback address, on which it listens, too; for any other it listens on all interfaces.
@@ -28,16 +27,16 @@ def host_store(bound_to: str) -> tuple[TCPStore, int]:
     listener = listen(bound_to if is_loopback(bound_to) else "", 0)
     port = int(listener.getsockname()[1])
     host = bound_to if is_loopback(bound_to) else "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
-    store = TCPStore(
+    return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_OPERATION, master_listen_fd=listener.detach()
     )
-    return store, port
 
 
-def connect_store(host: str, port: int, deadline: Deadline) -> TCPStore:
+def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None) -> TCPStore:
     """Open a client of the store at ``host`` and ``port``.
 
-    A client's constructor ignores its timeout when the server stays silent, so a thread of its own runs it.
+    A client's constructor ignores its timeout when the server stays silent, and goes on when it is gone, so a thread
+    of its own runs it, and ``check`` may raise meanwhile why there is nothing to wait for.
 
     Raises:
         StoreError: the store has not answered before the deadline.
@@ -47,7 +46,9 @@ def connect_store(host: str, port: int, deadline: Deadline) -> TCPStore:
         return TCPStore(host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
 
     try:
-        store = deadline.bound(construct, extra=_EXCEEDS_BY)
+        store = deadline.bound(construct, extra=_EXCEEDS_BY, check=check)
+    except DDPExtError:
+        raise
     except Exception as error:
         reason = str(error).partition("\n")[0][:200]
         raise StoreError(

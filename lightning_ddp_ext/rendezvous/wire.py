@@ -1,4 +1,4 @@
-"""JSON objects over one TCP connection, one on each line."""
+"""Messages over one TCP connection: a topic and a JSON object on each line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-MAX_HELLO = 16 << 10
 MAX_MESSAGE = 1 << 20
 MAX_UNSENT = 8 << 20
 
@@ -23,51 +22,37 @@ Message = dict[str, Any]
 class Connection:
     """One end of a connection. Any thread may send; only the thread that owns the socket receives and closes it.
 
-    Args:
-        connected: the socket.
-        longest: bytes of the longest message that is accepted.
-
     Attributes:
         rank: at the other end; ``None`` until it is known.
         close_reason: why the connection has ended; empty while it is open.
+        unsent: what the kernel has not taken so far.
     """
 
-    def __init__(self, connected: socket.socket, *, longest: int = MAX_MESSAGE) -> None:
+    def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket = connected
-        self.longest = longest
         self.rank: int | None = None
         self.close_reason = ""
+        self.unsent = b""
         self._unread = b""
-        self._unsent = b""
         self._lock = threading.Lock()
 
-    def send(self, line: bytes) -> bool:
-        """Send an encoded message, or keep what the kernel does not take at once. Never blocks, never raises.
-
-        Returns:
-            Whether something is left, to be sent by :meth:`flush` once the socket is writable.
-        """
+    def send(self, line: bytes) -> None:
+        """Send an encoded message, or keep in ``unsent`` what the kernel does not take. Never blocks, never raises."""
         with self._lock:
-            self._unsent += line
-            if len(self._unsent) > MAX_UNSENT:
+            self.unsent += line
+            if len(self.unsent) > MAX_UNSENT:
                 self._end(NOT_READING)
-        return self.flush()
+        self.flush()
 
-    def flush(self) -> bool:
-        """Send what is left; returns whether something still is."""
-        with self._lock:
-            while self._unsent and not self.close_reason:
-                try:
-                    sent = self.socket.send(self._unsent)
-                except BlockingIOError:
-                    return True
-                except OSError:  # the owner of the socket finds out why when it reads
-                    return False
-                self._unsent = self._unsent[sent:]
-            return False
+    def flush(self) -> None:
+        """Send what is left, as far as the kernel takes it."""
+        with self._lock, suppress(OSError):  # the owner of the socket finds out why when it reads
+            while self.unsent and not self.close_reason:
+                sent = self.socket.send(self.unsent)
+                self.unsent = self.unsent[sent:]
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[tuple[str, Message]]:
         """The messages that have arrived whole; at the end of the connection ``close_reason`` is set."""
         try:
             received = self.socket.recv(1 << 16)
@@ -81,12 +66,12 @@ class Connection:
         *lines, self._unread = (self._unread + received).split(b"\n")
         messages = []
         for line in lines:
-            message = decode(line) if len(line) <= self.longest else None
+            message = decode(line)
             if message is None:
                 self._end(MALFORMED)
                 break
             messages.append(message)
-        if len(self._unread) > self.longest:
+        if len(self._unread) > MAX_MESSAGE:
             self._end(MALFORMED)
         return messages
 
@@ -103,18 +88,18 @@ class Connection:
                 self.socket.shutdown(socket.SHUT_RDWR)
 
 
-def encode(message: Message) -> bytes:
+def encode(topic: str, body: Message) -> bytes:
     """The line that carries a message."""
-    return json.dumps(message).encode() + b"\n"
+    return json.dumps([topic, body]).encode() + b"\n"
 
 
-def decode(line: bytes) -> Message | None:
-    """The JSON object in a line; ``None`` if there is anything else in it."""
+def decode(line: bytes) -> tuple[str, Message] | None:
+    """Topic and body of the message in a line; ``None`` if there is anything else in it."""
     try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
+        topic, body = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
         return None
-    return message if isinstance(message, dict) else None
+    return (topic, body) if isinstance(topic, str) and isinstance(body, dict) else None
 
 
 def keep_alive(connected: socket.socket, heartbeat: float) -> None:
@@ -130,7 +115,6 @@ def keep_alive(connected: socket.socket, heartbeat: float) -> None:
         "TCP_USER_TIMEOUT": round(heartbeat * 1000),
     }
     for name, value in options.items():
-        option = getattr(socket, name, None)
-        if option is not None:
+        if hasattr(socket, name):
             with suppress(OSError):
-                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -260,7 +260,7 @@ class GracefulStop:
 
     def _give_up(self, request: StopRequest) -> None:
         assert self._deadline is not None
-        silent = [info for info in self._context.table.ranks if info.rank not in self._positions]
+        silent = [info for info in self._context.table if info.rank not in self._positions]
         who = f" ({', '.join(map(str, silent))} did not answer)" if self._rank == 0 and silent else ""
         sys.stderr.write(
             f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "

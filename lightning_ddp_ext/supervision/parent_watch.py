@@ -62,7 +62,7 @@ def _end_after(pid: int, has_ended: bool) -> None:
         _wait_for_the_end_of(pid)
     context = current()
     here = os.uname().nodename
-    is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table.ranks)
+    is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table)
     if context is not None and is_rank and context.peers.wait(_NEWS_WITHIN) is not None:
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
         end_at_once(1)

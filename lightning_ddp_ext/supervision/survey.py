@@ -177,7 +177,7 @@ class Survey:
     def _collect(self) -> Findings:
         """Ask all ranks for a report."""
         self._note(under_way=True)
-        everyone = {info.rank for info in self._table.ranks if info.rank not in self._peers.ended}
+        everyone = {info.rank for info in self._table if info.rank not in self._peers.ended}
         mine = self._report()
         with self._peers.arrived:
             self._reports = {0: mine}

@@ -13,7 +13,16 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import CLOSED, MALFORMED, MAX_UNSENT, NOT_READING, Connection, Message, encode
+from lightning_ddp_ext.rendezvous.wire import (
+    CLOSED,
+    MALFORMED,
+    MAX_MESSAGE,
+    MAX_UNSENT,
+    NOT_READING,
+    Connection,
+    Message,
+    encode,
+)
 from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
@@ -27,18 +36,21 @@ class RankZero:
         self.admitted: queue.Queue[int] = queue.Queue()
         listener = listen("127.0.0.1", 0)
         self.address = listener.getsockname()[:2]
+        self.closed: queue.Queue[tuple[int, str]] = queue.Queue()
         self.channel.accept(listener, self._admit)
+        self.channel.start(lambda rank, reason: self.closed.put((rank, reason)))
 
-    def _admit(self, connection: Connection, message: Message) -> None:
-        self.channel.adopt(message["rank"], connection)
-        self.admitted.put(message["rank"])
+    def _admit(self, connection: Connection, topic: str, body: Message) -> None:
+        self.channel.adopt(body["rank"], connection)
+        self.admitted.put(body["rank"])
 
     def join(self, rank: int) -> Channel:
         """The channel of another rank."""
         connected = socket.create_connection(self.address, timeout=WITHIN)
-        connected.sendall(encode({"rank": rank}))
+        connected.sendall(encode("hello", {"rank": rank}))
         channel = Channel(heartbeat=30.0)
         channel.connect(0, connected)
+        channel.start(lambda rank, reason: None)
         assert self.admitted.get(timeout=WITHIN) == rank
         return channel
 
@@ -72,14 +84,11 @@ def test_messages_go_to_rank_0_and_from_it_to_all(caplog: pytest.LogCaptureFixtu
         channel.listen("weather", heard[rank].put)
         assert heard[rank].get(timeout=WITHIN) == {"sun": True, "from": 0}
 
-    closed: queue.Queue[tuple[int, str]] = queue.Queue()
-    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))
     first.close()
-    assert closed.get(timeout=WITHIN) == (1, "")
+    assert zero.closed.get(timeout=WITHIN) == (1, "")
     second.close(in_order=False)
-    assert closed.get(timeout=WITHIN) == (2, CLOSED)
-    zero.channel.on_closed(lambda rank, reason: closed.put((rank, reason)))  # whoever asks late is told, too
-    assert [closed.get(timeout=WITHIN) for _ in range(2)] == [(1, ""), (2, CLOSED)]
+    assert zero.closed.get(timeout=WITHIN) == (2, CLOSED)
+    assert zero.channel.ended == {1: "", 2: CLOSED}
     zero.channel.close()
 
 
@@ -94,7 +103,7 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
     has_warned = threading.Event()
     logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(lambda _: has_warned.set() or True)
     late.connect(zero.address)
-    late.sendall(encode({"rank": 3}))
+    late.sendall(encode("hello", {"rank": 3}))
     assert has_warned.wait(WITHIN), "no descriptor was missing"
     given_back.close()
     return zero.admitted.get(timeout=WITHIN)
@@ -110,22 +119,26 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [b"HTTP/1.1 200 OK\n", b"[]\n", b"\xff\xfe\n", b'{"a": 1\n', b"[" * 99 + b"\n", b"x" * 101],
+    [b"HTTP/1.1 200 OK\n", b'["a", 1]\n', b"\xff\xfe\n", b'["a", {}\n', b"[" * 9999 + b"\n", b"x" * (MAX_MESSAGE + 1)],
     ids=["web", "list", "bytes", "half", "deep", "endless"],
 )
 def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
     """Messages before it count, however they are cut."""
     here, there = socket.socketpair()
     with here, there:
-        connection = Connection(here, longest=100)
-        found = []
-        for byte in encode({"a": 1}) + encode({"b": ["\n"]}):
+        connection, found = Connection(here), []
+        for byte in encode("a", {}) + encode("b", {"c": ["\n"]}):
             there.send(bytes([byte]))
             found += connection.receive()
-        assert found == [{"a": 1}, {"b": ["\n"]}]
+        assert found == [("a", {}), ("b", {"c": ["\n"]})]
         assert connection.receive() == []
-        there.send(encode({"good": 1}) + sent)
-        assert connection.receive() == [{"good": 1}]
+        sender = threading.Thread(target=there.sendall, args=[encode("good", {}) + sent])
+        sender.start()
+        while not connection.close_reason:
+            found += connection.receive()
+        there.shutdown(socket.SHUT_RDWR)
+        sender.join()
+        assert found[2:] == [("good", {})]
         assert connection.close_reason == MALFORMED
 
 
@@ -133,16 +146,16 @@ def test_sending_never_waits() -> None:
     """What the kernel does not take is sent once there is room, up to a limit: then the peer is given up."""
     here, there = socket.socketpair()
     with here, there:
-        connection, line = Connection(here), encode({"text": "x" * 300_000})
-        assert connection.send(line)
+        connection, line = Connection(here), encode("a", {"text": "x" * 300_000})
+        connection.send(line)
+        assert connection.unsent
         received = b""
         while len(received) < len(line):
             received += there.recv(1 << 16)
             connection.flush()
         assert received == line
-        assert not connection.flush()
-        line = encode({"text": "x" * (MAX_UNSENT // 4)})
-        assert connection.send(line), "something is left"
-        for _ in range(5):
+        assert not connection.unsent
+        line = encode("a", {"text": "x" * (MAX_UNSENT // 4)})
+        for _ in range(6):
             connection.send(line)
         assert connection.close_reason == NOT_READING

@@ -20,14 +20,15 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, Endpoint, FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, RankTable
-from lightning_ddp_ext.rendezvous.request import StartUp, Timeouts
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
+from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.rendezvous.wire import encode
 from tests.harness.ranks import free_port
-from tests.rendezvous.rooms import Answer, server, silent, web
+from tests.rendezvous.rooms import Answer, request, server, silent, web
 
 LONG = 30.0
-Result = RankTable | Exception
+Table = tuple[RankInfo, ...]
+Result = Table | Exception
 
 
 class Process:
@@ -39,15 +40,19 @@ class Process:
         self.info = RankInfo(rank, "host", fields.pop("pid", 100 + rank), "network")
         hello = Hello(self.info, world_size, **{"init_method": "file:///run", "versions": {"torch": "2.13"}, **fields})
         self.channel = Channel(heartbeat=30.0)
-        timeouts = Timeouts(after_refusal=1.0, answer=3.0, connect=2.0)
-        start_up = StartUp(hello, endpoint, self.channel, Deadline(init_timeout), timeouts)
+        wanted = replace(
+            request(rank, world_size, Tcp("127.0.0.1", 1)),
+            endpoint=endpoint,
+            timeouts=Timeouts(after_refusal=1.0, answer=3.0, connect=2.0),
+        )
         self._result: Future[Result] = Future()
         self._withdraw: Callable[[], None] = lambda: None
-        threading.Thread(target=self._run, args=[start_up], daemon=True).start()
+        threading.Thread(target=self._run, args=[wanted, hello, Deadline(init_timeout)], daemon=True).start()
 
-    def _run(self, start_up: StartUp) -> None:
+    def _run(self, wanted: Request, hello: Hello, deadline: Deadline) -> None:
         try:
-            found = (Coordinator if self.info.rank == 0 else Handshake)(start_up).run()
+            found = (Coordinator if self.info.rank == 0 else Handshake)(wanted, hello, self.channel, deadline).run()
+            self.channel.start(lambda rank, reason: None)
             self._withdraw = found.withdraw
             self._result.set_result(found.table)
         except Exception as error:
@@ -81,8 +86,8 @@ def expect_welcome(*processes: Process) -> None:
     """Fail unless all get the same table, of themselves."""
     tables = results(*processes)
     assert len(set(map(str, tables))) == 1
-    assert isinstance(tables[0], RankTable), tables
-    assert set(tables[0].ranks) == {process.info for process in processes}
+    assert isinstance(tables[0], tuple), tables
+    assert set(tables[0]) == {process.info for process in processes}
 
 
 def tcp() -> TcpEndpoint:
@@ -145,7 +150,7 @@ def test_ranks_may_know_the_host_of_rank_0_by_different_names() -> None:
 def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> None:
     """And change nothing for it."""
     running = [Process(0, 2, endpoint), Process(1, 2, endpoint)]
-    assert all(isinstance(process.result, RankTable) for process in running)
+    assert all(isinstance(process.result, tuple) for process in running)
     for late, kind, expected in (
         (Process(0, 2, endpoint, pid=7), DuplicateRankError, "rank 0 is held by pid 100 on host host, in a run that "),
         (Process(1, 2, endpoint, pid=7), DuplicateRankError, "rank 1 is held by pid 101 on host host, in a run that "),
@@ -154,7 +159,7 @@ def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> 
         message = same_error(kind, late)
         assert message.startswith(expected)
         assert "end that run, or choose another init_method" in message
-    assert running[0].channel.peers == {1}
+    assert running[0].channel.ended == {}
     results(*running)
 
 
@@ -162,7 +167,7 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
     """At the port of a killed run there may be another run's rank 0 by now."""
     ours, other = FileEndpoint(str(tmp_path / "ours")), FileEndpoint(str(tmp_path / "other"))
     running = [Process(rank, 2, other) for rank in range(2)]
-    assert all(isinstance(process.result, RankTable) for process in running)
+    assert all(isinstance(process.result, tuple) for process in running)
     address = other.look_up(Deadline(LONG))
     assert address is not None
     ours.publish(replace(address, nonce="of a killed run"))
@@ -189,9 +194,9 @@ def test_strangers_do_not_disturb_a_start() -> None:
     for sent in (
         b"GET / HTTP/1.1\r\n\r\n",
         b"\0" * 9000,
-        encode({"topic": "x"}),
-        encode({"topic": "hello", "body": {"nonce": ""}}),
-        encode({"topic": "hello", "body": {"nonce": "", "hello": beyond}}),
+        encode("x", {}),
+        encode("hello", {"nonce": ""}),
+        encode("hello", {"nonce": "", "hello": beyond}),
         *[b""] * 300,
     ):
         strangers.append(socket.create_connection((endpoint.where.host, endpoint.where.port)))

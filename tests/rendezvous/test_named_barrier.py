@@ -14,7 +14,7 @@ import pytest
 from lightning_ddp_ext.errors import RankAbsentError
 from lightning_ddp_ext.rendezvous.named_barrier import Call, NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo, RankTable
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.wire import Message
 
 
@@ -28,7 +28,7 @@ class RankZero:
         context: Any = SimpleNamespace(
             peers=SimpleNamespace(arrived=threading.Condition(), report=self._report),
             world=SimpleNamespace(rank=0),
-            table=RankTable("start", tuple(RankInfo(rank=rank, host="h", pid=10 + rank) for rank in range(3))),
+            table=tuple(RankInfo(rank=rank, host="h", pid=10 + rank) for rank in range(3)),
             listen=lambda topic, listener: setattr(self, "hear", listener),
             send=lambda topic, message: self.sent.append(message),
         )

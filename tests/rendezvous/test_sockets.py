@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen, sockets_opened
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, listen
 
 
 class Connection:
@@ -39,70 +38,21 @@ def listener() -> Iterator[socket.socket]:
 
 def test_what_a_block_has_opened_can_be_severed(listener: socket.socket) -> None:
     """Also while it still runs; connections from before and after it stay."""
-    with closing(Connection(listener)) as before, sockets_opened() as opened:
-        with closing(Connection(listener)) as first:
-            opened.sever()
-            assert first.is_severed()
-        with closing(Connection(listener)) as during:
-            opened.complete()
-            with closing(Connection(listener)) as after:
+    with closing(Connection(listener)) as before:
+        with OpenedSockets() as opened:
+            with closing(Connection(listener)) as first:
                 opened.sever()
-                opened.sever()  # a second time is no harm
-                assert [each.is_severed() for each in (before, during, after)] == [False, True, False]
-
-
-def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> None:
-    """Such as a logger's: it was opened by Python code while the block ran."""
-    found: list[socket.socket] = []
-    is_done = threading.Event()
-
-    def open_one() -> None:
-        found.append(socket.create_connection(listener.getsockname()[:2]))
-        is_done.wait()
-
-    thread = threading.Thread(target=open_one)
-    with sockets_opened() as opened:
-        thread.start()
-        theirs, _ = listener.accept()
-    opened.sever()
-    is_done.set()
-    thread.join()
-    with theirs, found[0] as ours:
-        ours.sendall(b".")
-        assert theirs.recv(1) == b"."
-
-
-def test_what_other_threads_are_building_is_not_held_on_to() -> None:
-    """A thread that finds Python's sockets while this one builds a tuple of unknown length; it used to fail."""
-    is_looking, go_on = threading.Event(), threading.Event()
-
-    class Looked(socket.socket):
-        def fileno(self) -> int:
-            is_looking.set()
-            go_on.wait(10)
-            return super().fileno()
-
-    def look() -> None:
-        with sockets_opened():
-            pass
-
-    thread = threading.Thread(target=look)
-
-    def items() -> Iterator[int]:
-        yield from range(5)
-        thread.start()
-        assert is_looking.wait(10)
-        yield from range(5, 1000)  # a tuple grows as it is made: whoever else has a reference to it prevents that
-
-    with Looked():
-        assert tuple(items()) == tuple(range(1000))
-        go_on.set()
-        thread.join()
+                assert first.is_severed()
+            during = Connection(listener)
+        with closing(during), closing(Connection(listener)) as after:
+            opened.sever()
+            opened.sever()  # a second time is no harm
+            assert [each.is_severed() for each in (before, during, after)] == [False, True, False]
 
 
 def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
     """A number that was given to another connection since is told by its inode."""
-    with sockets_opened() as opened:
+    with OpenedSockets() as opened:
         first = Connection(listener)
     first.close()
     with closing(Connection(listener)) as second:
@@ -114,7 +64,7 @@ def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: s
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::"])
 def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> None:
     """A run of one machine is not offered to the network; gloo's listeners, which must not be shut down, stay open."""
-    with sockets_opened() as opened:
+    with OpenedSockets() as opened:
         listener = listen(host, 0)
     opened.sever()
     address, port = listener.getsockname()[:2]

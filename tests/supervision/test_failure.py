@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.rendezvous.peer_event import reason_of
-from lightning_ddp_ext.rendezvous.sockets import sockets_opened
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.supervision.failure import echoes_another_rank
 from tests.harness.ranks import RankProcesses, free_port, hold
 
@@ -31,7 +31,7 @@ def call_collectives(rank: int, world_size: int, port: int, end: str) -> dict[st
     """Rank 1, which hosts the store, brings the group to that end, then rank 0 makes one call after another."""
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 1, timeout=timedelta(seconds=10))
     timeout = timedelta(seconds=1 if end == "times out" else 30)
-    with sockets_opened() as sockets:
+    with OpenedSockets() as sockets:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     dist.barrier()
     hold("in the group")
