@@ -5,10 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import socket
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
+import psutil
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.errors import OptionError
@@ -65,3 +68,32 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise OptionError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a backend of process groups that torch does not know, alone or in ``cpu:gloo,cuda:nccl``.
+
+    Raises:
+        OptionError: names those that there are.
+    """
+    known = dist.Backend.backend_list
+    for part in backend.split(",") if backend is not None else ():
+        if part.rpartition(":")[2].lower() not in known:
+            raise OptionError(
+                f"process_group_backend must be one of {', '.join(known)}, or one for each kind of device as in "
+                f"'cpu:gloo,cuda:nccl' (got {backend!r}); leave it out to have it chosen by the device"
+            )
+
+
+def check_interface(interface: str | None) -> None:
+    """Refuse a network interface that this host does not have.
+
+    Raises:
+        OptionError: names those that there are.
+    """
+    names = psutil.net_if_addrs()
+    if interface is not None and interface not in names:
+        raise OptionError(
+            f"interface must be one of host {socket.gethostname()}'s: {', '.join(names)} (got {interface!r}); where it "
+            "has another name on each host, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -39,7 +39,7 @@ from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
 from .metrics import BatchedMetrics
-from .options import ddp_options, refuse_unknown
+from .options import check_backend, check_choice, check_interface, ddp_options, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import Stops
@@ -210,6 +210,8 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        check_choice("start_method", start_method, *get_args(StartMethod))
+        check_backend(process_group_backend)
         hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
         options = ddp_options(DDPExtStrategy.__init__, locals(), self._given_names)
         super().__init__(
@@ -316,6 +318,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
+        check_interface(self._interface)
         apply_options(self._nccl, self._interface, os.environ)
         join_ranks(self._request())
         super().setup_distributed()  # finds the group that is open and leaves it alone
@@ -545,7 +548,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.checkpoints.is_handling_exception:
             return decision
-        self._begin("reduce_boolean_decision")
+        self._begin("a decision of all ranks (reduce_boolean_decision)")
         return super().reduce_boolean_decision(decision, all)
 
     @override

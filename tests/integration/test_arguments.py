@@ -22,7 +22,8 @@ from lightning_ddp_ext.errors import (
     OptionError,
     WorldError,
 )
-from tests.harness.training import make_trainer
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks
+from tests.harness.training import Net, make_trainer
 
 pytestmark = pytest.mark.lowest
 
@@ -65,6 +66,16 @@ REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
     ({"uneven_inputs": "pad"}, ConfigurationError, "uneven_inputs must be None or 'stop_at_shortest' or 'join' (got"),
     ({"resume_data": None}, ConfigurationError, "resume_data must be 'exact' or 'epoch' or 'off' (got None)"),
     ({"devices_per_rank": 0}, OptionError, "devices_per_rank must be at least 1 (got 0)"),
+    (
+        {"start_method": "thread"},
+        OptionError,
+        "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
+    ),
+    (
+        {"process_group_backend": "cuda:nncl"},
+        OptionError,
+        "'cpu:gloo,cuda:nccl' (got 'cuda:nncl'); leave it out to have",
+    ),
     ({"ddp_comm_hook": "power_sdg"}, OptionError, "(got 'power_sdg'); did you mean 'power_sgd'"),
     ({"find_unused_parameter": True}, OptionError, "no argument 'find_unused_parameter'; did you mean find_unused_p"),
     ({"init_metod": TCP}, OptionError, "has no argument 'init_metod'; did you mean init_method?"),
@@ -85,6 +96,18 @@ def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("DDPX_INIT_METHOD", "tcp://host")
     with pytest.raises(InitMethodError, match="DDPX_INIT_METHOD"):
         DDPExtStrategy()
+
+
+def start_on_an_interface(rank: int, world_size: int) -> None:
+    make_trainer(DDPExtStrategy(interface="eth99")).fit(Net())
+
+
+def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
+    """In one sentence, where gloo has four; the others are told that this rank has ended."""
+    (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
+    assert outcome.error is not None
+    expected = r"interface must be one of host \S+'s: (.*, )?lo(, .*)? \(got 'eth99'\); where it has another name"
+    assert re.match(expected, outcome.error.message), outcome.story()
 
 
 def test_no_init_timeout_at_all() -> None:

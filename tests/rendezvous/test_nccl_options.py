@@ -80,5 +80,5 @@ def train(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_a_strategy_sets_them_for_its_group(tmp_path: Path) -> None:
-    """Gloo takes the interface, too: one that does not exist could not be used."""
+    """Gloo takes the interface, too."""
     assert run_ranks(train, 2, tmp_path, env=by_hand_env(2)) == [["lo", "WARN"]] * 2
