@@ -22,13 +22,13 @@ PLACE = r"\(.*test_lone_calls.py:\d+\)"
 
 
 class SavesOn(L.Callback):
-    """Saves at the end of the first batch, on some ranks only."""
+    """Saves after a step, on some ranks only."""
 
-    def __init__(self, ranks: list[int], path: Path) -> None:
-        self.ranks, self.path = ranks, path
+    def __init__(self, ranks: list[int], path: Path, step: int = 1) -> None:
+        self.ranks, self.path, self.step = ranks, path, step
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_rank in self.ranks and trainer.global_step == 1:
+        if trainer.global_rank in self.ranks and trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
 
@@ -39,8 +39,8 @@ def fitted(world_size: int, directory: Path, *callbacks: L.Callback, **options: 
     return trainer
 
 
-def save_on(rank: int, world_size: int, directory: Path, ranks: list[int]) -> None:
-    fitted(world_size, directory, SavesOn(ranks, directory / "it.ckpt"))
+def save_on(rank: int, world_size: int, directory: Path, ranks: list[int], step: int = 1) -> None:
+    fitted(world_size, directory, SavesOn(ranks, directory / "it.ckpt", step))
 
 
 def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
@@ -54,6 +54,13 @@ def test_a_save_on_some_ranks_names_one_that_did_not_come(ranks: list[int], abse
         assert outcome.error is not None
         assert "RankAbsentError" in outcome.story()
         assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*call it on every", outcome.story())
+
+
+def test_a_save_after_the_last_step_names_the_rank_that_has_gone(tmp_path: Path) -> None:
+    """A rank that has finished without the call is named, too."""
+    saving, _ = endings(save_on, 2, tmp_path, [0], 4)
+    assert saving.error is not None
+    assert "rank 1 (host" in saving.error.message
 
 
 def save_between_two_calls(rank: int, world_size: int, directory: Path) -> None:

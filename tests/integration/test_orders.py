@@ -53,6 +53,7 @@ def orders(kind: Kind, directory: Path, seed: int | None) -> dict[str, Any]:
         L.seed_everything(seed, verbose=False)
     loaders: dict[str, Any] = {
         "padded": loader(11, shuffle=True),
+        "in order": loader(11, batch_size=3),
         "dropping": loader(10, batch_size=4, shuffle=True, drop_last=True),
         "one sample": loader(1, batch_size=1, shuffle=True),
         "no batches": loader(5, batch_size=None),

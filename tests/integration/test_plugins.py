@@ -39,7 +39,15 @@ class CountingIO(TorchCheckpointIO):
         return super().load_checkpoint(*args, **kwargs)
 
 
-class HouseEnvironment(LightningEnvironment):
+class OwnPort(LightningEnvironment):
+    """The usual environment, with a port that the user has chosen."""
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ["HOUSE_PORT"])
+
+
+class HouseEnvironment(OwnPort):
     """A user's cluster, which tells a process its place by variables of its own."""
 
     def __init__(self) -> None:
@@ -53,10 +61,6 @@ class HouseEnvironment(LightningEnvironment):
     @property
     def main_address(self) -> str:
         return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return int(os.environ["HOUSE_PORT"])
 
     def world_size(self) -> int:
         return 2
@@ -170,3 +174,22 @@ def test_a_users_cluster_environment_says_who_is_who_and_where_to_meet() -> None
     assert_same(ours, stock)
     assert [result["rank"] for result in ours] == [0, 1]
     assert ours[0]["asked"] == [(2, 1)]
+
+
+class Port(L.Callback):
+    """Reports where a started rank was told to go."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        module.log("port", float(os.environ["MASTER_PORT"]))
+
+
+def forked_in_the_house(rank: int, world_size: int) -> float:
+    trainer = make_trainer(DDPExtStrategy(start_method="fork"), plugins=[OwnPort()], callbacks=[Port()])
+    trainer.fit(Net())
+    return float(trainer.callback_metrics["port"])
+
+
+def test_started_ranks_meet_where_a_users_environment_says() -> None:
+    """An environment that starts no processes, but says a port, is one for the launchers, too."""
+    port = free_port()
+    assert run_ranks(forked_in_the_house, 1, env={"HOUSE_PORT": str(port)}) == [port]

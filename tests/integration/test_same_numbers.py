@@ -95,7 +95,8 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "manual optimisation": (Manual, {}, dict),
     "several optimisers": (TwoOptimizers, {}, lambda: {"find_unused_parameters": True}),
     "unused parameters": (HalfUsed, {}, lambda: {"find_unused_parameters": True}),
-    "static graph": (Manual, {}, lambda: {"static_graph": True}),
+    "static graph": (Net, {}, lambda: {"static_graph": True}),
+    "static graph, manual": (Manual, {}, lambda: {"static_graph": True}),
     "bucket views": (Net, {}, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),
     "own buffers": (Net, {}, lambda: {"broadcast_buffers": False, "init_sync": False}),
     "model averaging": (

@@ -63,6 +63,7 @@ def test_world_of_ranks_that_are_still_to_be_started() -> None:
     assert strategy.world.num_nodes == 2
 
 
+@pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
     """Lightning refuses the others in an interactive session; how a notebook trains, the example shows."""
     names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
@@ -174,6 +175,7 @@ def test_what_is_no_tensor_is_reduced_as_by_stock(tmp_path: Path) -> None:
     assert [list(map(type, values)) for values in ours] == [list(map(type, values)) for values in stock]
 
 
+@pytest.mark.lowest
 def test_a_private_name_that_lightning_has_no_more_is_named() -> None:
     """The error names the class, the name, the version and the remedy, and nothing is replaced; clocks may lack."""
 

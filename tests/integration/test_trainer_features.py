@@ -263,7 +263,7 @@ class Compiled(Net):
 
 
 def compiled(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory / "compiled", Compiled(), max_epochs=1)
+    return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
 
 
 @pytest.mark.slow
