@@ -1,4 +1,4 @@
-"""Loggers whose lines come from some ranks only, or say which rank they come from."""
+"""Loggers whose lines come from some ranks only."""
 
 from __future__ import annotations
 
@@ -53,31 +53,17 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none b
 
     @override
     def isEnabledFor(self, level: int) -> bool:
-        return self.logger.isEnabledFor(level) and (self._ranks is None or rank_now()[0] in self._ranks)
+        return self.logger.isEnabledFor(level) and (self._ranks is None or _own_rank() in self._ranks)
 
     @override
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs  # the base class would put an ``extra`` of its own in the place of the caller's
 
 
-class OwnLogger(RankLogger):
-    """For lines of this package that may come from any rank: those of others than rank 0 say whose they are."""
-
-    @override
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        rank, world_size = rank_now()
-        return f"{prefix_of(rank, world_size)}{msg}" if rank and world_size else msg, kwargs
-
-
-def own_logger(name: str) -> OwnLogger:
-    """The logger of a module of this package whose lines are not the same on all ranks."""
-    return OwnLogger(logging.getLogger(name))
-
-
-def rank_now() -> tuple[int | None, int | None]:
-    """Rank and world size of this process as far as they are known by now."""
+def _own_rank() -> int | None:
+    """The rank of this process as far as it is known by now."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        return dist.get_rank()
     return read_rank(os.environ)
 
 

@@ -159,28 +159,27 @@ def read_world(
     return None if launcher is None else _read(environ, launcher, devices)
 
 
-def read_rank(environ: Environ) -> tuple[int | None, int | None]:
-    """Rank and world size as far as they can be told before the ranks have met; ``None`` where they cannot.
+def read_rank(environ: Environ) -> int | None:
+    """The rank as far as it can be told before the ranks have met; ``None`` where it cannot.
 
     For lines of a log: never an error. A script that Lightning has started once more for a device of the first node
     is known as well, which has ``LOCAL_RANK`` but no ``RANK``; and a process of which nobody says anything is rank 0.
 
-    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"})
-    (1, 2)
+    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"})
+    1
     >>> read_rank({})
-    (0, None)
-    >>> read_rank({"NODE_RANK": "1"})
-    (None, None)
+    0
+    >>> read_rank({"NODE_RANK": "1"}) is None
+    True
     """
     try:
         world = read_world(environ)
         if world is not None:
-            return world.rank, world.world_size
+            return world.rank
         is_on_first_node = not _known(environ, "NODE_RANK", "GROUP_RANK")
-        rank = _known(environ, "LOCAL_RANK") or 0 if is_on_first_node else None
-        return rank, _known(environ, "WORLD_SIZE")
+        return _known(environ, "LOCAL_RANK") or 0 if is_on_first_node else None
     except WorldError:
-        return None, None
+        return None
 
 
 def check_devices(world: World, *, devices: int, num_nodes: int) -> None:

@@ -6,6 +6,7 @@ wait for their turn, too, and none is done after a save that failed: it might re
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from typing import Any
 from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
-from lightning_ddp_ext.rank_logger import own_logger
 
-_logger = own_logger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class Saver:

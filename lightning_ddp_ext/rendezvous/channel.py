@@ -8,6 +8,7 @@ that the thread itself brings.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import selectors
 import socket
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from lightning_ddp_ext.rank_logger import own_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.wire import SILENT, Connection, Message, encode, keep_alive
 
@@ -27,7 +27,7 @@ Listener = Callable[[Message], None]
 Admit = Callable[[Connection, str, Message], None]
 OnClosed = Callable[[int, str], None]
 
-_logger = own_logger(__name__)
+_logger = logging.getLogger(__name__)
 
 _PAUSE_WITHOUT_DESCRIPTORS = 1.0
 _FLUSH_WITHIN = 1.0
@@ -142,6 +142,8 @@ class Channel:
 
     def close(self, *, in_order: bool = True) -> None:
         """End all connections, once everything is sent; unless ``in_order``, that counts as this rank's death."""
+        if self._is_closing:
+            return
         if in_order:
             self.send(_LEAVING, {})
         self._is_closing = True

@@ -99,7 +99,7 @@ class Coordinator:
         if left is not None and left.nonce:
             self._ask_rank_zero_at(left)
         try:
-            return self._endpoint.listen(self._hello.info)
+            return self._endpoint.listen()
         except StoreError:
             if left is not None:
                 self._ask_rank_zero_at(left)
@@ -122,9 +122,7 @@ class Coordinator:
     # What others say, also once the start is over.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(
-            KeyError, TypeError, ValueError
-        ):  # it is no rank; it may stay until there are too many of its kind
+        with suppress(KeyError, TypeError, ValueError):  # it is no rank, and may stay connected
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 self._channel.reply(connection, "handshake", {"stranger": True})
             elif topic == "hello":

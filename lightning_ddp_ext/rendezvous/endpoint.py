@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -25,8 +25,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import StoreError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.rendezvous.sockets import listen, own_addresses
+from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
 from lightning_ddp_ext.rendezvous.store import connect_store
 
 _LONGEST_ADDRESS = 1 << 16
@@ -34,17 +33,16 @@ _LONGEST_ADDRESS = 1 << 16
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: on ``port`` at any of ``hosts``. ``nonce`` and ``info`` are known if it was published."""
+    """Where rank 0 listens: on ``port`` at any of ``hosts``. If it was published, with a nonce and rank 0's network."""
 
     hosts: tuple[str, ...]
     port: int
     nonce: str = ""
-    info: RankInfo | None = None
+    network: str = ""
 
     def candidates(self, network: str) -> list[str]:
         """The hosts in the order in which a process of ``network`` tries them."""
-        is_here = self.info is not None and self.info.network == network
-        return list(dict.fromkeys(["127.0.0.1", *self.hosts] if is_here else self.hosts))
+        return list(dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts))
 
 
 class Endpoint:
@@ -53,11 +51,11 @@ class Endpoint:
     is_local = False
     """Whether all ranks are on this host, so that rank 0 listens on loopback only."""
 
-    def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
+    def listen(self) -> tuple[socket.socket, Address]:
         """On rank 0: a listening socket and its address. Raises ``StoreError``."""
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
-        return listener, Address(hosts, listener.getsockname()[1], secrets.token_hex(16), info)
+        return listener, Address(hosts, listener.getsockname()[1], secrets.token_hex(16), network_identity())
 
     def publish(self, address: Address) -> None:
         """On rank 0: let the others find the address."""
@@ -77,14 +75,14 @@ class TcpEndpoint(Endpoint):
     where: Tcp
 
     @override
-    def listen(self, info: RankInfo) -> tuple[socket.socket, Address]:
+    def listen(self) -> tuple[socket.socket, Address]:
         try:
             return listen(self.where.host, self.where.port), self.look_up(Deadline(0.0))
         except socket.gaierror as error:
             raise unresolvable(self.where, error) from None
         except OSError as error:
             raise StoreError(
-                f"init_method '{self.where}': rank 0 on {info.host} (pid {info.pid}) cannot bind port "
+                f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
                 f"{self.where.port}: {error.strerror or error}; stop the program that holds it or choose another port"
             ) from None
 
@@ -178,7 +176,7 @@ def _address_in(content: bytes) -> Address | None:
     """The address that somebody has published; ``None`` if it is something else."""
     try:
         values = json.loads(content)["lightning_ddp_ext"]
-        return replace(Address(**values), hosts=tuple(values["hosts"]), info=RankInfo(**values["info"]))
+        return Address(**{**values, "hosts": tuple(values["hosts"])})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

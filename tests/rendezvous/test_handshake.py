@@ -212,6 +212,6 @@ def test_a_stale_address_is_replaced(answer: Answer | None, tmp_path: Path) -> N
     endpoint = FileEndpoint(str(tmp_path / "run"))
     with server(answer or silent) as where:
         port = where.port if answer else free_port()
-        endpoint.publish(Address((where.host,), port, "of a killed run", RankInfo(0, "host", 1, "network")))
+        endpoint.publish(Address((where.host,), port, "of a killed run", "network"))
         expect_welcome(Process(1, 2, endpoint), Process(0, 2, endpoint))
     assert list(tmp_path.iterdir()) == []
