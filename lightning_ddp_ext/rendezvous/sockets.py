@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,7 +16,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that this process opens while a ``with`` block runs, on any thread; they can be severed meanwhile."""
+    """The sockets that C++ code opens in this process while a ``with`` block runs; they can be severed meanwhile."""
 
     def __init__(self) -> None:
         self._before = _sockets_of_this_process()
@@ -39,8 +42,10 @@ class OpenedSockets:
                 _end_connection(descriptor)
 
     def _opened_so_far(self) -> dict[int, str]:
-        now = _sockets_of_this_process()
-        return {fd: identity for fd, identity in now.items() if self._before.get(fd) != identity}
+        now, of_python = _sockets_of_this_process(), _sockets_of_other_threads()
+        return {
+            fd: identity for fd, identity in now.items() if self._before.get(fd) != identity and fd not in of_python
+        }
 
 
 def _sockets_of_this_process() -> dict[int, str]:
@@ -50,6 +55,24 @@ def _sockets_of_this_process() -> dict[int, str]:
         return {}
     identities = {descriptor: _identity(descriptor) for descriptor in descriptors}
     return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
+
+
+def _sockets_of_other_threads() -> set[int]:
+    """Descriptors of Python's own sockets, if a thread of somebody else's may have opened one of them meanwhile."""
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
+    if len(threads) <= 1:
+        return set()
+    # An object refers to its class. Asking the collector for all objects instead would hold on to the tuples that
+    # other threads are building just now, which then end in a SystemError.
+    candidates = gc.get_referrers(*_with_subclasses(socket.socket))
+    return {each.fileno() for each in candidates if issubclass(type(each), socket.socket)}
+
+
+def _with_subclasses(base: type) -> Iterator[type]:
+    yield base
+    derived: type
+    for derived in base.__subclasses__():
+        yield from _with_subclasses(derived)
 
 
 def _identity(descriptor: int) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from lightning_ddp_ext import OptionError, RankDebugger
 from tests.harness.ranks import free_port, run_ranks
-from tests.harness.scripts import run_script, start_script
+from tests.harness.scripts import start_script
 from tests.harness.training import Net, make_trainer
 
 SCRIPT = """
@@ -36,7 +36,7 @@ class Stopping(Net):
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)
         secret = 1000 + 10 * self.global_rank + index
-        self.log("secret", float(secret))
+        self.log("secret", float(secret))  # line 16
         if sys.argv[1] == "breakpoint" and index == 0:
             breakpoint()
         return loss
@@ -52,30 +52,77 @@ if __name__ == "__main__":
     sys.stdout.write(json.dumps({"rank": trainer.global_rank, "weights": weights}) + "\\n")
     sys.stdout.flush()
 """
+LINE = 16
 
 
-def attach(port: int) -> None:
-    """Attach as VS Code and PyCharm do, by the Debug Adapter Protocol, and stay until training has ended."""
-    with socket.create_connection(("127.0.0.1", port), timeout=90) as connection, connection.makefile("rwb") as file:
+class Editor:
+    """The side of the Debug Adapter Protocol that VS Code and PyCharm have."""
 
-        def send(number: int, command: str, **arguments: Any) -> None:
-            request = {"seq": number, "type": "request", "command": command, "arguments": arguments}
-            content = json.dumps(request).encode()
-            file.write(b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            file.flush()
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=90)
+        self._file = self._socket.makefile("rwb")
+        self._sent = 0
+        self._events: list[dict[str, Any]] = []
 
-        def wait_for(event: str) -> None:
-            found = None
-            while found != event:
-                length = int(file.readline().split(b":")[1])
-                file.readline()
-                found = json.loads(file.read(length)).get("event")
+    def send(self, command: str, **arguments: Any) -> int:
+        self._sent += 1
+        body = {"seq": self._sent, "type": "request", "command": command, "arguments": arguments}
+        content = json.dumps(body).encode()
+        self._file.write(b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        self._file.flush()
+        return self._sent
 
-        send(1, "initialize", adapterID="test", pathFormat="path")
-        send(2, "attach", justMyCode=True)
-        wait_for("initialized")
-        send(3, "configurationDone")
-        wait_for("terminated")
+    def request(self, command: str, **arguments: Any) -> dict[str, Any]:
+        return self.response(self.send(command, **arguments))
+
+    def response(self, number: int) -> dict[str, Any]:
+        while True:
+            message = self._read()
+            if message["type"] == "response" and message["request_seq"] == number:
+                assert message["success"], message
+                body: dict[str, Any] = message.get("body", {})
+                return body
+            self._events.append(message)
+
+    def event(self, name: str) -> dict[str, Any]:
+        while True:
+            for message in self._events:
+                if message.get("event") == name:
+                    self._events.remove(message)
+                    body: dict[str, Any] = message.get("body", {})
+                    return body
+            self._events.append(self._read())
+
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def _read(self) -> dict[str, Any]:
+        length = int(self._file.readline().split(b":")[1])
+        assert self._file.readline() == b"\r\n"
+        message: dict[str, Any] = json.loads(self._file.read(length))
+        return message
+
+
+def read_secret(port: int, script: str) -> str:
+    """Attach, stop in the training step, read a variable, and go on."""
+    editor = Editor(port)
+    editor.request("initialize", adapterID="test", pathFormat="path")
+    attached = editor.send("attach", justMyCode=True)
+    editor.event("initialized")
+    editor.request("setBreakpoints", source={"path": script}, breakpoints=[{"line": LINE}])
+    editor.request("configurationDone")
+    editor.response(attached)
+    thread = editor.event("stopped")["threadId"]
+    frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
+    assert (frame["name"], frame["line"]) == ("training_step", LINE)
+    scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
+    variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
+    editor.request("setBreakpoints", source={"path": script}, breakpoints=[])
+    editor.request("continue", threadId=thread)
+    editor.event("terminated")
+    editor.close()
+    return str(next(each["value"] for each in variables if each["name"] == "secret"))
 
 
 def results(output: str) -> list[Any]:
@@ -84,27 +131,19 @@ def results(output: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_debugger_is_attached_to_one_rank_while_the_other_waits() -> None:
-    """Training ends with the weights that it has without a debugger, where `breakpoint()` has no terminal to ask in.
-
-    A sentence names the variable with which a debugger can be attached.
-    """
-    port = free_port()
-    with start_script(SCRIPT, "", env={"DDPX_DEBUG_RANK": "1", "DDPX_DEBUG_PORT": str(port)}, time_limit=100) as run:
+def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
+    """The editor reads that rank's variable, and training ends with the weights that it has without a debugger."""
+    script, port = tmp_path / "train.py", free_port()
+    script.write_text(SCRIPT)
+    with start_script(script, "", env={"DDPX_DEBUG_RANK": "1", "DDPX_DEBUG_PORT": str(port)}, time_limit=100) as run:
         run.wait_for_line(rf"\[rank 1\] waits for a debugger at 127\.0\.0\.1:{port} .*", timeout=90)
-        attach(port)
+        assert read_secret(port, str(script)) == "1010"
         debugged = run.wait()
         run.expect_no_survivors()
     assert debugged.returncode == 0, debugged.output
     assert "HangWatchdog is off while a rank is debugged" in debugged.output
-    alone = run_script(SCRIPT, "breakpoint", time_limit=100)
-    assert alone.returncode == 0, alone.output
-    for rank in (0, 1):
-        assert re.search(
-            rf"\[rank {rank}\] goes on from breakpoint\(\) at .*:\d+, as it has no terminal; "
-            rf"set DDPX_DEBUG_RANK={rank} for all ranks to attach a debugger to it",
-            alone.output,
-        )
+    with start_script(script, "", time_limit=100) as run:
+        alone = run.wait()
     assert results(debugged.stdout) == results(alone.stdout)
     assert len(results(alone.stdout)) == 2
 
@@ -139,6 +178,19 @@ def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) ->
     assert process.returncode == 0, output
     assert asked in (["0", "0", "1", "1"], ["1", "1", "0", "0"]), output
     assert {"'secret is 1000'", "'secret is 1010'"} <= set(re.findall(r"'secret is \d+'", output))
+
+
+def test_breakpoint_without_a_terminal_goes_on(tmp_path: Path) -> None:
+    """A sentence names the variable with which a debugger can be attached."""
+    with start_script(SCRIPT, "breakpoint", time_limit=100) as run:
+        done = run.wait()
+    assert done.returncode == 0, done.output
+    for rank in (0, 1):
+        assert re.search(
+            rf"\[rank {rank}\] goes on from breakpoint\(\) at .*:\d+, as it has no terminal; "
+            rf"set DDPX_DEBUG_RANK={rank} for all ranks to attach a debugger to it",
+            done.output,
+        )
 
 
 @pytest.mark.parametrize(

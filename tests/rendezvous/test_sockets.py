@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -48,6 +49,55 @@ def test_what_a_block_has_opened_can_be_severed(listener: socket.socket) -> None
             opened.sever()
             opened.sever()  # a second time is no harm
             assert [each.is_severed() for each in (before, during, after)] == [False, True, False]
+
+
+def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> None:
+    """Such as a logger's: it was opened by Python code while the block ran."""
+    found: list[socket.socket] = []
+    is_done = threading.Event()
+
+    def open_one() -> None:
+        found.append(socket.create_connection(listener.getsockname()[:2]))
+        is_done.wait()
+
+    thread = threading.Thread(target=open_one)
+    with OpenedSockets() as opened:
+        thread.start()
+        theirs, _ = listener.accept()
+    opened.sever()
+    is_done.set()
+    thread.join()
+    with theirs, found[0] as ours:
+        ours.sendall(b".")
+        assert theirs.recv(1) == b"."
+
+
+def test_what_other_threads_are_building_is_not_held_on_to() -> None:
+    """A thread that finds Python's sockets while this one builds a tuple of unknown length; it used to fail."""
+    is_looking, go_on = threading.Event(), threading.Event()
+
+    class Looked(socket.socket):
+        def fileno(self) -> int:
+            is_looking.set()
+            go_on.wait(10)
+            return super().fileno()
+
+    def look() -> None:
+        with OpenedSockets():
+            pass
+
+    thread = threading.Thread(target=look)
+
+    def items() -> Iterator[int]:
+        yield from range(5)
+        thread.start()
+        assert is_looking.wait(10)
+        yield from range(5, 1000)  # a tuple grows as it is made: whoever else has a reference to it prevents that
+
+    with Looked():
+        assert tuple(items()) == tuple(range(1000))
+        go_on.set()
+        thread.join()
 
 
 def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
