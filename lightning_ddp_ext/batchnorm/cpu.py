@@ -17,6 +17,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
     """Normalise a batch (N, C, ...) by the statistics of all ranks' batches."""
 
     @staticmethod
+    @np.errstate(all="ignore")  # torch does not warn of infinities in a network that diverges either
     def forward(
         ctx: Any,
         input: Tensor,
@@ -33,13 +34,12 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             BatchNormMismatchError: another rank is in another layer.
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
-        with np.errstate(all="ignore"):  # torch does not warn of infinities in a network that diverges either
+        mean, var = mean_and_var(x)
+        # Each rank decides for its own share: what ranks exchange is the same either way.
+        if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
+            x = x.double()
             mean, var = mean_and_var(x)
-            # Each rank decides for its own share: what ranks exchange is the same either way.
-            if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
-                x = x.double()
-                mean, var = mean_and_var(x)
-            joint = merge(context.gather("forward", [x.numel() / x.size(1)], mean, var))
+        joint = merge(context.gather("forward", [x.numel() / x.size(1)], mean, var))
         if joint.count == 1:
             raise BatchNormInputError(
                 f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
@@ -53,6 +53,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(input.dtype)
 
     @staticmethod
+    @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Differentiate; collective, if the input needs a gradient."""
         ctx.context.refuse_double_backward()
