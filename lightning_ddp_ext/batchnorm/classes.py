@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -95,18 +95,15 @@ def _reaches_base(own: type) -> bool:
 
 
 def _names_in(function: object) -> set[str]:
-    """The names that a Python function uses; none for anything else."""
-    function = inspect.unwrap(function) if callable(function) else function
-    return _names_in_code(function.__code__) if isinstance(function, FunctionType) else set()
+    """The names that a Python function uses, in functions inside of it, too; none for anything else."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else function
+    if not isinstance(code, CodeType):
+        return set()
+    return set(code.co_names).union(*(_names_in(constant) for constant in code.co_consts if not callable(constant)))
 
 
-def _names_in_code(code: CodeType) -> set[str]:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*map(_names_in_code, inner))
-
-
-def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
-    """Make a class of a layer's own class and a synchronising one.
+def synchronised_class(own: Any, core: type[SyncBatchNorm]) -> type:
+    """Make a class of a layer's own class and a synchronising one, or return the one that was made before.
 
     In the order of methods ``core`` comes after ``own``, just before torch's common base of all BatchNorm layers: what
     ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``. A registered ``core`` replaces ``forward``.
@@ -114,24 +111,19 @@ def synchronised_class(own: type, core: type[SyncBatchNorm]) -> type:
     Raises:
         ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
     """
-    if (own, core) not in _made:
-        _made[own, core] = _make_class(own, core)
-    return _made[own, core]
-
-
-def _make_class(own: type, core: type[SyncBatchNorm]) -> type:
-    names: dict[str, Any] = {"__module__": own.__module__, "__doc__": own.__doc__, _OWN: own}
+    if (own, core) in _made:
+        return _made[own, core]
+    names = {"__module__": own.__module__, "__doc__": own.__doc__, "__reduce_ex__": _reduce, _OWN: own}
     if core is not SyncBatchNorm or not _reaches_base(own):
         names["forward"] = core.forward
     try:
-        made: Any = type(own)(f"Sync{own.__name__}", (own, core), names)
+        _made[own, core] = type(own)(f"Sync{own.__name__}", (own, core), names)
     except TypeError as error:
         raise ConversionError(
             f"no class can be made of {own.__name__} and {core.__name__}: {error}; "
             "register another class with register_converter, or leave its layers out with exclude="
         ) from error
-    made.__reduce_ex__ = _reduce_of(made, own, core)
-    return made  # type: ignore[no-any-return]
+    return _made[own, core]
 
 
 def synchronise(layer: Module, made: type, context: SyncContext) -> None:
@@ -156,20 +148,18 @@ def restore(layer: Module) -> None:
         )
 
 
-def _reduce_of(made: Any, own: type, core: type[SyncBatchNorm]) -> Callable[..., Any]:
-    """Return a ``__reduce_ex__`` for copies and pickles, as a class that was made cannot be imported."""
-
-    def reduce(layer: Module, protocol: Any) -> Any:
-        function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
-        function, *arguments = (own if part is made else part for part in (function, *arguments))
-        return (_make_again, (core, layer._ddpx_context, function, arguments), *rest)
-
-    return reduce
+def _reduce(layer: Any, protocol: Any) -> Any:
+    """Copy and pickle a layer by its own class, as a class that was made cannot be imported."""
+    made = type(layer)
+    own, core = made.__bases__
+    function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
+    function, *arguments = (own if part is made else part for part in (function, *arguments))
+    return (_make_again, (core, layer._ddpx_context, function, arguments), *rest)
 
 
 def _make_again(
-    core: type[SyncBatchNorm], context: SyncContext, function: Callable[..., Module], arguments: list[object]
+    core: type[SyncBatchNorm], context: SyncContext, function: Callable[..., Any], arguments: list[object]
 ) -> Module:
-    layer = function(*arguments)
+    layer: Module = function(*arguments)
     synchronise(layer, synchronised_class(type(layer), core), context)
     return layer

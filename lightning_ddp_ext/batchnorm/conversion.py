@@ -29,14 +29,14 @@ class Conversion:
 
     Args:
         converted: the names of those that synchronise now.
-        left_alone: those that do not, or did already, and why, by name.
-        impossible: the layers of ``left_alone`` that were asked for and cannot be converted, with their classes.
+        left_alone: by name, why others do not, or did already.
+        impossible: by name and class, why those that were asked for cannot be converted.
         world_size: how many ranks join their batches.
     """
 
     converted: Sequence[str]
     left_alone: Mapping[str, str]
-    impossible: Sequence[str]
+    impossible: Mapping[str, str]
     world_size: int
 
     def summary(self) -> str:
@@ -46,19 +46,20 @@ class Conversion:
         >>> convert(model, exclude="0").summary()
         'SyncBatchNorm: 1 of 2 layers, statistics over 1 rank; not: 1 in exclude'
         """
-        total = len(self.converted) + len(self.left_alone)
+        reasons = Counter([*self.impossible.values(), *self.left_alone.values()])
+        total = len(self.converted) + reasons.total()
         if total == 0:
             return "SyncBatchNorm: the model has no BatchNorm layers"
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         line = f"SyncBatchNorm: {len(self.converted)} of {total} layers, statistics over {ranks}"
-        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(self.left_alone.values()).items())
-        return f"{line}; not: {reasons}" if reasons else line
+        others = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+        return f"{line}; not: {others}" if others else line
 
     def warning(self) -> str | None:
         """Name the layers that cannot be converted; ``None`` without any."""
         if not self.impossible:
             return None
-        named = "; ".join(self.impossible)
+        named = "; ".join(f"{layer}: {reason}" for layer, reason in self.impossible.items())
         return (
             f"BatchNorm layers that stay as they are, with statistics of each rank's own: {named}. "
             "Say how with lightning_ddp_ext.register_converter, or leave them out with exclude="
@@ -125,15 +126,14 @@ def convert(
     reasons = not_chosen(module, include, exclude, predicate)
     converted: dict[str, tuple[Any, type]] = {}
     left_alone: dict[str, str] = {}
-    impossible: list[str] = []
+    impossible: dict[str, str] = {}
     for layer, name in batchnorm_layers(module).items():
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             left_alone[name] = "synchronises already"
         elif layer in reasons:
             left_alone[name] = reasons[layer]
         elif reason := _why_impossible(layer):
-            left_alone[name] = reason
-            impossible.append(f"{name or 'the module'} ({type(layer).__name__}): {reason}")
+            impossible[f"{name or 'the module'} ({type(layer).__name__})"] = reason
         else:
             core = core_for(type(layer))
             assert core is not None

@@ -4,100 +4,79 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.batchnorm.statistics import (
-    Running,
-    at_least_float32,
-    dense,
-    has_large_offset,
-    mean_and_var,
-    merge,
-)
-from lightning_ddp_ext.batchnorm.sync_context import Phase, SyncContext
+from lightning_ddp_ext.batchnorm.statistics import Running, as_tensor, dense, has_large_offset, mean_and_var, merge
+from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import BatchNormInputError
 
 
-def batch_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, context: SyncContext
-) -> Tensor:
-    """Normalise a batch (N, C, ...) by the statistics of all ranks' batches. Collective, and so is its backward.
-
-    Raises:
-        BatchNormInputError: all batches together have one value per channel.
-        BatchNormMismatchError: another rank is in another layer.
-    """
-    x = dense(at_least_float32(input))
-    mean, var = mean_and_var(x)
-    # Each rank decides for its own share: what ranks exchange is the same either way.
-    if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
-        x = x.double()
-        mean, var = mean_and_var(x)
-    joint = merge(context.gather(Phase.FORWARD, [x.numel() / x.size(1)], mean, var))
-    if joint.count == 1:
-        raise BatchNormInputError(
-            f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together have "
-            "1); use larger batches, or drop the last incomplete one"
-        )
-    running.update(joint)
-    statistics = (torch.from_numpy(each).to(x.dtype) for each in (joint.mean, joint.var))
-    weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
-    output: Tensor = _Normalise.apply(x, weight, bias, *statistics, joint.count, eps, context)  # type: ignore[no-untyped-call]
-    return output.to(input.dtype)
-
-
-def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` in one pass: BatchNorm in evaluation."""
-    if x.numel() == 0:
-        return torch.empty_like(x)
-    return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
-
-
-class _Normalise(torch.autograd.Function):
-    """Normalises by given statistics, and differentiates as if they had been computed here from all ranks' inputs."""
+class SyncBatchNormOnCPU(torch.autograd.Function):
+    """Normalise a batch (N, C, ...) by the statistics of all ranks' batches."""
 
     @staticmethod
+    @np.errstate(all="ignore")  # torch does not warn of infinities in a network that diverges either
     def forward(
         ctx: Any,
-        x: Tensor,
+        input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: float,
+        running: Running,
         eps: float,
         context: SyncContext,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, var)
-        ctx.count, ctx.eps, ctx.context = count, eps, context
-        return _normalised(x, weight, bias, mean, var, eps)
+        """Normalise, and add the batch to the running statistics. Collective.
+
+        Raises:
+            BatchNormInputError: all batches together have one value per channel.
+            BatchNormMismatchError: another rank is in another layer.
+        """
+        x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
+        mean, var = mean_and_var(x)
+        # Each rank decides for its own share: what ranks exchange is the same either way.
+        if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
+            x = x.double()
+            mean, var = mean_and_var(x)
+        joint = merge(context.gather("forward", [x.numel() / x.size(1)], mean, var))
+        if joint.count == 1:
+            raise BatchNormInputError(
+                f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
+                "have 1); use larger batches, or drop the last incomplete one"
+            )
+        running.update(joint)
+        weight, bias = (None if each is None else each.to(x.dtype) for each in (weight, bias))
+        statistics = as_tensor(joint.mean, x.dtype), as_tensor(joint.var, x.dtype)
+        ctx.save_for_backward(x, weight, *statistics)
+        ctx.count, ctx.eps, ctx.context = max(joint.count, 1.0), eps, context
+        return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(input.dtype)
 
     @staticmethod
+    @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """Differentiate; collective, if the input needs a gradient."""
         ctx.context.refuse_double_backward()
         x, weight, mean, var = ctx.saved_tensors
-        grad_weight, grad_bias = _parameter_gradients(grad_outputs[0], x, mean, var, ctx.eps)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            gathered = torch.from_numpy(ctx.context.gather(Phase.BACKWARD, grad_weight.numpy(), grad_bias.numpy()))
-            means = (gathered.sum(0) / ctx.count).to(x.dtype).view(2, -1)
-            scale = (var + ctx.eps).rsqrt()
-            scale = scale if weight is None else scale * weight
+        dy = grad_outputs[0].to(x.dtype)
+        grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        grad_input = None
+        if needs_input:
+            sums = ctx.context.gather("backward", grad_weight.numpy(), grad_bias.numpy()).sum(0).reshape(2, -1)
+            scale = 1 / np.sqrt(var.numpy() + ctx.eps)
+            scale = scale if weight is None else scale * weight.detach().numpy()
             # scale * (dy - normalised x * mean(dy * normalised x) - mean(dy)), with means over all ranks' batches.
-            factor, shift = -scale * means
-            by_channel = scale.view([1, -1] + [1] * (x.dim() - 2))
-            grad_x = _normalised(x, factor, shift, mean, var, ctx.eps).addcmul_(grad_outputs[0], by_channel)
-        _, needs_weight, needs_bias, *others = ctx.needs_input_grad
-        return grad_x, grad_weight if needs_weight else None, grad_bias if needs_bias else None, *[None] * len(others)
+            factor, shift, scale = (as_tensor(each, x.dtype) for each in (*(sums * (-scale / ctx.count)), scale))
+            grad_input = torch.native_batch_norm(x, factor, shift, mean, var, False, 0.0, ctx.eps)[0]
+            grad_input.addcmul_(dy, scale.view([1, -1] + [1] * (x.dim() - 2)))
+        return grad_input, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None, None
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """This rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
-    if x.numel() == 0:
+    if x.numel() == 0:  # which the kernel divides by
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]
-    _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
-        dy, x, None, mean, var, None, None, False, eps, wanted
-    )
-    return grad_weight, grad_bias
+    gradients = torch.ops.aten.native_batch_norm_backward(dy, x, None, mean, var, None, None, False, eps, wanted)
+    return gradients[1], gradients[2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
-from lightning_ddp_ext.batchnorm.statistics import Running, at_least_float32, dense
+from lightning_ddp_ext.batchnorm.statistics import Running, dense
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 
@@ -18,10 +17,10 @@ def batch_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running, eps: float, context: SyncContext
 ) -> Tensor:
     """Normalise a batch (N, C, ...) by the statistics of all ranks' batches. Collective, and so is its backward."""
-    # An empty batch sends its zeros in its own type, and ranks with values send float32.
-    x = at_least_float32(input) if input.numel() == 0 else dense(input)
     # The kernel converts counts to the type of the running statistics: float16 may be too small for them.
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    # An empty batch sends its zeros in its own type, and ranks with values send float32.
+    x = input.to(dtype) if input.numel() == 0 else dense(input)
     kept = [value for value in (running.mean, running.var) if value is not None]
     mean, var = [value.to(dtype) for value in kept] or input.new_zeros((2, input.size(1)), dtype=dtype)
     group = context.process_group or dist.group.WORLD
@@ -47,16 +46,11 @@ class _Normalise(TorchSyncBatchNorm):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         ctx.context.refuse_double_backward()
         dy = grad_outputs[0]
-        gradients = TorchSyncBatchNorm.backward(ctx, _with_strides(dy, ctx.strides))[:3]
+        if dy.stride() != ctx.strides:  # some kernels look at the memory format of only one of input and gradient
+            dy = dy.new_empty_strided(dy.shape, ctx.strides).copy_(dy)
+        gradients = TorchSyncBatchNorm.backward(ctx, dy)[:3]
         if dy.numel() == 0:  # for which torch has none
             gradients = dy, dy.new_zeros(dy.size(1)), dy.new_zeros(dy.size(1))
         needed, others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:]
         wanted = (value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True))
         return *wanted, *[None] * len(others)
-
-
-def _with_strides(gradient: Tensor, strides: Sequence[int]) -> Tensor:
-    """The gradient in the input's memory format: some kernels look at that of only one of the two."""
-    if gradient.stride() == strides:
-        return gradient
-    return gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.batchnorm import cpu, cuda
+from lightning_ddp_ext.batchnorm import cuda
+from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
 from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import Running
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
@@ -91,15 +92,14 @@ class SyncBatchNorm(_BatchNorm):
     def _normalise(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         self._check_channels_and_device(input)
-        batch_norm = cpu.batch_norm if input.device.type == "cpu" else cuda.batch_norm
-        running = self._count_batch()
-        if not is_idle():
-            return batch_norm(input, self.weight, self.bias, running, self.eps, self._ddpx_context)
-        # Joins the collectives of both passes with an empty batch; the output is of no use to any rank.
-        empty = batch_norm(input[:0], self.weight, self.bias, running, self.eps, self._ddpx_context)
-        is_cudnn = torch.backends.cudnn.enabled
-        own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
-        return own + empty.sum()
+        function: Any = SyncBatchNormOnCPU.apply if input.is_cpu else cuda.batch_norm
+        arguments = self.weight, self.bias, self._count_batch(), self.eps, self._ddpx_context
+        output: Tensor = function(input[:0] if is_idle() else input, *arguments)
+        if is_idle():  # it joins the collectives of both passes with an empty batch; no rank uses what it computes
+            is_cudnn = torch.backends.cudnn.enabled
+            own = torch.batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps, is_cudnn)
+            output = own + output.sum()
+        return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
@@ -108,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "
                 f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
             )
-        if input.device.type not in ("cpu", "cuda"):
+        if not (input.is_cpu or input.is_cuda):
             raise BatchNormInputError(
                 f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
                 "convert without it (exclude=)"
@@ -118,9 +118,9 @@ class SyncBatchNorm(_BatchNorm):
         """Count a batch; returns the running statistics to be updated, and the weight of the batch in them."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
-        momentum = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        momentum, batches = self.momentum, self.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
             if momentum is None:  # a cumulative average
-                momentum = 1.0 / float(self.num_batches_tracked)
+                momentum = 1.0 / float(batches)
         return Running(self.running_mean, self.running_var, momentum or 0.0)

@@ -14,33 +14,26 @@ Vector = NDArray[np.float64]
 
 # Where the mean is this many times the deviation, float32 has too few digits left: torch's own error exceeds 1e-6.
 _LARGE_OFFSET = 8.0
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Half precision as float32, which torch computes it in, too; anything else as it is."""
-    return tensor.float() if tensor.dtype in _HALF else tensor
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def dense(input: Tensor) -> Tensor:
     """The batch in a memory format that torch's kernels are fast for: contiguous, or channels last."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    is_channels_last = input.is_contiguous(memory_format=formats.get(input.dim(), torch.contiguous_format))
-    return input if is_channels_last else input.contiguous()
+    memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
+    return input if input.is_contiguous(memory_format=memory_format) else input.contiguous()
 
 
-def mean_and_var(input: Tensor) -> tuple[Vector, Vector]:
+def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
     """Mean and biased variance (C) of a batch (N, C, ...) on CPU, in float32 or float64; zeros for an empty batch."""
-    if input.numel() == 0:
-        return np.zeros(input.size(1)), np.zeros(input.size(1))
-    mean, var = torch.batch_norm_update_stats(input.detach(), None, None, 0.0)
+    if x.numel() == 0:
+        return np.zeros(x.size(1)), np.zeros(x.size(1))
+    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     return mean.numpy().astype(np.float64), var.numpy().astype(np.float64)
 
 
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
     """Whether a channel's mean is too large beside its deviation for float32."""
-    with np.errstate(all="ignore"):  # torch does not warn of infinities in a network that diverges either
-        return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
+    return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 
 @dataclass(frozen=True)
@@ -66,13 +59,11 @@ def merge(parts: Vector) -> Statistics:
     (4.0, 2.0, 3.375)
     """
     channels = parts.shape[1] // 2
-    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    counts, means, variances = parts[:, 0], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    with np.errstate(all="ignore"):
-        mean = (weights * means).sum(0)
-        var = (weights * (variances + (means - mean) ** 2)).sum(0)
-    return Statistics(mean, var, count)
+    mean = weights @ means
+    return Statistics(mean, weights @ (variances + (means - mean) ** 2), count)
 
 
 class Running(NamedTuple):
@@ -88,5 +79,10 @@ class Running(NamedTuple):
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
         for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
-            # In float64, so that half precision is rounded once.
-            kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))
+            kept.lerp_(as_tensor(new, kept.dtype), self.momentum)
+
+
+def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
+    """A vector as a tensor on CPU."""
+    # Torch's conversion to float32 takes several times as long.
+    return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(dtype)

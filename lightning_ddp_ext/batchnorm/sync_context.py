@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
 
-_HEADER = 2  # the layer's index, and the phase
-
+_PASSES = ("forward", "backward")
+_HEADER = 2  # the layer's index, and that of the pass
 
 _is_idle = False
 
@@ -31,20 +30,13 @@ def set_idle(idle: bool) -> None:
     _is_idle = idle
 
 
-class Phase(IntEnum):
-    """The pass in which a layer exchanges numbers."""
-
-    FORWARD = 0
-    BACKWARD = 1
-
-
 @dataclass(frozen=True)
 class SyncContext:
     """The ranks that a layer shares its statistics with, and which of the model's layers it is.
 
-    On CPU all layers of a model send messages of one length that begin with the layer's index and the phase, so ranks
-    in different layers notice it. Messages of different lengths would end in an abort, or in a wait without end. The
-    few numbers of a layer are NumPy arrays, for which a call costs a third of what it costs for a tensor.
+    On CPU all layers of a model send messages of one length that begin with the layer and the pass, so ranks in
+    different layers notice it. Messages of different lengths would end in an abort, or in a wait without end. The few
+    numbers of a layer are NumPy arrays, for which a call costs a third of what it costs for a tensor.
 
     Args:
         process_group: the ranks whose batches are joined; ``None`` for all.
@@ -71,13 +63,13 @@ class SyncContext:
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
-    def gather(self, phase: Phase, *vectors: ArrayLike) -> NDArray[np.float64]:
+    def gather(self, which_pass: Literal["forward", "backward"], *vectors: ArrayLike) -> NDArray[np.float64]:
         """Join the vectors, and return what all ranks have joined, (ranks, n). Collective, on CPU.
 
         Raises:
-            BatchNormMismatchError: another rank is in another layer or phase.
+            BatchNormMismatchError: another rank is in another layer or pass.
         """
-        numbers = np.concatenate([[self.index, phase], *vectors])
+        numbers = np.concatenate([[self.index, _PASSES.index(which_pass)], *vectors])
         message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
         message[: len(numbers)] = numbers
         received = np.empty((self.world_size, len(message)))
@@ -85,14 +77,14 @@ class SyncContext:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(torch.from_numpy(received).view(-1), torch.from_numpy(message), group=self.process_group)
         if (received[:, :_HEADER] != message[:_HEADER]).any():
-            self._refuse(received[:, :_HEADER].tolist())
+            self._refuse(received[:, :_HEADER].astype(int).tolist())
         return received[:, _HEADER : len(numbers)]
 
-    def _refuse(self, headers: list[list[float]]) -> NoReturn:
+    def _refuse(self, headers: list[list[int]]) -> NoReturn:
         ranks = dist.get_process_group_ranks(self.process_group or dist.group.WORLD)
         positions = ", ".join(
-            f"rank {rank} is in the {Phase(int(phase)).name.lower()} pass of {self.names[int(index)] or 'the layer'}"
-            for rank, (index, phase) in zip(ranks, headers, strict=True)
+            f"rank {rank} is in the {_PASSES[which_pass]} pass of {self.names[index] or 'the layer'}"
+            for rank, (index, which_pass) in zip(ranks, headers, strict=True)
         )
         raise BatchNormMismatchError(
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
@@ -100,10 +92,10 @@ class SyncContext:
         )
 
     def refuse_double_backward(self) -> None:
-        """Refuse a backward pass that is to be differentiated again.
+        """Refuse a backward pass with ``create_graph=True``, in which alone gradients are enabled.
 
         Raises:
-            BatchNormError: gradients are enabled, as they are in the backward pass with ``create_graph=True`` alone.
+            BatchNormError: it is one.
         """
         if torch.is_grad_enabled():
             raise BatchNormError(

@@ -150,7 +150,7 @@ def of_layer(case: Case, kind: type[SyncBatchNorm], rank: int, world_size: int, 
     gradients = _of_parameters(layer)
     for value in gradients.values():
         dist.all_reduce(value)
-    return _at_hand(results | gradients | dict(layer.named_buffers()))
+    return {name: value.cpu() for name, value in (results | gradients | dict(layer.named_buffers())).items()}
 
 
 def of_one_process(case: Case, rank: int, world_size: int, device: str, dtype: torch.dtype | None = None) -> Results:
@@ -163,10 +163,7 @@ def of_one_process(case: Case, rank: int, world_size: int, device: str, dtype: t
         sizes = [len(input) for input, _ in shares]
         joint = _of_step(case, layer, input, gradient, step)
         results |= {name: value.split(sizes)[rank] for name, value in joint.items()}
-    return _at_hand(results | _of_parameters(layer) | dict(layer.named_buffers()))
-
-
-def _at_hand(results: Results) -> Results:
+    results |= _of_parameters(layer) | dict(layer.named_buffers())
     return {name: value.cpu() for name, value in results.items()}
 
 
@@ -193,17 +190,16 @@ def deviations(ours: Results, exact: Results, torchs: Results, slack: float = 1.
     """What is neither exact nor as near to that as torch is, with ``slack`` times as much allowed."""
     if ours.keys() != exact.keys():
         return [f"has {sorted(ours)} instead of {sorted(exact)}"]
-    found = [_deviation(name, ours[name], exact[name], torchs[name], slack) for name in ours]
-    return [line for line in found if line]
-
-
-def _deviation(name: str, ours: Tensor, exact: Tensor, torchs: Tensor, slack: float) -> str:
-    if (ours.shape, ours.dtype) != (torchs.shape, torchs.dtype):
-        return f"{name} is {ours.dtype} {tuple(ours.shape)} instead of {torchs.dtype} {tuple(torchs.shape)}"
-    error, of_torch = _distance(ours, exact), _distance(torchs, exact)
-    largest = max(_distance(exact, torch.zeros_like(exact)), 1.0 if ours.dtype == torch.float64 else 0.0)
-    allowed = slack * max(of_torch, _EXACT.get(ours.dtype, 0.0) * largest)
-    return "" if error <= allowed else f"{name} is {error:.2e} off instead of {allowed:.2e}"
+    found = []
+    for name, value in ours.items():
+        if (value.shape, value.dtype) != (torchs[name].shape, torchs[name].dtype):
+            found.append(f"{name} is {value.dtype} {tuple(value.shape)}, unlike torch's")
+            continue
+        largest = max(_distance(exact[name], 0 * exact[name]), 1.0 if value.dtype == torch.float64 else 0.0)
+        allowed = slack * max(_distance(torchs[name], exact[name]), _EXACT.get(value.dtype, 0.0) * largest)
+        if (error := _distance(value, exact[name])) > allowed:
+            found.append(f"{name} is {error:.2e} off instead of {allowed:.2e}")
+    return found
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

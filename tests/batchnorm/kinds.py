@@ -35,10 +35,6 @@ class Decorated(Scaled):
 
 
 class Squared:
-    def __init__(self, *args: Any, name: str = "layer", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.name = name
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.square())  # type: ignore[misc, no-any-return]
 

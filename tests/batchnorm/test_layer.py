@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.batchnorm import cuda
-from lightning_ddp_ext.errors import BatchNormError, BatchNormInputError, ConversionError
+from lightning_ddp_ext.errors import BatchNormError, BatchNormInputError
 from tests.batchnorm.cuda_kernels import install
 from tests.batchnorm.joined import CASES, Case, deviations, of_layer, of_one_process, rows
 from tests.harness.ranks import run_ranks
@@ -93,6 +94,7 @@ def use(rank: int, world_size: int, directory: Path) -> None:
         is_alone_in_evaluation_and_outside_its_group(rank, share)
         refuses_inputs_that_cannot_be(share)
         refuses_one_value(rank)
+        is_quiet_about_infinity(share)
         with pytest.raises(
             BatchNormError, match=r"^a BatchNorm layer synchronises, and so cannot be differentiated tw"
         ):
@@ -128,6 +130,15 @@ def refuses_one_value(rank: int) -> None:
     assert layer(torch.full((1, 3), float(rank))).shape == (1, 3)
 
 
+def is_quiet_about_infinity(share: Tensor) -> None:
+    input = torch.full_like(share, float("inf")).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SyncBatchNorm(3, eps=0.0)(input).sum().backward()
+        SyncBatchNorm(3, eps=0.0)(torch.ones_like(share).requires_grad_()).sum().backward()
+    assert input.grad is not None
+
+
 def test_what_it_does_alone_and_what_it_refuses(tmp_path: Path) -> None:
     """Evaluation, and training outside of a layer's group, wait for nobody; a refusal is every rank's."""
     run_ranks(use, 2, tmp_path)
@@ -153,10 +164,3 @@ def test_state_dict_of_batchnorm(options: dict[str, Any]) -> None:
     assert list(ours.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
     plain.load_state_dict(SyncBatchNorm(3, **options).state_dict())
-
-
-@pytest.mark.parametrize("process_group", ["node", 2])
-def test_a_layer_takes_no_recipe_for_a_group(process_group: Any) -> None:
-    """What a conversion makes a group of is refused, though in one process it would never be missed."""
-    with pytest.raises(ConversionError, match=r"^process_group of a layer must be None or a ProcessGroup \(got "):
-        SyncBatchNorm(3, process_group=process_group)
