@@ -30,11 +30,14 @@ def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **opti
     """How this rank gets what is ``expected``; or "other content", or the error's type and text."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     place, ranks = locate(paths[min(rank, len(paths) - 1)]), Ranks(rank, world_size)
+    failed = ""
     try:
         content, how, _ = restore(place, ranks, LoadOptions(mode, **options))
     except Exception as error:
-        assert ranks.gather(rank) == list(range(world_size)), "all are still in step"
-        return f"{type(error).__name__}: {error}"
+        failed = f"{type(error).__name__}: {error}"
+    assert ranks.gather(rank) == list(range(world_size)), "all are still in step"
+    if failed:
+        return failed
     if place.local is not None and mapped(place.local):
         gc.collect()  # an error of an earlier restore, and its frames, may still have it
         assert not mapped(place.local)

@@ -17,7 +17,7 @@ Moment = tuple[str, int]  # a hook of a callback, and how often it has been call
 # When the signal comes, and after how many steps all have stopped, or one later where the other rank was past that: in
 # 3 epochs of 3 steps, each followed by 2 of validation.
 MOMENTS: dict[Moment, int] = {
-    ("on_train_start", 0): 1,
+    ("on_train_batch_start", 0): 1,
     ("on_train_batch_start", 1): 2,
     ("on_train_batch_end", 2): 3,
     ("on_validation_batch_start", 1): 3,

@@ -56,9 +56,11 @@ def wait_for_ranks(script: Script) -> dict[int, int]:
 
 
 def lines_of(stderr: str) -> list[str]:
-    """The lines, without what torch puts before each line of a traceback, and without warnings."""
+    """The lines without what torch puts before those of a traceback, without warnings and addresses of errors."""
     text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
-    return [line for line in text.splitlines() if line.strip() and "LeafSpec" not in line]
+    return [
+        line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
+    ]
 
 
 def who(rank: int, pids: dict[int, int]) -> str:
