@@ -72,7 +72,7 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
         ),
         (
             {"exclude": ["stem", nn.Linear]},
-            r"^exclude=Linear fits no .* head, or modules that they are in$",
+            r"^exclude=Linear fits no .* head, or modules that they are in\n",
         ),
         ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),

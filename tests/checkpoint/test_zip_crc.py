@@ -87,7 +87,10 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_an_old_file_is_read_or_refused(weights_only: bool, tmp_path: Path) -> None:
-    """A file from before torch 1.6 has no records; cut off or changed anywhere, the error is ours."""
+    """A file from before torch 1.6 has no records; cut off anywhere, or changed with ``weights_only``, the error is ours.
+
+    Without ``weights_only`` it is pickle that reads a changed file, and for one byte it may want all memory there is.
+    """
     legacy, copy, chance = tmp_path / "it.ckpt", tmp_path / "changed.ckpt", random.Random(2)
     saved(legacy, small(), _use_new_zipfile_serialization=False)
     assert same(outcome(legacy, weights_only=weights_only), small())
@@ -95,10 +98,11 @@ def test_an_old_file_is_read_or_refused(weights_only: bool, tmp_path: Path) -> N
     for position in range(0, len(content), 5):
         copy.write_bytes(content[:position])
         assert isinstance(outcome(copy, weights_only=weights_only), CheckpointError), f"cut off at {position}"
-        changed = bytearray(content)
-        changed[position] ^= 1 << chance.randrange(8)
-        copy.write_bytes(changed)
-        outcome(copy, weights_only=weights_only)
+        if weights_only:
+            changed = bytearray(content)
+            changed[position] ^= 1 << chance.randrange(8)
+            copy.write_bytes(changed)
+            outcome(copy, weights_only=True)
 
 
 @settings(max_examples=60, deadline=None)
