@@ -87,9 +87,9 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_an_old_file_is_read_or_refused(weights_only: bool, tmp_path: Path) -> None:
-    """A file from before torch 1.6 has no records; cut off anywhere, or changed with ``weights_only``, the error is ours.
+    """A file from before torch 1.6 has no records; cut off anywhere, the error is ours.
 
-    Without ``weights_only`` it is pickle that reads a changed file, and for one byte it may want all memory there is.
+    Changed anywhere, too, with ``weights_only``; without it pickle may want all memory there is for one changed byte.
     """
     legacy, copy, chance = tmp_path / "it.ckpt", tmp_path / "changed.ckpt", random.Random(2)
     saved(legacy, small(), _use_new_zipfile_serialization=False)
