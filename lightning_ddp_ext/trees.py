@@ -14,7 +14,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +38,8 @@ def register_names() -> None:
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
-    if _RegisterOnImport not in sys.meta_path:
-        sys.meta_path.insert(0, _RegisterOnImport)
+    if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegisterOnImport())
 
 
 def _choose() -> str:
@@ -65,16 +66,24 @@ def _register(tree: str) -> None:
         import_module(f"{_ADAPTERS[tree]}.strategy").register()
 
 
-class _RegisterOnImport(PathFinder):
-    """Gives a tree our strategy names when its import ends."""
+class _RegisterOnImport(MetaPathFinder):
+    """Finds what the other finders find; a tree gets our strategy names when its import ends."""
 
-    @classmethod
+    _is_asking = False
+
     def find_spec(
-        cls, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        spec = super().find_spec(fullname, path, target) if fullname in _ADAPTERS else None
+        if name not in _ADAPTERS or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            found = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+            spec = next((spec for spec in found if spec is not None), None)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
-            _call_after_import(spec.loader, lambda: _register(fullname))
+            _call_after_import(spec.loader, lambda: _register(name))
         return spec
 
 

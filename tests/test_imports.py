@@ -1,6 +1,7 @@
 """Imports run one way: adapters import rooms, and rooms never import Lightning."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,3 +100,8 @@ def test_windows_is_refused_in_a_sentence() -> None:
     assert ended.stderr.splitlines()[-1] == (
         "ImportError: lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2"
     )
+
+
+def test_other_programs_find_each_distribution_once() -> None:
+    """What waits for the other Lightning's import among the finders finds nothing else."""
+    assert importlib.metadata.packages_distributions()["torch"] == ["torch"]

@@ -59,11 +59,12 @@ def merge(parts: Vector) -> Statistics:
     (4.0, 2.0, 3.375)
     """
     channels = parts.shape[1] // 2
-    counts, means, variances = parts[:, 0], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
+    counts, means, variances = parts[:, :1], parts[:, 1 : 1 + channels], parts[:, 1 + channels :]
     count = float(counts.sum())
     weights = counts / max(count, 1.0)
-    mean = weights @ means
-    return Statistics(mean, weights @ (variances + (means - mean) ** 2), count)
+    # Not by a matrix product, whose last bits depend on the processor, and the ranks must agree.
+    mean = (weights * means).sum(0)
+    return Statistics(mean, (weights * (variances + (means - mean) ** 2)).sum(0), count)
 
 
 class Running(NamedTuple):
@@ -79,7 +80,10 @@ class Running(NamedTuple):
             return
         unbiased = joint.var * (joint.count / (joint.count - 1))
         for kept, new in ((self.mean, joint.mean), (self.var, unbiased)):
-            kept.lerp_(as_tensor(new, kept.dtype), self.momentum)
+            if kept.dtype.itemsize < 4:  # a batch's variance may be beyond what float16 holds
+                kept.copy_(kept.double().lerp(torch.from_numpy(new), self.momentum))
+            else:
+                kept.lerp_(as_tensor(new, kept.dtype), self.momentum)
 
 
 def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ class DataPath:
     @property
     def is_idle(self) -> bool:
         """Whether this rank's present batch does not count."""
-        return self.uneven.is_idle if self._strategy.trainer.training else self.evaluation.is_idle
+        return self.uneven.is_idle if self._strategy.current_trainer.training else self.evaluation.is_idle
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class DataPath:
     def on_train_batch_start(self, batch: Any) -> None:
         """The first batch is there. Collective, if its loaders are new."""
         self.training.resume.on_train_batch_start()
-        self.uneven.on_train_batch_start(self._strategy.trainer, batch)
+        self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
     # Which sampler.
 
@@ -95,7 +95,7 @@ class DataPath:
                 return dataloader
             inner = getattr(dataloader.batch_sampler, "sampler", None)
             sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
-        elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.trainer, dataloader):
+        elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.current_trainer, dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
             return as_lightning(dataloader, shuffle, stage)
@@ -109,7 +109,7 @@ class DataPath:
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
-        shuffle = shuffle and not self._strategy.trainer.overfit_batches
+        shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
             is_empty = not len(cast(Any, loader.dataset))
             return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
@@ -123,18 +123,18 @@ class DataPath:
         loader = DistributedLoader.around(dataloader, self.begin)
         warn_of_fixed_orders(loader.loader)
         # Loaders of training may be asked for in the middle of an evaluation.
-        stage, self._stage = self._stage or self._strategy.trainer.state.stage, None
+        stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
             return loader
         self.uneven.agree_on_length(loader)
-        remembered = self._strategy.trainer.accumulate_grad_batches + 4
+        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader
 
     def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Begin an iterator over a loader: its first batch has just been asked for."""
-        trainer = self._strategy.trainer
+        trainer = self._strategy.current_trainer
         epoch = self.training.epoch
         start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
         loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)

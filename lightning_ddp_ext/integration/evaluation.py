@@ -90,7 +90,7 @@ class Evaluation(IdleSteps):
             yield batch
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
-        combined = combined_loader_of(active_loop_of(self._strategy.trainer))
+        combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
         if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == float("inf"):
             where = (
                 "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "

@@ -86,13 +86,14 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_interface(interface: str | None) -> None:
-    """Refuse a network interface that this host does not have.
+    """Refuse interfaces of which this host has none: ``eth1``, or as NCCL takes them, ``eth,ib`` or ``^docker0``.
 
     Raises:
         OptionError: names those that there are.
     """
     names = psutil.net_if_addrs()
-    if interface is not None and interface not in names:
+    beginnings = tuple(part.lstrip("^=") for part in (interface or "").split(","))
+    if interface is not None and not any(name.startswith(beginnings) for name in names):
         raise OptionError(
             f"interface must be one of host {socket.gethostname()}'s: {', '.join(names)} (got {interface!r}); where it "
             "has another name on each host, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"

@@ -59,7 +59,7 @@ class Resume:
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
         section = checkpoint.get(KEY) or {}
         loops, stopped = checkpoint["loops"]["fit_loop"], section.get("stopped")
-        accumulated = section.get("accumulate_grad_batches", self._strategy.trainer.accumulate_grad_batches)
+        accumulated = section.get("accumulate_grad_batches", self._strategy.current_trainer.accumulate_grad_batches)
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
         self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
         if restart.is_within and section.get("version") != VERSION:
@@ -96,7 +96,7 @@ class Resume:
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":
-            end_restart(self._strategy.trainer.fit_loop)
+            end_restart(self._strategy.current_trainer.fit_loop)
         if self.restart.is_within:
             self.find_data()
             # Lightning says next that the loaders cannot be resumed.
@@ -110,28 +110,28 @@ class Resume:
     def on_train_batch_start(self) -> None:
         """Have Lightning's loops go on like any others', once the first batch of a resumed epoch is there."""
         if self.restart.is_within:  # else the epoch's end would leave out schedulers that watch a metric
-            end_restart(self._strategy.trainer.fit_loop)
+            end_restart(self._strategy.current_trainer.fit_loop)
 
     def on_validation_end(self) -> None:
         """Have the epoch's end be like any other's, once the validation that was due has been run as a whole."""
-        if self.restart.at == "validation" and not self._strategy.trainer.sanity_checking:
-            end_restart(self._strategy.trainer.fit_loop)
+        if self.restart.at == "validation" and not self._strategy.current_trainer.sanity_checking:
+            end_restart(self._strategy.current_trainer.fit_loop)
 
     def _set_counters(self) -> None:
         """Have the loops count from the batches that are done on this number of ranks."""
-        current = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current
+        current = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1
         last = self.done + self._strategy.data.uneven.most(self._count_left())
-        if last < self._strategy.trainer.num_training_batches:
-            end_epoch_after(self._strategy.trainer, int(last))
+        if last < self._strategy.current_trainer.num_training_batches:
+            end_epoch_after(self._strategy.current_trainer, int(last))
 
     # The data of the epoch that goes on.
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left of the epoch, also because another limit holds now."""
-        is_cut = self.restart.at == "batch_end" and self.done >= self._strategy.trainer.num_training_batches > 0
+        is_cut = self.restart.at == "batch_end" and self.done >= self._strategy.current_trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
     def state_of(self, index: int) -> Mapping[str, Any] | None:
@@ -142,7 +142,7 @@ class Resume:
         """Find out where each training loader goes on, or refuse other data; a second call does nothing."""
         if self._states is not None:
             return
-        positions, states = positions_of(self._strategy.trainer), self._own["loaders"]
+        positions, states = positions_of(self._strategy.current_trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
                 f"epoch {self.restart.epoch} cannot go on in its middle: it was read from {len(states)} training "
@@ -167,11 +167,13 @@ class Resume:
         Loops take all epochs to have equally many batches. So on another number of ranks, or with batches of another
         size, it is the count of those that are done that differs.
         """
-        whole = self._combined([batches_of(position.loader) for position in positions_of(self._strategy.trainer)])
+        whole = self._combined(
+            [batches_of(position.loader) for position in positions_of(self._strategy.current_trainer)]
+        )
         left = self._count_left()
         if math.inf in (whole, left):
             return self.restart.done
-        accumulated: int = self._strategy.trainer.accumulate_grad_batches
+        accumulated: int = self._strategy.current_trainer.accumulate_grad_batches
         return int(self._strategy.data.uneven.most(whole - left)) // accumulated * accumulated
 
     def _count_left(self) -> float:
@@ -179,10 +181,10 @@ class Resume:
 
         A loader that is read again is left out: the longest one, which ends the epoch, is read once.
         """
-        pairs = zip(positions_of(self._strategy.trainer), self._states or (), strict=True)
+        pairs = zip(positions_of(self._strategy.current_trainer), self._states or (), strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
         """The number of batches of combined loaders that have so many each."""
-        mode = mode_of(combined_loader_of(self._strategy.trainer.fit_loop))
+        mode = mode_of(combined_loader_of(self._strategy.current_trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)

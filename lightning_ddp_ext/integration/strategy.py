@@ -364,14 +364,14 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
     # The Trainer that the ranks work for.
 
     @property
-    def trainer(self) -> Any:
+    def current_trainer(self) -> Any:
         """The Trainer that runs the model."""
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
     @override
     def setup_environment(self) -> None:
-        trainer = self.trainer
+        trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         self.debugged = debugged_rank(trainer)
         super().setup_environment()

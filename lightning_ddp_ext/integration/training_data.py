@@ -51,7 +51,7 @@ class TrainingData:
 
     def on_validation_start(self) -> None:
         """Remember the random numbers with which the validation could begin again."""
-        if self._strategy.trainer.state.fn == "fit":
+        if self._strategy.current_trainer.state.fn == "fit":
             self._random["validation"] = take_random(self._device)
 
     @property
@@ -70,7 +70,7 @@ class TrainingData:
     @property
     def epoch(self) -> int:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
-        return max(epoch_of(self._strategy.trainer), self.resume.restart.epoch)
+        return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
     def begin(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Begin an iterator of the Trainer over a loader: at its start, or where a checkpoint left it.
@@ -78,13 +78,13 @@ class TrainingData:
         The first one of an epoch begins those of the other loaders, too, so that all draw random numbers before a batch
         is read.
         """
-        combined = combined_iterator_of(self._strategy.trainer.fit_loop)
+        combined = combined_iterator_of(self._strategy.current_trainer.fit_loop)
         if combined is self._begun:
             return self._begin_iterator(loader)
         self._begun = combined
         self._start_epoch(epoch)
         batches = self._begin_iterator(loader)
-        for iterator in iterators_of(self._strategy.trainer.fit_loop):
+        for iterator in iterators_of(self._strategy.current_trainer.fit_loop):
             if iterator.loader is not loader:
                 iterator.begin()
         if self.resume.restart.at == "batch_end":
@@ -100,7 +100,7 @@ class TrainingData:
             self.resume.restore_random()
         if restart.is_within:
             self.resume.find_data()
-        for index, position in enumerate(positions_of(self._strategy.trainer)):
+        for index, position in enumerate(positions_of(self._strategy.current_trainer)):
             position.start_epoch(epoch, done=self.resume.done, state=self.resume.state_of(index))
         self._random["epoch"] = take_random(self._device)
 
@@ -109,16 +109,16 @@ class TrainingData:
             return iter(())
         position: LoaderPosition = loader.position
         batches = self._uneven.begin(position)
-        is_first = position is positions_of(self._strategy.trainer)[0]
+        is_first = position is positions_of(self._strategy.current_trainer)[0]
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Stop before a batch if the ranks have agreed to; remember the random numbers of the last optimiser step."""
-        accumulated = self._strategy.trainer.accumulate_grad_batches
-        progress = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current
+        accumulated = self._strategy.current_trainer.accumulate_grad_batches
+        progress = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current
         while True:
             self._strategy.stops.before_batch()
-            self._timed_validation.before_batch(self._strategy.trainer)
+            self._timed_validation.before_batch(self._strategy.current_trainer)
             if accumulated > 1 and progress.ready % accumulated == 0:
                 self._random["step"] = take_random(self._device)
             try:
@@ -133,7 +133,11 @@ class TrainingData:
         """Put into a checkpoint where each rank's data are, in the call ``what``. Collective, unless interrupted."""
         if "loops" not in checkpoint:
             return
-        trainer, checkpoints, stopped = self._strategy.trainer, self._strategy.checkpoints, self._strategy.stops.stopped
+        trainer, checkpoints, stopped = (
+            self._strategy.current_trainer,
+            self._strategy.checkpoints,
+            self._strategy.stops.stopped,
+        )
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
         accumulated = trainer.accumulate_grad_batches
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped)

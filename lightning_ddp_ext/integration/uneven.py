@@ -94,7 +94,7 @@ class UnevenInputs(IdleSteps):
 
     def _end_epoch(self) -> None:
         """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
-        trainer = self._strategy.trainer
+        trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
 
@@ -106,7 +106,7 @@ class UnevenInputs(IdleSteps):
         """The ranks that have no batch of their own for the present step."""
         if not self._batches:
             return ()
-        number = self._strategy.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        number = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return tuple(rank for rank, batches in sorted(self._batches.items()) if batches < number)
 
     @override

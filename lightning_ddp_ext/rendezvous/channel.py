@@ -13,7 +13,6 @@ import os
 import selectors
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,7 +51,7 @@ class Channel:
         self._unclaimed: dict[str, list[Message]] = {}
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._is_closing = False
+        self._is_closing = self._has_warned = False
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -158,6 +157,8 @@ class Channel:
     def close_sockets(self) -> None:
         """Close all sockets; in a forked child its copies of them, so that the death of its parent is noticed."""
         self._wake_writer.close()
+        if self._listener is not None:
+            self._listener.close()
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -180,6 +181,8 @@ class Channel:
             unfinished = [connection for connection in self._peers.values() if connection.unsent]
         for connection in unfinished:
             self._watch(connection)
+        if self._listener is not None and self._listener.fileno() not in self._selector.get_map():
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _watch(self, connection: Connection) -> None:
         """Serve a connection whenever something has come, or when it takes more of what is left to be sent."""
@@ -244,11 +247,20 @@ class Channel:
             connected, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
-                time.sleep(_PAUSE_WITHOUT_DESCRIPTORS)  # a listener that is always ready would keep this thread busy
+                self._pause_accepting(self._listener)
             return
         keep_alive(connected, self._heartbeat)
         self._watch(Connection(connected))
+
+    def _pause_accepting(self, listener: socket.socket) -> None:
+        """Leave the listener alone for a while: one that is always ready would keep this thread busy."""
+        if not self._has_warned:
+            _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+            self._has_warned = True
+        self._selector.unregister(listener)
+        again = threading.Timer(_PAUSE_WITHOUT_DESCRIPTORS, self._wake)
+        again.daemon = True
+        again.start()
 
     def _finish(self) -> None:
         """Wait until the others close, too: where messages are left unread, closing drops what was not delivered."""

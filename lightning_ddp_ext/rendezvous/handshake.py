@@ -75,7 +75,9 @@ class Handshake:
                 store = self._open_store()
             table = self._await_welcome()
         except BaseException as error:
-            if "refused" not in self._answers:
+            if "welcome" in self._answers:
+                self._channel.send("event", asdict(event_of("failed", self._hello.info, reason_of(error))))
+            elif "refused" not in self._answers:
                 self._channel.send("handshake", {"gave_up": str(gave_up(self._hello.info, error))})
             raise
         route = self._own_address

@@ -51,15 +51,18 @@ class ProcessGroups:
         """Form the default group, and see that it works. Collective; within :meth:`forming`."""
         self.request = request
         self._formed += 1
-        dist.init_process_group(
-            request.backend,
-            store=PrefixStore(f"group/{self._formed}", self._connections.store),
-            rank=request.world.rank,
-            world_size=request.world.world_size,
-            timeout=deadline.as_timedelta(),
-            device_id=None if request.device.type == "cpu" else request.device,
-        )
-        self._kept.append(dist.group.WORLD)
+        try:
+            dist.init_process_group(
+                request.backend,
+                store=PrefixStore(f"group/{self._formed}", self._connections.store),
+                rank=request.world.rank,
+                world_size=request.world.world_size,
+                timeout=deadline.as_timedelta(),
+                device_id=None if request.device.type == "cpu" else request.device,
+            )
+        finally:
+            if dist.is_initialized():  # also where it has failed in its last barrier (TORCH_DIST_INIT_BARRIER=1)
+                self._kept.append(dist.group.WORLD)
         dist.all_reduce(torch.ones(1, device=request.device))
         _set_timeout(request.timeout)
 

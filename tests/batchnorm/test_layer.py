@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.batchnorm import cuda
+from lightning_ddp_ext.batchnorm.statistics import Running, Statistics
 from lightning_ddp_ext.errors import BatchNormError, BatchNormInputError
 from tests.batchnorm.cuda_kernels import install
 from tests.batchnorm.joined import CASES, Case, deviations, of_layer, of_one_process, rows
@@ -164,3 +166,11 @@ def test_state_dict_of_batchnorm(options: dict[str, Any]) -> None:
     assert list(ours.state_dict()) == list(plain.state_dict())
     torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=0, atol=0)
     plain.load_state_dict(SyncBatchNorm(3, **options).state_dict())
+
+
+def test_a_variance_beyond_half_precision_is_averaged_before_it_is_rounded() -> None:
+    """A batch may have one that float16 cannot hold, the running one need not be infinite because of it."""
+    running = Running(torch.zeros(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16), 0.1)
+    running.update(Statistics(np.zeros(1), np.array([160_000.0]), 10.0))
+    assert running.var is not None
+    assert running.var.item() == pytest.approx(0.9 + 16_000 * 10 / 9, rel=1e-3)
