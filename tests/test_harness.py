@@ -100,7 +100,7 @@ def hang_or_stop(rank: int, world_size: int) -> str:
 def test_a_hang_ends_at_the_time_limit_with_stacks() -> None:
     """The stacks of all threads of the ranks that are still there; the others tell how they ended."""
     with pytest.raises(RanksHung) as caught:
-        run_ranks(hang_or_stop, 3, time_limit=1.0)
+        run_ranks(hang_or_stop, 3, time_limit=3.0)
     done, hung, stopped = caught.value.outcomes
     assert (done.exit_code, done.result, done.stacks) == (0, "done", "")
     assert "in hang_or_stop" in hung.stacks
