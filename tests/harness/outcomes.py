@@ -56,6 +56,13 @@ class RanksHung(AssertionError):
         self.outcomes = list(outcomes)
 
 
+def output_of_all(outcomes: Sequence[Outcome], *, exit_code: int = 0) -> str:
+    """What all ranks have written, rank by rank; fails unless each of them has ended with that status."""
+    stories = "\n".join(outcome.story() for outcome in outcomes)
+    assert [outcome.exit_code for outcome in outcomes] == [exit_code] * len(outcomes), stories
+    return "".join(outcome.output for outcome in outcomes)
+
+
 def name_of_status(exit_code: int) -> str:
     """What an exit status says, such as ``exit status 1`` or ``ended by SIGKILL``."""
     if exit_code >= 0:

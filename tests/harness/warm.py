@@ -11,6 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 
 
@@ -29,9 +30,7 @@ def run_on_ranks(
     """
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
     outcomes = launch_ranks(_be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
-    stories = "\n".join(outcome.story() for outcome in outcomes)
-    assert {outcome.exit_code for outcome in outcomes} == {returncode}, stories
-    return "".join(outcome.output for outcome in outcomes)
+    return output_of_all(outcomes, exit_code=returncode)
 
 
 def _be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:

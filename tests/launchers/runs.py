@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import Environment, free_port, launch_ranks
 from tests.harness.scripts import Completed
 from tests.launchers import train
@@ -90,10 +91,7 @@ def be_the_script(rank: int, world_size: int, *argv: str) -> None:
 
 def run_by_hand(argv: Iterable[str], env: Environment, world_size: int = 2, **options: Any) -> str:
     """Run the script once in each of several processes that nobody has launched, to a good end; what they print."""
-    outcomes = launch_ranks(be_the_script, world_size, *argv, env=env, **options)
-    stories = "\n".join(outcome.story() for outcome in outcomes)
-    assert [outcome.exit_code for outcome in outcomes] == [0] * world_size, stories
-    return "".join(outcome.output for outcome in outcomes)
+    return output_of_all(launch_ranks(be_the_script, world_size, *argv, env=env, **options))
 
 
 def output_of(done: Completed) -> str:
