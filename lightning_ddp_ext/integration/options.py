@@ -91,9 +91,11 @@ def check_interface(interface: str | None) -> None:
     Raises:
         OptionError: names those that there are.
     """
+    if interface is None:
+        return
     names = psutil.net_if_addrs()
-    beginnings = tuple(part.lstrip("^=") for part in (interface or "").split(","))
-    if interface is not None and not any(name.startswith(beginnings) for name in names):
+    beginnings = tuple(part.lstrip("^=") for part in interface.split(","))
+    if not any(name.startswith(beginnings) for name in names):
         raise OptionError(
             f"interface must be one of host {socket.gethostname()}'s: {', '.join(names)} (got {interface!r}); where it "
             "has another name on each host, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
