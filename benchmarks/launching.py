@@ -1,6 +1,6 @@
 """Launch, end and death of ranks, beside stock Lightning in the same run.
 
-    python benchmarks/launching.py                      # everything, about 25 minutes on 2 cores
+    python benchmarks/launching.py                      # everything, about 30 minutes on 2 cores
     python benchmarks/launching.py start --repeats 1    # one table
 
 Ranks on one machine share its cores: read ratios rather than seconds.

@@ -1,6 +1,6 @@
 """Training steps over our loaders beside stock Lightning's, and the first step of an epoch resumed in its middle.
 
-    python benchmarks/loaders.py    # about 10 minutes on 2 cores
+    python benchmarks/loaders.py    # about 2 minutes on 2 cores
 
 The same model and data with strategy="ddp", and with ours, on one rank, each fit in a process of its own.
 """

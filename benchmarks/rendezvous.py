@@ -1,6 +1,6 @@
 """How ranks find each other: the rendezvous alone, a file that killed ranks left, and the channel at hundreds of ranks.
 
-    python benchmarks/rendezvous.py                     # about 10 minutes on 2 idle cores
+    python benchmarks/rendezvous.py                     # about 2 minutes on 2 idle cores
     python benchmarks/rendezvous.py scale --repeats 1   # one table
 
 Every rank is forked from a process that has imported torch. What one host of few cores needs for 512 ranks is more

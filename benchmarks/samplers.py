@@ -1,6 +1,6 @@
 """Our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
 
-    python benchmarks/samplers.py                       # about 10 minutes on 2 cores; takes 8 GiB of memory
+    python benchmarks/samplers.py                       # about 3 minutes on 2 cores; takes 8 GiB of memory
     python benchmarks/samplers.py index --repeats 3     # one table
 
 Every measurement runs in a process of its own. Memory is the most that has been resident, over what was before.

@@ -1,6 +1,6 @@
 """What a step costs, with and without values logged over all ranks, and how ranks end when one of them gets SIGTERM.
 
-    python benchmarks/supervision.py    # about 10 minutes on 2 cores
+    python benchmarks/supervision.py    # about 4 minutes on 2 cores
 
 The same small model with stock ``ddp``, with ours, and with ours and the callbacks that supervise; each fit in
 processes of its own.
