@@ -29,7 +29,6 @@ class Unprintable:
         ({}, {"all", "0", "[0, 3]"}),
         (TORCHRUN, {"all", "[0, 3]"}),
         (SCRIPT, {"all"}),
-        ({**SCRIPT, "LOCAL_RANK": "0"}, {"all", "0", "[0, 3]"}),
         (SECOND_NODE, {"all"}),
         (BROKEN, {"all"}),
     ],

@@ -43,13 +43,6 @@ class Mixed(Squared, nn.BatchNorm2d):
     pass
 
 
-class WithReduce(Scaled):
-    """Says itself how it is copied and pickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.num_features,), vars(self)
-
-
 class Split(nn.BatchNorm2d):
     """Another layer for the lower half of the images."""
 
@@ -69,24 +62,6 @@ class Functional(nn.BatchNorm2d):
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
 
 
-class Helped(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return self.normalised(input) if self.training else super().forward(input)
-
-    def normalised(self, input: Tensor) -> Tensor:
-        return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
-
-
-class ByName(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return nn.BatchNorm2d.forward(self, input)
-
-
-class BelowFunctional(Functional):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
-
-
 class NormAct(Functional):
     """A twin of timm's ``BatchNormAct2d``: dropout and activation come after a BatchNorm that it spells out itself."""
 
@@ -101,11 +76,6 @@ class NormAct(Functional):
 
 # What our built-in converter for timm goes by.
 NormAct.__module__, NormAct.__qualname__, NormAct.__name__ = "timm.layers.norm_act", "BatchNormAct2d", "BatchNormAct2d"
-
-
-class ReluAfterNormAct(NormAct):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
 
 
 def hooked(layer: nn.Module) -> nn.Module:

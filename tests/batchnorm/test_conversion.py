@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +14,7 @@ from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConversionError
-from tests.batchnorm import kinds
-from tests.batchnorm.kinds import Scaled, hooked
+from tests.batchnorm.kinds import Decorated, Mixed, Scaled, hooked
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
@@ -111,19 +110,15 @@ def test_converting_twice_is_harmless() -> None:
     assert facts(restore_batchnorm(restore_batchnorm(model))) == before
 
 
-def test_a_layer_can_be_the_whole_module() -> None:
-    """It is returned itself, in both directions, and keeps what it has learned."""
-    layer = nn.BatchNorm2d(3)
-    assert convert_sync_batchnorm(layer) is layer
-    assert repr(layer).startswith("SyncBatchNorm2d(3, eps=1e-05")
-    layer(IMAGES)
-    trained = copy.deepcopy(layer.state_dict())
-    assert type(restore_batchnorm(layer)) is nn.BatchNorm2d
-    torch.testing.assert_close(layer.state_dict(), trained, rtol=0, atol=0)
+class WithReduce(Scaled):
+    """Says itself how it is copied and pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.num_features,), vars(self)
 
 
 # Classes whose forward goes through ``super().forward``.
-SUPER: list[Any] = [Scaled, kinds.Decorated, kinds.Mixed, kinds.WithReduce]
+SUPER: list[Any] = [Scaled, Decorated, Mixed, WithReduce]
 
 
 def every_kind() -> nn.Module:
@@ -152,30 +147,10 @@ def test_restoring_leaves_nothing_behind() -> None:
     """
     model = every_kind()
     before = facts(model)
-    state = {name: (tensor.dtype, tensor.device.type) for name, tensor in model.state_dict().items()}
     convert_sync_batchnorm(model)
     assert all(isinstance(layer, SyncBatchNorm) for layer in model.children())
-    assert {name: (tensor.dtype, tensor.device.type) for name, tensor in model.state_dict().items()} == state
     assert [fact[:2] for fact in facts(model)] == [fact[:2] for fact in before]
     assert facts(restore_batchnorm(model)) == before
-
-
-def test_hooks_stay_and_go_by_their_handles() -> None:
-    """Hooks registered before and during conversion run, also after it, until their handles remove them."""
-    seen: list[str] = []
-    layer = nn.BatchNorm2d(3)
-    handles = [layer.register_forward_hook(lambda *_: seen.append("before"))]
-    convert_sync_batchnorm(layer)
-    handles.append(layer.register_full_backward_hook(lambda *_: seen.append("during")))
-    for _ in range(2):
-        seen.clear()
-        layer(IMAGES.clone().requires_grad_()).sum().backward()
-        assert seen == ["before", "during"]
-        restore_batchnorm(layer)
-    for handle in handles:
-        handle.remove()
-    layer(IMAGES)
-    assert seen == ["before", "during"]
 
 
 def test_a_layer_parametrised_while_converted_cannot_be_restored() -> None:
@@ -188,15 +163,12 @@ def test_a_layer_parametrised_while_converted_cannot_be_restored() -> None:
     assert type(restore_batchnorm(layer)) is nn.BatchNorm2d
 
 
-def saved_and_loaded(layer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def pickled(layer: Any) -> Any:
+    return pickle.loads(pickle.dumps(layer))
 
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm2d, *SUPER])
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any], kind: Any) -> None:
     """However a class says that it is copied, a copy computes what the layer does and becomes plain again."""
     layer = convert_sync_batchnorm(kind(3))

@@ -89,48 +89,33 @@ def unusual() -> dict[str, Any]:
         }
 
 
-def plain(value: Any) -> list[Tensor]:
-    """A tensor or object of any kind as tensors that can be compared."""
+def facts(value: Any) -> Any:
+    """What equal checkpoints have in common, to the last bit: types, layouts, and the bits of views included."""
+    if isinstance(value, Tensor):
+        return type(value), [facts(part) for part in value.unbind()] if value.is_nested else _of_tensor(value)
+    if isinstance(value, dict):
+        return type(value), [(key, facts(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [facts(each) for each in value]
     if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    if isinstance(value, Owner):
-        return [value.tensor]
-    if value.is_nested:
-        return [part.detach() for part in value.unbind()]
-    if value.layout != torch.strided:
-        return [value]
-    dense = (value.dequantize() if value.is_quantized else value).detach().as_subclass(Tensor)
-    return [dense, *(each for each in vars(value).values() if isinstance(each, Tensor))]
+        return type(value), facts([*value.parameters(), *value.buffers()])
+    return type(value), facts(value.tensor) if isinstance(value, Owner) else value
+
+
+def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    is_strided = tensor.layout == torch.strided
+    found = (tensor.dtype, tensor.layout, tensor.shape, tensor.stride() if is_strided else tensor._nnz())
+    found += (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.device.type, facts(vars(tensor)))
+    if tensor.device.type == "meta":
+        return found
+    dense = tensor.dequantize() if tensor.is_quantized else tensor if is_strided else tensor.to_dense()
+    plain = dense.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    return (*found, bytes(plain.contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two checkpoints are equal to the last bit, types, layouts and bits of views included."""
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, Tensor):
-        return _facts(left) == _facts(right) and same(vars(left), vars(right))
-    if isinstance(left, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return bool(left == right)
-
-
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    is_strided = tensor.layout == torch.strided
-    facts = (tensor.dtype, tensor.layout, tensor.shape, tensor.stride() if is_strided else tensor._nnz())
-    facts += (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad, tensor.device.type)
-    if tensor.device.type == "meta":
-        return facts
-    dense = (tensor if is_strided else tensor.to_dense()).detach().resolve_conj().resolve_neg()
-    return (*facts, bytes(dense.contiguous().reshape(-1).view(torch.uint8).numpy()))
-
-
-def different(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """The names under which two dictionaries of tensors and objects of any kind differ."""
-    assert left.keys() == right.keys()
-    same_types = {name for name in left if type(left[name]) is type(right[name])}
-    return [name for name in left if name not in same_types or not same(plain(left[name]), plain(right[name]))]
+    """Whether two checkpoints are equal, without the megabytes that a failed comparison of ``facts`` would print."""
+    return bool(facts(left) == facts(right))
 
 
 def restored(path: Path, mode: Mode = "auto", *, map_weights: bool = False, **options: Any) -> Any:
@@ -147,10 +132,3 @@ def saved(path: Path, content: Any, **options: Any) -> Archive:
     """The checkpoint as ``torch.save`` writes it."""
     torch.save(content, path, **options)
     return open_archive(path)
-
-
-def flip(path: Path, position: int, bits: int = 0xFF) -> None:
-    """Change one byte of the file."""
-    content = bytearray(path.read_bytes())
-    content[position] ^= bits
-    path.write_bytes(content)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,7 +16,7 @@ from tests.harness.scripts import run_script
 
 
 class Disk:
-    """Where a Saver writes; holds one path until it is let go, and fails for others."""
+    """Where a Saver writes; holds one path until it is let go, and fails for others. Leaves no thread behind."""
 
     def __init__(self, held: str = "", failing: tuple[str, ...] = ()) -> None:
         self.events: list[str] = []
@@ -27,6 +25,14 @@ class Disk:
         self.failing = failing
         self.reached, self.let_go = threading.Event(), threading.Event()
         self.saver = Saver()
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go.set()
+        self.saver.join()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")]
 
     def save(self, path: str, x: Any = None) -> None:
         self.saver.save_later(path, {"x": numbers(1) if x is None else x}, lambda content: self.write(content, path))
@@ -41,20 +47,8 @@ class Disk:
         self.contents[path] = checkpoint["x"].tolist()
         self.events.append(f"wrote {path}")
 
-    def removal(self, path: str) -> Callable[[], None]:
-        return lambda: self.events.append(f"removed {path}")
-
-
-@contextmanager
-def disk(held: str = "", failing: tuple[str, ...] = ()) -> Iterator[Disk]:
-    """Whatever the test does, the threads have ended afterwards."""
-    made = Disk(held, failing)
-    try:
-        yield made
-    finally:
-        made.let_go.set()
-        made.saver.join()
-        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ddpx")]
+    def remove(self, path: str) -> None:
+        self.saver.follow_up(path, lambda: self.events.append(f"removed {path}"), later=True)
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,14 +57,14 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
     """All is done in the order of the calls, but for removals after a save that failed; the first error is told."""
     failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
     expected, has_failed = [], False
-    with disk(failing=failing) as it:
+    with Disk(failing=failing) as it:
         for number, (is_save, fails) in enumerate(calls):
             if is_save:
                 it.save(str(number))
                 expected.append(f"{'failed' if fails else 'wrote'} {number}")
                 has_failed = fails
             else:
-                it.saver.follow_up(str(number), it.removal(str(number)), later=True)
+                it.remove(str(number))
                 expected += [] if has_failed else [f"removed {number}"]
         if failing:
             with pytest.raises(OSError, match=rf"^no room for {failing[0]}$"):
@@ -82,7 +76,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
 def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
     """A save returns before the write has ended; the next one waits for that, and takes its own copy after it."""
     x = numbers(5)
-    with disk(held="first") as it:
+    with Disk(held="first") as it:
         it.save("first", x)
         assert it.reached.wait(20)
         x.fill_(-1)
@@ -112,7 +106,7 @@ def test_a_thread_that_cannot_be_started_holds_nobody_up(
             start(self)
         raise error
 
-    with disk() as it:
+    with Disk() as it:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", interrupted)
             with pytest.raises((CheckpointSaveError, KeyboardInterrupt)):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write, find_leftovers, remove_leftovers
-from tests.harness.ranks import RankProcesses, hold
 
 HOUR = 3600.0
 
@@ -33,24 +32,6 @@ def test_all_that_is_written_arrives(tmp_path_factory: pytest.TempPathFactory, p
             assert not path.exists()
     assert path.read_bytes() == b"".join(pieces)
     assert names(path.parent) == ["it"]
-
-
-@pytest.mark.parametrize("failing", ["block", "fsync", "replace"])
-def test_an_error_leaves_what_was_there(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever raises, the block or the disk, its error comes out, the earlier file stays, and nothing else is left."""
-
-    def fail(*_: object) -> None:
-        raise KeyboardInterrupt if failing == "block" else OSError(28, "No space left on device")
-
-    (tmp_path / "it").write_bytes(b"before")
-    if failing != "block":
-        monkeypatch.setattr(os, failing, fail)
-    with pytest.raises((OSError, KeyboardInterrupt)), atomic_write(tmp_path / "it") as sink:  # noqa: PT012
-        sink.write(b"after")
-        if failing == "block":
-            fail()
-    assert (tmp_path / "it").read_bytes() == b"before"
-    assert names(tmp_path) == ["it"]
 
 
 def test_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
@@ -100,34 +81,3 @@ def test_what_nobody_writes_is_a_leftover(tmp_path: Path) -> None:
     remove_leftovers(tmp_path)
     assert set(before) - set(names(tmp_path)) == {path.name for path in found}
     assert (tmp_path / "precious").read_bytes() == b"precious"
-
-
-def test_what_is_younger_than_an_hour_is_not_removed(tmp_path: Path) -> None:
-    """Another host may be writing it: on some file systems nobody else sees its lock."""
-    rest = tmp_path / ".ddpx-0123456789abcdef.partial"
-    rest.touch()
-    make_old(rest, HOUR - 60)
-    assert [found.is_left_behind for found in find_leftovers(tmp_path)] == [False]
-    assert remove_leftovers(tmp_path) == []
-    assert rest.exists()
-
-
-def writes(rank: int, world_size: int, path: Path) -> None:
-    with atomic_write(path) as sink:
-        sink.write(b"half")
-        hold("writing")
-
-
-def test_a_file_is_left_over_when_its_writer_is_dead(tmp_path: Path) -> None:
-    """What another process writes is left alone while that lives, and is a leftover as soon as it is killed."""
-    (tmp_path / "it").write_bytes(b"before")
-    with RankProcesses(writes, 1, tmp_path / "it") as ranks:
-        ranks.wait_for("writing", 0)
-        [partial] = [path for path in tmp_path.iterdir() if path.name != "it"]
-        make_old(partial)
-        assert remove_leftovers(tmp_path) == find_leftovers(tmp_path) == []
-        ranks.kill(0)
-        ranks.wait()
-    assert [found.size for found in remove_leftovers(tmp_path)] == [4]
-    assert names(tmp_path) == ["it"]
-    assert (tmp_path / "it").read_bytes() == b"before"

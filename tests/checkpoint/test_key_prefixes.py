@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_ddp_ext.checkpoint.key_prefixes import canonical, is_plain_state_dict, names_in_model, renamed
-from tests.checkpoint.content import numbers
+from lightning_ddp_ext.checkpoint.key_prefixes import canonical, names_in_model, renamed
 
 PARTS = st.sampled_from(["module.", "_orig_mod.", "net.", "a.", "module", "b"])
 NAMES = st.lists(PARTS, min_size=1, max_size=5).map("".join)
@@ -31,20 +30,6 @@ def test_no_name_is_taken_twice_or_from_the_model(in_file: list[str], in_model: 
         candidates = [other for other in missing if canonical(other) == canonical(name)]
         rivals = [other for other in left_over if canonical(other) == canonical(name)]
         assert len(candidates) != 1 or len(rivals) > 1
-
-
-def test_a_plain_state_dict_is_known() -> None:
-    """Names and tensors, and nothing around them."""
-    plain = {"a": numbers(1), "extra": {"x": 1}}
-    assert is_plain_state_dict(plain)
-    others = (
-        {"a": 1},
-        {1: numbers(1)},
-        {**plain, "state_dict": {}},
-        {**plain, "pytorch-lightning_version": "2.4"},
-        [1],
-    )
-    assert not any(map(is_plain_state_dict, others))
 
 
 class Versioned(nn.Linear):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
-from tests.checkpoint.content import flip, kinds, mapped, numbers, same, saved
+from tests.checkpoint.content import kinds, numbers, same, saved
 from tests.harness.training import Kind, on_ranks
 
 MODES: tuple[Mode, ...] = ("auto", "map", "broadcast")
@@ -38,9 +37,6 @@ def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **opti
     assert ranks.gather(rank) == list(range(world_size)), "all are still in step"
     if failed:
         return failed
-    if place.local is not None and mapped(place.local):
-        gc.collect()  # an error of an earlier restore, and its frames, may still have it
-        assert not mapped(place.local)
     return how if same(content, expected) else "other content"
 
 
@@ -76,37 +72,26 @@ NOWHERE = {"cpu": "cuda:77"} | {f"cuda:{number}": "cpu" for number in range(200)
 def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]:
     """Each rank has the file in a directory of its own; those of ranks 0 and 1 differ in what is wrong with them."""
     content = {"a": numbers(6000)}
-    whole, empty, damaged, other, missing = (
-        files / name for name in ("whole.ckpt", "empty.ckpt", "damaged.ckpt", "other.ckpt", "no.ckpt")
-    )
+    whole, other, missing = (files / name for name in ("whole.ckpt", "other.ckpt", "no.ckpt"))
     return [
-        *(outcome(content, [bad, whole], mode) for bad in (empty, damaged, missing) for mode in MODES[::2]),
+        *(outcome(content, [missing, whole], mode) for mode in MODES),
         *(outcome(content, [whole, bad], "map") for bad in (missing, other)),
-        *(outcome(content, [damaged], mode) for mode in MODES),
         *(outcome(content, [whole], mode, map_location=NOWHERE) for mode in MODES),
     ]
 
 
 def test_whoever_has_a_bad_file_all_raise_its_error(tmp_path: Path) -> None:
     """Rank 0's is everybody's; with ``restore="map"`` so is that of a rank without the file or with another one."""
-    content = {"a": numbers(6000)}
-    for name in ("whole", "damaged"):
-        archive = saved(tmp_path / f"{name}.ckpt", content)
-    flip(tmp_path / "damaged.ckpt", archive.tensor_data[0].offset)
-    (tmp_path / "empty.ckpt").touch()
+    saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
     assert one == [text.replace("/other.ckpt of rank 1", "/whole.ckpt of rank 1") for text in other]
-    empty, damaged, missing = one[:2], one[2:4], one[4:6]
-    is_damaged = f"DamagedCheckpointError: checkpoint {tmp_path}/damaged.ckpt is damaged: a differs"
-    assert all(text.startswith("DamagedCheckpointError") and "empty.ckpt is empty" in text for text in empty)
-    assert all(text.startswith(is_damaged) for text in [*damaged, *one[8:11]])
-    assert all(text.startswith("CheckpointNotFoundError") and "no.ckpt does not exist" in text for text in missing)
-    assert one[6].startswith("CheckpointNotFoundError: rank 1 (host ")
-    assert one[6].endswith("give the path of a file; or use restore='auto'")
-    assert one[7].startswith("CheckpointError: ")
-    assert "is another file than that of rank 0" in one[7]
-    assert all("cannot place a tensor from cpu: RuntimeError: " in text for text in one[11:])
+    missing = f"CheckpointNotFoundError: checkpoint {tmp_path}/no.ckpt does not exist"
+    assert [text.startswith(missing) for text in one[:3]] == [True] * 3
+    assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")
+    assert one[3].endswith("give the path of a file; or use restore='auto'")
+    assert "is another file than that of rank 0" in one[4]
+    assert ["cannot place a tensor from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
 
 
 class OnRankZero:

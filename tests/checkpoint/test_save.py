@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,17 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
-from tests.checkpoint.content import kinds, numbers, same
+from tests.checkpoint.content import kinds, same
 from tests.harness.disks import make_read_only, small_disk, why_no_disks
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(params=["relative", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Where nothing is yet, in a directory that is not there: on the disk, and in an object store in memory."""
+    monkeypatch.chdir(tmp_path)
     store = MemoryFileSystem()
-    yield str(tmp_path / "a" / "it.ckpt") if request.param == "file" else "memory://bucket/a/it.ckpt"
+    urls = {"relative": "a/it.ckpt", "file": f"file://{tmp_path}/a/it.ckpt", "memory": "memory://bucket/a/it.ckpt"}
+    yield urls[request.param]
     store.store.clear()
     store.pseudo_dirs[:] = [""]
 
@@ -54,50 +55,8 @@ def test_checksums_are_recorded_whatever_torch_is_told(tmp_path: Path) -> None:
     assert open_archive(tmp_path / "it.ckpt").has_checksums
 
 
-def test_a_relative_path_and_a_file_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path counts from the working directory; ``file://`` is local, and an object store is not."""
-    monkeypatch.chdir(tmp_path)
-    assert locate("a/b.ckpt").local == tmp_path / "a" / "b.ckpt"
-    assert locate(f"file://{tmp_path}/b.ckpt").local == tmp_path / "b.ckpt"
-    assert locate(Path("b.ckpt")).url == "b.ckpt"
-    assert locate("memory://a").local is None
-
-
-def test_an_unknown_kind_of_url_is_named() -> None:
-    """A URL of a kind that nobody here knows is refused by name."""
-    with pytest.raises(CheckpointError, match="'nosuch://x/y' needs a file system that is not there"):
-        locate("nosuch://x/y")
-
-
-class FailsToPickle:
-    """Raises what it was given when it is pickled."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __reduce__(self) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"good": numbers(5000), "bad": threading.Lock()}, "entry 'bad' cannot be pickled, so take it out"),
-        (FailsToPickle(KeyError("mine")), r"it.ckpt: KeyError: 'mine'; what was there before is untouched"),
-    ],
-)
-def test_what_cannot_be_pickled_is_named(content: Any, says: str, url: str) -> None:
-    """The error names the entry to blame, if one is, and the old checkpoint stays."""
-    write({"old": 1}, url)
-    with pytest.raises(CheckpointSaveError, match=says) as caught:
-        write(content, url)
-    assert caught.value.path == url
-    assert loaded(url) == {"old": 1}
-    assert len(locate(url).fs.ls(locate(url).fs._parent(locate(url).path))) == 1
-
-
 def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the store's, and the next save succeeds."""
+    """The error is the store's and names the URL, and the next save succeeds."""
 
     def fail_halfway(checkpoint: Any, file: Any) -> None:
         file.write(b"half of it")
@@ -106,13 +65,15 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
     write({"old": 1}, url)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", fail_halfway)
-        with pytest.raises(CheckpointSaveError, match="Connection reset by peer; look at the file system"):
+        with pytest.raises(CheckpointSaveError, match="Connection reset by peer; look at the file system") as caught:
             write({"new": 2}, url)
+    assert caught.value.path == url
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
 
 
+@pytest.mark.parametrize(("call", "earlier"), [("write", 3), ("fsync", 0), ("replace", 0)])
 @pytest.mark.parametrize(
     ("error", "raised", "says"),
     [
@@ -121,19 +82,25 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
     ],
 )
 def test_an_error_in_the_midst_of_writing_is_raised_as_what_it_is(
-    error: BaseException, raised: type[BaseException], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    raised: type[BaseException],
+    says: str,
+    call: str,
+    earlier: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not, in torch's words, as a file that is too short; what was there before is untouched."""
-    path, write_some, calls = tmp_path / "it.ckpt", os.write, list[int]()
+    """And not, in torch's words, as a file that is too short; what was there before is untouched, and nothing left."""
+    path, do, calls = tmp_path / "it.ckpt", getattr(os, call), list[str]()
     write({"number": 1}, path)
 
-    def fail_at_last(descriptor: int, view: memoryview) -> int:
-        calls.append(descriptor)
-        if len(calls) == 4:
+    def fail_at_last(*arguments: Any) -> Any:
+        calls.append(call)
+        if len(calls) > earlier:
             raise error
-        return write_some(descriptor, view)
+        return do(*arguments)
 
-    monkeypatch.setattr(os, "write", fail_at_last)
+    monkeypatch.setattr(os, call, fail_at_last)
     with pytest.raises(raised, match=says) as caught:
         write(kinds(), path)
     assert getattr(caught.value, "errno", None) == getattr(error, "errno", None)
@@ -198,19 +165,17 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("there", ["nothing", "link", "file"])
-def test_a_link_takes_the_place_of_whatever_is_there(there: str, tmp_path: Path) -> None:
-    """In one step, and it is read like the file."""
-    target, path = tmp_path / "it.ckpt", tmp_path / "last.ckpt"
+def test_a_link_takes_the_place_of_whatever_is_there(tmp_path: Path) -> None:
+    """Of nothing, another link or a file, and it is read like the file."""
+    target, *paths = (tmp_path / f"{name}.ckpt" for name in ("it", "nothing", "link", "file"))
     write({"x": 1}, target)
-    if there == "link":
-        path.symlink_to("elsewhere")
-    elif there == "file":
-        path.touch()
-    link(target, path)
-    assert path.is_symlink()
-    assert torch.load(path) == {"x": 1}
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["it.ckpt", "last.ckpt"]
+    paths[1].symlink_to("elsewhere")
+    paths[2].touch()
+    for path in paths:
+        link(target, path)
+        assert path.is_symlink()
+        assert torch.load(path) == {"x": 1}
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_link_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

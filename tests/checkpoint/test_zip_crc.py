@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from lightning_ddp_ext.checkpoint.load import Mode
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
-from tests.checkpoint.content import flip, numbers, restored, same, saved
+from tests.checkpoint.content import numbers, restored, same, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
@@ -45,19 +44,6 @@ def outcome(path: Path, mode: Mode = "auto", *, weights_only: bool = True) -> An
         return restored(path, mode, weights_only=weights_only)
     except CheckpointError as error:
         return error
-
-
-def test_records_are_the_tensors_bytes(path: Path) -> None:
-    """Offset, size and checksum of each record are those of the content, in the file's order."""
-    archive = open_archive(path)
-    content = path.read_bytes()
-    found = {record.name: content[record.offset : record.offset + record.size] for record in archive.records}
-    assert [found[f"data/{number}"] for number in range(3)] == [bytes(numbers(20).numpy()), b"\1\1\1", b""]
-    assert all(zlib.crc32(found[record.name]) == record.crc for record in archive.records)
-    with zipfile.ZipFile(path) as entries:
-        assert found == {name.partition("/")[2]: entries.read(name) for name in entries.namelist()}
-    offsets = [record.offset for record in archive.records]
-    assert offsets == sorted(offsets)
 
 
 @pytest.mark.parametrize("mode", ["auto", "broadcast"])
@@ -120,7 +106,9 @@ def test_records_that_torch_would_not_read_are_refused(path: Path, tmp_path: Pat
         for name in source.namelist():
             target.writestr(name, source.read(name))
         attributes = source.start_dir + 38
-    flip(shutil.copy(path, tmp_path / "d.ckpt"), attributes, 0x10)
+    content = bytearray(path.read_bytes())
+    content[attributes] ^= 0x10
+    (tmp_path / "d.ckpt").write_bytes(content)
     for name in ("z.ckpt", "d.ckpt"):
         with pytest.raises(DamagedCheckpointError, match="has no proper header"):
             open_archive(tmp_path / name)

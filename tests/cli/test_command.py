@@ -16,6 +16,7 @@ from lightning_ddp_ext.cli.app import app
 from tests.cli.command import save
 from tests.harness.damage import flip
 from tests.harness.scripts import run_script
+from tests.harness.warm import run_on_ranks
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"
@@ -82,12 +83,13 @@ def test_variables_that_contradict_one_another_are_an_error(monkeypatch: pytest.
     assert "rank must be in 0..3 for world_size 4 (got 4)" in result.stderr
 
 
-@pytest.mark.parametrize("launcher", [("python",), ("torchrun", "--standalone", "--nproc-per-node=2")])
-def test_ranks_meet_reduce_save_verify_and_restore(launcher: tuple[str, ...]) -> None:
-    """Two ranks, started by the command itself or by torchrun; rank 0 reports, and nothing stays."""
-    done = run_script(COMMAND, "test", "--json", launcher=launcher, time_limit=100)
-    assert done.returncode == 0, done.output
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+@pytest.mark.parametrize("world_size", [1, 2], ids=["alone", "as ranks"])
+def test_ranks_meet_reduce_save_verify_and_restore(world_size: int, tmp_path: Path) -> None:
+    """Two ranks, started by the command itself or by a launcher; rank 0 reports, and nothing stays."""
+    command = tmp_path / "command.py"
+    command.write_text(COMMAND)
+    output = run_on_ranks(command, "test", "--json", cwd=tmp_path, world_size=world_size)
+    (line,) = (line for line in output.splitlines() if line.startswith("{"))
     found = json.loads(line)
     assert list(found["steps"]) == ["rendezvous", "all-reduce", "save", "verify", "restore"]
     assert found["steps"]["rendezvous"]["what"] == "2 ranks on 1 node"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.cli.command import WouldRun, checkpoint, save
 
@@ -42,19 +43,20 @@ def test_json_has_the_same_facts(path: Path) -> None:
 
 
 def test_unusual_content_is_listed(path: Path) -> None:
-    """Empty, complex, 8 bits, without memory, sparse, bare memory: each has its row."""
-    content = {
+    """Empty, complex, 8 bits, without memory, sparse, bare memory, within objects and circles: each has its row."""
+    content: dict[str, Any] = {
         "empty": torch.empty(0, 3),
         "truth": torch.tensor(True),
         "complex": torch.ones(2, dtype=torch.complex64),
         "short": torch.ones(4).to(torch.float8_e4m3fn),
         "conjugate": torch.ones(5, dtype=torch.bfloat16).conj(),
         "raw": torch.ones(500).untyped_storage(),
-        "sparse": torch.eye(3).to_sparse(),
     }
-    torch.save(content, path)
+    whole = content | {"sparse": torch.eye(3).to_sparse(), "model": nn.Linear(2, 2), 3: [nn.Parameter(torch.ones(1))]}
+    whole["circle"] = [whole]
+    torch.save(whole, path)
     ended = checkpoint("inspect", path)
-    assert {name: ended.row(name)[1:] for name in content if name != "sparse"} == {
+    assert {name: ended.row(name)[1:] for name in content} == {
         "empty": ["0 × 3", "float32", "0 B"],
         "truth": ["scalar", "bool", "1 B"],
         "complex": ["2", "complex64", "16 B"],
@@ -62,8 +64,11 @@ def test_unusual_content_is_listed(path: Path) -> None:
         "conjugate": ["5", "bfloat16", "10 B"],
         "raw": ["2000", "uint8", "2.0 KiB"],
     }
-    parts = [each for each in checkpoint("inspect", "--json", path).document["tensors"] if each["key"] == "sparse"]
+    tensors = checkpoint("inspect", "--json", path).document["tensors"]
+    parts = [each for each in tensors if each["key"] == "sparse"]
     assert [(part["shape"], part["dtype"]) for part in parts] == [([2, 3], "int64"), ([3], "float32")]
+    keys = {each["key"] for each in tensors}
+    assert keys == {*content, "sparse", "model._parameters.weight", "model._parameters.bias", "3.0"}
 
 
 def test_a_name_cannot_steer_the_terminal(path: Path) -> None:

@@ -16,25 +16,13 @@ from tests.cli.command import checkpoint, save
 from tests.harness.damage import flip
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("notes/today.txt", "nothing")
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
 def from_before_torch_1_6(path: Path) -> None:
     torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-
-
-def damaged(path: Path) -> None:
-    flip(path, "data.pkl")
 
 
 def too_deep(path: Path) -> None:
@@ -56,12 +44,17 @@ def whole(path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "spoil", "spelling", "says"),
     [
-        ("verify", truncated, "it.ckpt", "was probably cut off"),
+        ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably cut off"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
-        ("verify", missing, "it.ckpt", "it.ckpt does not exist"),
+        ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
         ("verify", whole, "nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not there"),
         ("inspect", from_before_torch_1_6, "it.ckpt", "load it with torch.load, and save it again"),
-        ("inspect", damaged, "it.ckpt", "is damaged: data.pkl differs from what was written"),
+        (
+            "inspect",
+            lambda path: flip(path, "data.pkl"),
+            "it.ckpt",
+            "is damaged: data.pkl differs from what was written",
+        ),
         ("inspect", too_deep, "it.ckpt", "it.ckpt cannot be listed: maximum recursion depth exceeded"),
         ("inspect", whole, "memory://bucket/no.ckpt", "memory://bucket/no.ckpt does not exist"),
         ("clean", whole, "missing", "directory missing does not exist"),
@@ -71,7 +64,7 @@ def whole(path: Path) -> None:
 )
 def test_what_cannot_be_read_is_told_in_one_sentence(
     command: str,
-    spoil: Callable[[Path], None],
+    spoil: Callable[[Path], object],
     spelling: str,
     says: str,
     tmp_path: Path,

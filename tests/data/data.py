@@ -1,11 +1,12 @@
-"""What the tests of samplers share."""
+"""What the tests of samplers share: what ranks read, and how likely counts are."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
+
+import numpy as np
+import torch
 
 
 class Sized:
@@ -35,31 +36,9 @@ def in_turn(parts: list[list[Any]]) -> list[Any]:
     return [part[number] for number in range(longest) for part in parts if number < len(part)]
 
 
-def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int = 0) -> list[Any]:
-    """All that is read where so many ranks read so many items each, one after another, and ``last`` ranks the rest."""
-    read: list[Any] = []
-    state: Any = None
-    for world_size, consumed in [*stops, (last, None)]:
-        samplers = [make(world_size, rank) for rank in range(world_size)]
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-            if state is not None:
-                sampler.load_state_dict(state)
-            read += islice(sampler, consumed)
-        states = [sampler.state_dict(consumed or 0) for sampler in samplers]
-        state = states[0]
-        assert states == [state] * world_size
-    return read
-
-
-def assert_read_once(read: list[Any], order: list[Any], uneven: str, most_ranks: int) -> None:
-    """Each item of the order was read once; "pad" repeats, and "drop" leaves out at the end, less than a round."""
-    counted, expected = Counter(map(str, read)), Counter(map(str, order))
-    if uneven == "exact":
-        assert counted == expected
-    elif uneven == "pad":
-        assert set(counted) == set(expected)
-        assert len(read) < len(order) + most_ranks
-    else:
-        assert counted == Counter(map(str, order[: len(read)]))
-        assert len(read) > len(order) - most_ranks
+def p_of(counts: Any, expected: Any = None) -> float:
+    """The probability of counts that are no nearer to what is expected, by default equal counts (Pearson's test)."""
+    observed = np.asarray(counts, dtype=np.float64).ravel()
+    means = np.full_like(observed, observed.mean()) if expected is None else np.asarray(expected)
+    statistic, freedom = ((observed - means) ** 2 / means).sum(), len(observed) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2), torch.tensor(statistic / 2)))

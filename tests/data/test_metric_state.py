@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
-from torchmetrics import CatMetric, Metric, MetricCollection, MinMaxMetric
-from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryPrecision, BinaryRecall
+from torchmetrics import Metric, MinMaxMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
 
@@ -35,17 +35,7 @@ class InPlace(Metric):
         return self.total
 
 
-def collection() -> MetricCollection:
-    return MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryRecall()])
-
-
-METRICS = {
-    "tensors": BinaryAccuracy,
-    "lists": BinaryAUROC,
-    "in place": InPlace,
-    "of another": lambda: MinMaxMetric(BinaryAccuracy()),
-    "collection": collection,
-}
+METRICS = {"lists": BinaryAUROC, "in place": InPlace, "of another": lambda: MinMaxMetric(BinaryAccuracy())}
 
 
 @pytest.mark.parametrize("how", ["update", "forward"])
@@ -77,16 +67,6 @@ def test_a_metric_of_training_is_not_touched_by_inference() -> None:
     assert metric.weight is weight
 
 
-def test_empty_lists_keep_their_type_and_shape() -> None:
-    """A list state without samples has no rows, of the type and width that those of other ranks have."""
-    metric = CatMetric().set_dtype(torch.float64)
-    with preserve_metric_state({}, metric):
-        metric.update(torch.ones(2, 3, dtype=torch.float64))
-    assert [(state.shape, state.dtype) for state in metric.value] == [((0, 3), torch.float64)]
-    metric.update(torch.ones(1, 3, dtype=torch.float64))
-    assert metric.compute().tolist() == [[1.0, 1.0, 1.0]]
-
-
 def as_it_is(number: Tensor, **_: Any) -> Tensor:
     return number
 
@@ -99,17 +79,6 @@ def log(results: _ResultCollection, number: float, *, sync: bool = True) -> None
 
 def logged(results: _ResultCollection) -> dict[str, float]:
     return {name: float(number) for name, number in results.metrics(on_step=False)["log"].items()}
-
-
-@pytest.mark.lowest
-def test_values_that_are_logged_stay_those_that_count() -> None:
-    """Means, sums and extremes are those of the other steps."""
-    results = _ResultCollection(training=False)
-    log(results, 1.0)
-    with preserve_metric_state(results, nn.Module()):
-        log(results, 9.0)
-    log(results, 3.0)
-    assert logged(results) == {"mean": 2.0, "sum": 4.0, "min": 1.0, "max": 3.0}
 
 
 @pytest.mark.lowest

@@ -1,7 +1,8 @@
-"""The shuffle is a bijection of any length, and as uniform as tests of a fixed seed can see."""
+"""The shuffle is a bijection of any length, and as uniform as tests of a fixed seed can see; no two seeds are mixed."""
 
 from __future__ import annotations
 
+import itertools
 from math import isqrt
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.permutation import Permutation
-from tests.data.chi_square import p_of
+from tests.data.data import p_of
 
 SMALLEST_P = 1e-4
 JUST_ABOVE_THE_TABLE = 65_537
@@ -81,3 +82,18 @@ def test_pairs_of_one_epoch_are_independent(length: int) -> None:
         of_value, of_other = ((each.astype(np.float64) / length * 16).astype(np.int64) for each in (values, others))
         assert p_of(np.bincount(of_value * 16 + of_other, minlength=256)) > SMALLEST_P
         assert p_of(counts((others - values) % length, length, 200)) > SMALLEST_P
+
+
+def test_mix_has_no_collisions_by_addition_order_or_length() -> None:
+    """All pairs, their swapped forms, single words and padded ones have seeds of their own."""
+    words = [*itertools.product(range(200), repeat=2), *((word,) for word in range(200)), (), (0, 0, 0), (2**32,)]
+    words += [(2**64 + 5,), (5, 2**64), (2**64, 5), (1, 2**200)]
+    assert len({mix(*each) for each in words}) == len(words)
+
+
+def test_mix_is_64_bits_and_stays_what_it_was() -> None:
+    """The seed of a checkpoint is the seed of every later version, and all 64 bits are used."""
+    seeds = [mix(seed, 0) for seed in range(200)]
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert np.bitwise_or.reduce(np.array(seeds, dtype=np.uint64)) == 2**64 - 1
+    assert (mix(0, 0), mix(3, 7)) == (0x8C12CC2D4FEF6D0B, 0xA3EDFBA034B99A40)

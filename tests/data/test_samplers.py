@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import tracemalloc
-from collections import deque
+from collections import Counter, deque
 from itertools import islice
 from typing import Any
 
@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
-from tests.data.data import Make, Sized, assert_read_once, dealt, in_turn, with_stops
+from tests.data.data import Make, Sized, dealt, in_turn
 from tests.harness.ranks import run_ranks
 
 law = settings(max_examples=100, derandomize=True, deadline=None)
@@ -69,6 +69,23 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int
     assert in_turn(dropped) == one[: len(one) // ranks * ranks]
 
 
+def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
+    """All that is read where so many ranks read so many items each, one after another, and ``last`` ranks the rest."""
+    read: list[Any] = []
+    state: Any = None
+    for world_size, consumed in [*stops, (last, None)]:
+        samplers = [make(world_size, rank) for rank in range(world_size)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+            if state is not None:
+                sampler.load_state_dict(state)
+            read += islice(sampler, consumed)
+        states = [sampler.state_dict(consumed or 0) for sampler in samplers]
+        state = states[0]
+        assert states == [state] * world_size
+    return read
+
+
 @law
 @given(
     kind=st.sampled_from([*KINDS]),
@@ -81,43 +98,20 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int
 def test_other_numbers_of_ranks_read_the_rest(
     kind: str, length: int, stops: list[tuple[int, int]], last: int, epoch: int, uneven: str
 ) -> None:
-    """Over any chain of stops each item is read once, but for what the policy says."""
+    """Each item is read once; "pad" repeats, and "drop" leaves out at the end, less than a round of the most ranks."""
 
     def make(world_size: int, rank: int) -> Any:
         return KINDS[kind](length, world_size, rank, seed=2, uneven=uneven)
 
     [order] = dealt(make, 1, epoch)
     read = with_stops(make, stops, last, epoch)
-    assert_read_once(read, order, uneven, max([last, *(world_size for world_size, _ in stops)]))
-
-
-@law
-@given(
-    length=st.integers(0, 50),
-    world_size=st.integers(1, 7),
-    seed=st.integers(0, 2**40),
-    epoch=st.integers(0, 5),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-)
-@example(length=100_003, world_size=2, seed=5, epoch=0, shuffle=True, drop_last=False)
-def test_torch_order_is_torchs(
-    length: int, world_size: int, seed: int, epoch: int, shuffle: bool, drop_last: bool
-) -> None:
-    """Index for index what ``DistributedSampler`` yields, for any length, also below the number of ranks."""
-    for rank in range(world_size):
-        torchs, ours = (
-            kind(Sized(length), world_size, rank, shuffle, seed, drop_last)
-            for kind in (DistributedSampler, TorchOrderSampler)
-        )
-        for each in (torchs, ours):
-            each.set_epoch(epoch)
-        indices = list(ours)
-        assert indices == list(torchs)
-        assert {type(index) for index in indices} <= {int}
-        names = ("num_replicas", "rank", "epoch", "drop_last", "num_samples", "total_size", "shuffle", "seed")
-        assert [getattr(ours, name) for name in names] == [getattr(torchs, name) for name in names]
-        assert len(ours) == len(torchs)
+    counted, most_ranks = Counter(map(str, read)), max([last, *(world_size for world_size, _ in stops)])
+    if uneven == "drop":
+        assert counted == Counter(map(str, order[: len(read)]))
+        assert len(read) > len(order) - most_ranks
+    else:
+        assert counted >= Counter(map(str, order))
+        assert len(read) < len(order) + (most_ranks if uneven == "pad" else 1)
 
 
 @pytest.mark.parametrize(
@@ -200,20 +194,6 @@ def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None
     sampler.set_epoch(4)
     assert [begun + list(iterator)] == dealt(scalable(2000), 1, 3)
     assert sampler.state_dict()["position"] == 0
-
-
-@pytest.mark.parametrize("kind", ["scalable", "batches"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_reads_the_sampler(num_workers: int, kind: str) -> None:
-    """Through a ``DataLoader``, with workers too, and from where it resumes."""
-    sampler = KINDS[kind](40, 2, 1, seed=1)
-    whole = list(sampler)
-    reading = {"batch_sampler": sampler} if kind == "batches" else {"batch_size": None, "sampler": sampler}
-    loader = DataLoader(torch.arange(40), num_workers=num_workers, **reading)
-    assert [each.tolist() for each in loader] == whole
-    sampler.resume_at(0, 8)
-    assert [each.tolist() for each in loader] == whole[4:]
-    assert len(loader) == len(whole)
 
 
 @pytest.mark.parametrize("kind", ["scalable", "weighted"])

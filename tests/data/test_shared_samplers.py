@@ -21,7 +21,15 @@ class Epochs(Sampler[int]):
 
     def __init__(self, length: int, promised: int | None = None) -> None:
         self.length, self.promised, self.epoch = length, promised, 0
-        self.random = torch.Generator().manual_seed(torch.initial_seed())
+        seed = torch.initial_seed()
+        self.torch = self.again = torch.Generator().manual_seed(seed)
+        self.numpy, self.old = np.random.default_rng(seed), np.random.RandomState(seed)
+        self.python = random.Random(seed)
+
+    def draw(self) -> int:
+        """Numbers of the generators of its own."""
+        drawn = torch.randint(7, (), generator=self.torch), torch.randint(7, (), generator=self.again)
+        return int(sum(drawn)) + self.numpy.integers(7) + self.old.randint(7) + self.python.randrange(7)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -31,9 +39,9 @@ class Epochs(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield self.epoch
+        assert self.torch is self.again
         for _ in range(self.length - 1):
-            drawn = int(torch.randint(1000, (), generator=self.random)) + 1000 * int(torch.randint(1000, ()))
-            yield drawn + int(np.random.randint(7)) + random.randrange(7)
+            yield self.draw() + int(torch.randint(7, ())) + int(np.random.randint(7)) + random.randrange(7)
 
 
 def made(world_size: int, rank: int, *, batches: bool) -> Any:
@@ -61,16 +69,14 @@ def test_ranks_with_different_generators_share_one_list_an_epoch(batches: bool) 
 def test_drawing_leaves_generators_alone() -> None:
     """Global generators, and the sampler's own, are where the rest of the program has left them."""
 
-    def draw() -> tuple[float, ...]:
-        return torch.rand(()).item(), random.random(), float(np.random.random())
+    def draw(sampler: Epochs) -> tuple[float, ...]:
+        return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
 
-    sampler = Epochs(41)
-    before = sampler.random.get_state()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    expected = [draw() for _ in range(21)]
+    unread, read = Epochs(41), Epochs(41)
+    expected = [draw(unread) for _ in range(21)]
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
-    assert [draw() for _ in SharedSampler(sampler, 2, 0)] == expected
-    assert torch.equal(sampler.random.get_state(), before)
+    assert [draw(read) for _ in SharedSampler(read, 2, 0)] == expected
 
 
 def test_batches_reach_the_loader_unchanged() -> None:

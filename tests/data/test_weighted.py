@@ -11,7 +11,7 @@ import torch
 
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import SamplerError
-from tests.data.chi_square import p_of
+from tests.data.data import p_of
 
 SMALLEST_P = 1e-4
 
@@ -62,13 +62,6 @@ def test_without_replacement_nothing_comes_twice_and_heavy_ones_come_first() -> 
     assert p_of(seen[possible], expected[possible] * 8000) > SMALLEST_P
 
 
-def test_every_epoch_and_seed_draws_anew() -> None:
-    """No two epochs or seeds have one sequence, and indices are Python integers."""
-    sequences = [drawn([1.0] * 50, 20, seed=seed, epoch=epoch) for seed in range(5) for epoch in range(5)]
-    assert len(set(map(tuple, sequences))) == 25
-    assert {type(index) for index in sequences[0]} == {int}
-
-
 def test_weights_come_in_any_form() -> None:
     """Lists, tuples, arrays and tensors of any type mean the same."""
     forms = [[0, 3, 1], (0.0, 3.0, 1.0), np.array([0, 3, 1]), torch.tensor([0, 3, 1]).bfloat16()]
@@ -97,14 +90,8 @@ def test_bad_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str
         DistributedWeightedSampler(*arguments, **options)
 
 
-@pytest.mark.parametrize(
-    ("other", "says"),
-    [
-        (([1.0] * 6, 3), r"weights of the state must be the sampler's, 5 \(got 6\)"),
-        (([1.0] * 5, 3, False), r"replacement of the state must be the sampler's, True \(got False\)"),
-    ],
-)
-def test_states_of_other_draws_are_refused(other: Any, says: str) -> None:
+def test_states_of_other_draws_are_refused() -> None:
     """A place in one sequence is no place in another."""
-    with pytest.raises(SamplerError, match=says):
-        DistributedWeightedSampler([1.0] * 5, 3).load_state_dict(DistributedWeightedSampler(*other).state_dict())
+    for other, says in ((([1.0] * 6, 3), "weights .* 5 .got 6"), (([1.0] * 5, 3, False), "replacement .* True .got F")):
+        with pytest.raises(SamplerError, match=says):
+            DistributedWeightedSampler([1.0] * 5, 3).load_state_dict(DistributedWeightedSampler(*other).state_dict())

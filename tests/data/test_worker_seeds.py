@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.data.worker_seeds import start_epoch
 
 
 class Mapped(Dataset[Any]):
@@ -59,15 +57,3 @@ def test_workers_stay_where_nothing_takes_epochs() -> None:
     """Persistent workers are started anew for those datasets alone that have to be told."""
     first, second = read(os.getpid)
     assert set(first) == set(second)
-
-
-def test_global_generators_repeat() -> None:
-    """Seeding twice alike draws alike from all three; the main process is not worker 0; numbers count from 0."""
-    drawn = []
-    for worker in (None, None, 0):
-        seed_generators(7, epoch=1, rank=2, worker=worker)
-        drawn.append(draws())
-    assert drawn[0] == drawn[1]
-    assert not set(drawn[0]) & set(drawn[2])
-    with pytest.raises(SamplerError, match=r"must not be negative \(got \(-7, "):
-        seed_generators(-7, epoch=0, rank=0)

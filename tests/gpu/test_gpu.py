@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Net, make_trainer, weights
@@ -191,19 +191,3 @@ def test_a_checkpoint_of_a_gpu_holds_what_was_there_and_goes_anywhere(
 ) -> None:
     """What is trained after a background save began is not in the file; optimisers follow their parameters."""
     assert on_ranks(save_and_restore, 2, tmp_path, background, restored_on) == [True, True]
-
-
-def predict(rank: int, world_size: int, directory: Path) -> Any:
-    L.seed_everything(1)
-    trainer = trainer_on(strategy(directory))
-    trainer.predict(Net())
-    return gather_predictions(trainer)
-
-
-def test_predictions_are_gathered_over_host_memory(tmp_path: Path) -> None:
-    """Rank 0 has all of them, on the CPU."""
-    gathered, nothing = on_ranks(predict, 2, tmp_path)
-    assert nothing is None
-    flat = torch.cat([torch.as_tensor(batch).reshape(-1) for batch in gathered])
-    assert flat.shape == (8,)
-    assert flat.device.type == "cpu"

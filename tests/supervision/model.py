@@ -1,24 +1,24 @@
-"""Trainers whose training goes wrong at a chosen place, on chosen ranks, in a chosen way."""
+"""Trainings that go wrong at a chosen moment, on chosen ranks, in a chosen way."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
 from tests.harness.ranks import announce, hold
-from tests.harness.training import Net, data
+from tests.harness.training import At, Net, data
 
 
 class BoomError(ValueError):
@@ -38,13 +38,12 @@ def interrupt() -> None:
 
 
 def hold_in_step() -> None:
-    """Be killed here by the test, or go on when it says so."""
+    """Go on when the test says so."""
     hold("in step")
 
 
 def wait_for_ever() -> None:
     """What no broken connection can wake."""
-    announce("in step")
     threading.Event().wait()
 
 
@@ -59,92 +58,46 @@ def announce_step() -> None:
     announce("at work", (dist.get_rank(), os.getpid()))
 
 
-@dataclass(frozen=True)
-class Fault:
-    """``action`` is called at ``place``, a hook of the model or of a callback, in a loop its second step.
-
-    On ``ranks`` alone; none given: on all.
-    """
-
-    place: str
-    action: Callable[[], object] = boom
-    ranks: tuple[int, ...] = ()
-
-    def on(self, *ranks: int) -> Fault:
-        return replace(self, ranks=ranks)
-
-    def strike(self, place: str, rank: int) -> None:
-        if place == self.place and (not self.ranks or rank in self.ranks):
-            self.action()
+def who(rank: int, pid: int, host: str = socket.gethostname()) -> str:
+    """What messages call a rank."""
+    return f"rank {rank} (host {host}, pid {pid})"
 
 
-class Model(Net):
-    """One layer, and faults that strike in its hooks."""
+class Fault(At):
+    """Calls ``action`` when a hook runs, after so many ``earlier`` calls; on ``ranks``, or, none given, on all."""
 
-    def __init__(self, faults: Sequence[Fault] = (), num_workers: int = 0) -> None:
-        super().__init__()
-        self.layers = nn.Sequential()
-        self.layer = nn.Linear(4, 1)
-        self.faults = faults
-        self.num_workers = num_workers
+    def __init__(self, hook: str, action: Callable[[], object], *ranks: int, earlier: int = 0) -> None:
+        super().__init__(hook, self._strike, earlier=earlier)
+        self._action, self._ranks = action, ranks
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
+    def _strike(self, trainer: pl.Trainer) -> None:
+        if not self._ranks or trainer.global_rank in self._ranks:
+            self._action()
 
-    def strike(self, place: str) -> None:
-        for fault in self.faults:
-            fault.strike(place, self.global_rank)
 
-    def setup(self, stage: str) -> None:
-        self.strike("setup")
+def in_step(action: Callable[[], object], *ranks: int) -> Fault:
+    """In the second step, when there are gradients of a first one."""
+    return Fault("on_train_batch_start", action, *ranks, earlier=1)
 
-    def configure_optimizers(self) -> Any:
-        self.strike("configure_optimizers")
-        return super().configure_optimizers()
 
-    def training_step(self, batch: list[Tensor], index: int) -> Any:
-        if index == 1:
-            self.strike("training_step")
-        if index == 2 and self.current_epoch == 0:
-            self.strike("third_step")
-        return self.loss(batch)
+IN_THIRD_STEP = Fault("on_train_batch_start", announce_step, earlier=2)
 
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        if index == 1:
-            self.strike("validation_step")
-        super().validation_step(batch, index)
+
+class WithWorkers(Net):
+    """Has a loader with a worker that stays; as in a script, where the default is no fork server."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        # As in a script: the default of the harness's rank processes is the fork server that they come from.
-        workers = {"persistent_workers": True, "multiprocessing_context": "fork"} if self.num_workers else {}
-        return DataLoader(data(12 * self.trainer.world_size), batch_size=3, num_workers=self.num_workers, **workers)
+        options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "fork"}
+        return DataLoader(data(), batch_size=3, num_workers=1, **options)
 
 
-class StrikeInCallback(pl.Callback):
-    """Calls the model's faults in hooks of a callback."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Model, *_: Any) -> None:  # type: ignore[override]
-        if trainer.global_step == 2:
-            pl_module.strike("on_train_batch_end")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: Model, exception: BaseException) -> None:  # type: ignore[override]
-        pl_module.strike("on_exception")
-
-
-def make_trainer(
-    devices: int,
-    *,
-    strategy: str | ddpx.DDPExtStrategy = "ddp_ext",
-    callbacks: Sequence[pl.Callback] = (),
-    **options: Any,
-) -> pl.Trainer:
-    settings = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
-    return training.make_trainer(strategy, devices=devices, callbacks=[StrikeInCallback(), *callbacks], **settings)
+def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: pl.Callback, **options: Any) -> Any:
+    options = {"max_epochs": 1, "num_sanity_val_steps": 0, **options}
+    return training.make_trainer(strategy, devices=devices, callbacks=list(callbacks), **options)
 
 
 def by_hand(
-    rank: int, world_size: int, url: str, *, grace: Mapping[str, float] | None = None, **options: Any
+    rank: int, world_size: int, url: str, *, grace: dict[str, float] | None = None, **options: Any
 ) -> ddpx.DDPExtStrategy:
     """The strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
@@ -153,8 +106,14 @@ def by_hand(
 
 
 def fit(
-    rank: int, world_size: int, url: str, *faults: Fault, endless: bool = False, num_workers: int = 0, **options: Any
+    rank: int,
+    world_size: int,
+    url: str,
+    *faults: Fault,
+    model: Net | None = None,
+    endless: bool = False,
+    grace: dict[str, float] | None = None,
 ) -> None:
-    """One training on a rank that was started by hand; ``options`` for the strategy."""
-    strategy = by_hand(rank, world_size, url, **options)
-    make_trainer(world_size, strategy=strategy, max_epochs=-1 if endless else 1).fit(Model(faults, num_workers))
+    """One training on a rank that was started by hand."""
+    strategy = by_hand(rank, world_size, url, grace=grace)
+    make_trainer(world_size, strategy, *faults, max_epochs=-1 if endless else 1).fit(model or Net())

@@ -1,6 +1,7 @@
-"""A training script in which something goes wrong; each rank says when it begins and when it is in its third step.
+"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank says when it begins and when it is in its third step.
 
-It says that it begins before anything is imported, and can be told to stay there.
+It says that it begins before anything is imported. Rank 1 then ``stays`` there, ``fails`` in a step, or ``lingers``
+after the training; all train for ever, ``endless``, or ``with-workers``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Sequence
 
 
 def started_as() -> int | None:
@@ -26,13 +26,12 @@ def say(text: str) -> None:
 
 if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not None:
     say(f"harness: rank {started} is process {os.getpid()}\nrank {started} begins")
-    if f"--stay={started}" in sys.argv:
+    if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
-
-import argparse  # noqa: E402
 
 import torch.distributed as dist  # noqa: E402
 
+from tests.harness.training import Net  # noqa: E402
 from tests.supervision import model  # noqa: E402
 
 
@@ -45,24 +44,16 @@ def say_in_third_step() -> None:
     say(f"rank {dist.get_rank()} in step 3")
 
 
-def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="ddp_ext")
-    parser.add_argument("--fault", action="append", default=[], help="place:action:rank")
-    parser.add_argument("--endless", action="store_true", help="train until something happens")
-    parser.add_argument("--num-workers", type=int, default=0)
-    parser.add_argument("--stay", type=int, help="the rank that gets no further than its beginning")
-    options = parser.parse_args(argv)
-    chosen = [text.split(":") for text in options.fault]
-    faults = [model.Fault(place, getattr(model, action), (int(rank),)) for place, action, rank in chosen]
-    faults += [model.Fault("setup", say_who), model.Fault("third_step", say_in_third_step)]
-    max_epochs = -1 if options.endless else 1
-    trainer = model.make_trainer(2, strategy=options.strategy, max_epochs=max_epochs, limit_val_batches=0)
-    trainer.fit(model.Model(faults, num_workers=options.num_workers))
-    for fault in faults:
-        fault.strike("after fit", trainer.global_rank)
+def main(strategy: str, *what: str) -> None:
+    faults = [model.Fault("setup", say_who), model.Fault("on_train_batch_start", say_in_third_step, earlier=2)]
+    faults += [model.in_step(model.boom, 1)] if "fails" in what else []
+    max_epochs = -1 if "endless" in what else 1
+    trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)
+    trainer.fit(model.WithWorkers() if "with-workers" in what else Net())
+    if "lingers" in what and trainer.global_rank == 1:
+        model.wait_for_another_ranks_end()
     say(f"rank {trainer.global_rank} is at the end")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +10,46 @@ import pytest
 from torch import Tensor, nn
 
 import lightning_ddp_ext as ddpx
-from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from tests.harness.ranks import launch_ranks
-from tests.supervision.model import BoomError, Fault, Model, by_hand, die, make_trainer
+from tests.harness.training import Batch, Net
+from tests.supervision.model import boom, by_hand, die, make_trainer, who
 
 
-class Normalised(Model):
+class Normalised(Net):
     """BatchNorm layers with a linear one behind each of them.
 
     Args:
         leaves_out: the layer that rank 1 does not run in its second step.
         extra: the rank that runs the whole model once more in its second step.
-        faults: those at "between" strike in the second step after the first BatchNorm layer.
+        end: what ends rank 1 in its second step, after the first BatchNorm layer.
     """
 
-    def __init__(self, *, leaves_out: str = "", extra: int | None = None, faults: Sequence[Fault] = ()) -> None:
-        super().__init__(faults)
+    def __init__(self, *, leaves_out: str = "", extra: int | None = None, end: Any = None) -> None:
+        super().__init__()
         self.norms = nn.ModuleDict({name: nn.BatchNorm1d(4) for name in ("first", "middle", "last")})
         self.linears = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.norms})
-        self.leaves_out, self.extra = leaves_out, extra
+        self.layers = nn.Linear(4, 1)  # type: ignore[assignment]
+        self.leaves_out, self.extra, self.end = leaves_out, extra, end
 
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        is_second = batch_idx == 1
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        is_second = index == 1
         if is_second and self.global_rank == self.extra:
             self.run_layers(batch[0], is_second)
-        return nn.functional.mse_loss(self.layer(self.run_layers(batch[0], is_second)), batch[1])
+        return self.loss([self.run_layers(batch[0], is_second), batch[1]])
 
     def run_layers(self, x: Tensor, is_second: bool) -> Tensor:
+        is_other = is_second and self.global_rank == 1
         for name, norm in self.norms.items():
-            is_left_out = is_second and self.global_rank == 1 and name == self.leaves_out
-            x = self.linears[name](x if is_left_out else norm(x))
-            if is_second and name == "first":
-                self.strike("between")
+            x = self.linears[name](x if is_other and name == self.leaves_out else norm(x))
+            if is_other and self.end is not None:
+                self.end()
         return x
 
 
 def fit(rank: int, world_size: int, directory: Path, model: Normalised, *, by: str = "callback") -> None:
     callbacks = [ddpx.SyncBatchNormConversion()] if by == "callback" else []
     strategy = by_hand(rank, world_size, f"file://{directory}/store", find_unused_parameters=True)
-    make_trainer(world_size, strategy=strategy, callbacks=callbacks, sync_batchnorm=by == "flag").fit(model)
+    make_trainer(world_size, strategy, *callbacks, sync_batchnorm=by == "flag").fit(model)
 
 
 DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -74,24 +75,17 @@ def test_ranks_that_run_other_layers_are_told_so(
         assert told in error.message
 
 
-def test_a_rank_that_fails_amid_its_forward_pass_ends_the_others(tmp_path: Path) -> None:
-    """They wait for its part of the next layer's statistics, and get its exception instead."""
-    told, failed = launch_ranks(fit, 2, tmp_path, Normalised(faults=[Fault("between").on(1)]))
-    assert failed.error is not None, failed.story()
-    assert isinstance(failed.error.exception, BoomError)
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (boom, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
+        (die, "RankDiedError: {} died: its process ended unexpectedly"),
+    ],
+)
+def test_a_rank_that_ends_amid_its_forward_pass_ends_the_others(
+    end: Callable[[], None], said: str, tmp_path: Path
+) -> None:
+    """They wait for its part of the next layer's statistics, and get the reason instead."""
+    told, ended = launch_ranks(fit, 2, tmp_path, Normalised(end=end))
     assert told.error is not None, told.story()
-    assert type(told.error.exception) is RankFailedError, told.story()
-    assert told.error.exception.rank == 1
-    assert told.error.message.endswith("failed, so this rank stops: BoomError: no such layer")
-
-
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_rank_that_is_killed_amid_its_forward_pass_ends_the_others(culprit: int, tmp_path: Path) -> None:
-    """They do not wait for the dead, and say who it is."""
-    outcomes = launch_ranks(fit, 3, tmp_path, Normalised(faults=[Fault("between", die).on(culprit)]))
-    killed = outcomes.pop(culprit)
-    for told in outcomes:
-        assert told.error is not None, told.story()
-        error = told.error.exception
-        assert type(error) is RankDiedError, told.story()
-        assert (error.rank, error.pid) == (culprit, killed.pid)
+    assert f"{told.error.type_name}: {told.error.message}".startswith(said.format(who(1, ended.pid))), told.story()

@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.network import Network
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, announce, free_port, hold, launch_ranks
-from tests.supervision.model import Fault, Model, announce_step, by_hand, fit, make_trainer
+from tests.harness.ranks import RankProcesses, announce, hold
+from tests.harness.training import Net
+from tests.supervision.model import IN_THIRD_STEP, by_hand, fit, make_trainer, who
 
-UNEXPECTEDLY = "its process ended unexpectedly"
-STEP = Fault("third_step", announce_step)
+HERE, UNEXPECTEDLY = socket.gethostname(), "its process ended unexpectedly"
 
 
-def expect_told(told: Outcome, culprit: int, pid: int, host: str = socket.gethostname(), why: str = "") -> None:
+def expect_told(told: Outcome, culprit: int, pid: int, host: str = HERE, why: str = UNEXPECTEDLY) -> None:
     """The rank has raised what names the dead one."""
     assert told.error is not None, told.story()
     error = told.error.exception
     assert type(error) is RankDiedError, told.story()
     assert (error.rank, error.host, error.pid) == (culprit, host, pid)
-    who = f"rank {culprit} (host {host}, pid {pid})"
-    assert str(error).startswith(f"{who} died: {why or UNEXPECTEDLY}; every rank stops.")
+    assert str(error).startswith(f"{who(culprit, pid, host)} died: {why}; every rank stops.")
     assert told.exit_code == 1
-
-
-@pytest.mark.parametrize(("culprit", "method"), [(0, "file"), (1, "file"), (0, "tcp")])
-def test_a_kill_in_training_is_named_by_the_others(culprit: int, method: str, tmp_path: Path) -> None:
-    """Loader workers have copies of a rank's connections; they neither keep its death secret nor survive."""
-    url = f"file://{tmp_path}/store" if method == "file" else f"tcp://127.0.0.1:{free_port()}"
-    with RankProcesses(fit, 3, url, STEP, endless=True, num_workers=1) as ranks:
-        workers = []
-        for rank in range(3):
-            ranks.wait_for("at work", rank)
-            workers += psutil.Process(ranks.pids[rank]).children()
-        ranks.kill(culprit)
-        outcomes = ranks.wait()
-    for rank in {0, 1, 2} - {culprit}:
-        expect_told(outcomes[rank], culprit, outcomes[culprit].pid)
-    assert len(workers) == 3
-    assert psutil.wait_procs(workers, timeout=20.0)[1] == []
-
-
-def vanish() -> None:
-    os._exit(0)
-
-
-@pytest.mark.parametrize(("place", "culprit"), [("setup", 0), ("training_step", 1)])
-def test_leaving_without_notice_is_a_death(place: str, culprit: int, tmp_path: Path) -> None:
-    """``os._exit`` ends a rank for the others as a kill does, whatever its status says."""
-    outcomes = launch_ranks(fit, 2, f"file://{tmp_path}/store", Fault(place, vanish).on(culprit))
-    assert outcomes[culprit].exit_code == 0
-    expect_told(outcomes[1 - culprit], culprit, outcomes[culprit].pid)
 
 
 def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
@@ -109,4 +77,4 @@ def test_a_cut_link_is_a_death_on_both_sides(two_hosts: Network) -> None:
 
 def fit_on_two_nodes(rank: int, world_size: int, url: str) -> None:
     strategy = by_hand(rank, world_size, url, heartbeat_timeout=4)
-    make_trainer(2, strategy=strategy, num_nodes=2, max_epochs=-1).fit(Model([STEP]))
+    make_trainer(2, strategy, IN_THIRD_STEP, num_nodes=2, max_epochs=-1).fit(Net())

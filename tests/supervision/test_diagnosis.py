@@ -30,20 +30,10 @@ def flight(entered: int, pending: int | None = None, name: str = "all_reduce", l
 WAITING = {"doing": "backward", "place": "train.py:7"}
 MOVING = {"is_still": False, "idle": 0.5}
 CASES: dict[str, tuple[Findings, str | None]] = {
-    "one never came": (
-        Findings([report(0, [flight(512, 512)], **WAITING), report(1, [flight(512, 512)]), report(3, [flight(511)])]),
-        "rank 3 (host host3, pid 103) never entered all_reduce #512; it is in train_dataloader_next, dataset.py:41; "
-        "ranks 0, 1 have waited for it for 61 s",
-    ),
     "several never came": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
         "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
-    ),
-    "one is in another group": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(4), flight(1, 1, "barrier", "side")], **WAITING)]),
-        "rank 1 (host host1, pid 101) never entered all_reduce #5; it is in barrier #1 of group side, backward, "
-        "train.py:7; rank 0 has waited for it for 61 s",
     ),
     "one makes another call": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),

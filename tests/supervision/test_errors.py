@@ -16,21 +16,22 @@ from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, hold, launch_ranks, run_ranks
+from tests.harness.training import Net
 from tests.supervision.model import (
     BoomError,
     Fault,
-    Model,
     boom,
     by_hand,
     die,
     fit,
     hold_in_step,
+    in_step,
     interrupt,
     make_trainer,
     wait_for_ever,
+    who,
 )
 
-STEPS_BEFORE = {"setup": 0, "configure_optimizers": 0, "training_step": 1, "on_train_batch_end": 2}
 BOOM = "BoomError: no such layer"
 
 
@@ -39,52 +40,51 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def who(rank: int, pid: int) -> str:
-    return f"rank {rank} (host {socket.gethostname()}, pid {pid})"
-
-
-def expect_told(told: Outcome, culprit: int, pid: int, reason: str = BOOM) -> RankFailedError:
-    """The rank has raised what names the culprit, with the culprit's traceback; returns it."""
+def expect_told(told: Outcome, culprit: int, pid: int) -> None:
+    """The rank has raised what names the culprit, with the culprit's traceback."""
     assert told.error is not None, told.story()
     error = told.error.exception
     assert type(error) is RankFailedError, told.story()
     assert (error.rank, error.host, error.pid) == (culprit, socket.gethostname(), pid)
-    assert str(error) == f"{who(culprit, pid)} failed, so this rank stops: {reason}"
+    assert str(error) == f"{who(culprit, pid)} failed, so this rank stops: {BOOM}"
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
-    assert error.traceback_text.rstrip().endswith(reason)
+    assert "in boom\n" in error.traceback_text
+    assert error.traceback_text.rstrip().endswith(BOOM)
     assert isinstance(error.__cause__, RemoteTraceback)
     assert error.traceback_text in str(error.__cause__)
     assert told.exit_code == 1
-    return error
 
 
 def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, directory: Path) -> None:
     strategy, saver = by_hand(rank, world_size, url), OnExceptionCheckpoint(directory)
-    trainer = make_trainer(world_size, strategy=strategy, callbacks=[saver], enable_checkpointing=True)
+    trainer = make_trainer(world_size, strategy, fault, saver, enable_checkpointing=True)
     try:
-        trainer.fit(Model([fault]))
+        trainer.fit(Net())
     except BoomError:
         hold("caught")
 
 
-@pytest.mark.parametrize(("place", "culprit"), [*zip(STEPS_BEFORE, (0, 1, 0, 1), strict=True), ("validation_step", 1)])
-def test_others_are_told_while_the_rank_lives_on(place: str, culprit: int, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hook", "culprit", "steps"), [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("on_validation_batch_start", 1, 4)]
+)
+def test_others_are_told_while_the_rank_lives_on(hook: str, culprit: int, steps: int, url: str, tmp_path: Path) -> None:
     """Wherever a rank fails, the other one ends and names the cause, though the first lives on; rank 0 can save."""
-    with RankProcesses(catch_and_stay, 2, url, Fault(place).on(culprit), tmp_path) as ranks:
+    fault = Fault(hook, boom, culprit, earlier=0 if hook == "setup" else 1)
+    with RankProcesses(catch_and_stay, 2, url, fault, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
         (told,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
         (failed,) = ranks.wait(culprit)
-    assert "in boom\n" in expect_told(told, culprit, failed.pid).traceback_text
+    expect_told(told, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
-    assert set(saved["state_dict"]) == {"layer.weight", "layer.bias"}
-    assert saved["global_step"] == STEPS_BEFORE.get(place, 4)
+    assert saved["state_dict"].keys() == Net().state_dict().keys()
+    assert saved["global_step"] == steps
 
 
 def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
     """A rank that computes is not disturbed, but as soon as it needs the others."""
-    with RankProcesses(fit, 2, url, Fault("training_step").on(0), Fault("training_step", hold_in_step).on(1)) as ranks:
+    with RankProcesses(fit, 2, url, in_step(boom, 0), in_step(hold_in_step, 1)) as ranks:
         ranks.wait_for("in step", 1)
         (failed,) = ranks.wait(0)
         ranks.release(1)
@@ -101,7 +101,7 @@ def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
 )
 def test_a_rank_that_nothing_can_wake_is_ended(end: Callable[[], None], said: str, url: str) -> None:
     """Where the main thread waits in user code for ever, the process ends all the same, with the reason printed."""
-    faults = Fault("training_step", end).on(0), Fault("training_step", wait_for_ever).on(1)
+    faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
@@ -109,17 +109,6 @@ def test_a_rank_that_nothing_can_wake_is_ended(end: Callable[[], None], said: st
 
 def collapse() -> None:
     sys.exit("the config is empty")
-
-
-@pytest.mark.parametrize(
-    ("action", "reason", "culprit"),
-    [(collapse, "SystemExit: the config is empty", 0), (interrupt, "KeyboardInterrupt", 1)],
-)
-def test_exit_and_interrupt_are_failures(action: Callable[[], None], reason: str, culprit: int, url: str) -> None:
-    """``sys.exit`` and Ctrl-C on one rank release the others as any exception does."""
-    outcomes = launch_ranks(fit, 2, url, Fault("training_step", action).on(culprit))
-    expect_told(outcomes[1 - culprit], culprit, outcomes[culprit].pid, reason)
-    assert outcomes[culprit].exit_code == 1
 
 
 class Unprintable(Exception):
@@ -140,24 +129,31 @@ def raise_a_book() -> None:
 
 
 @pytest.mark.parametrize(
-    ("action", "beginning"),
-    [(raise_unprintable, "Unprintable: <its __str__ fails>"), (raise_a_book, "BoomError: no such layer!!!")],
+    ("action", "reason"),
+    [
+        (collapse, "SystemExit: the config is empty"),
+        (interrupt, "KeyboardInterrupt"),
+        (raise_unprintable, "Unprintable: <its __str__ fails>"),
+        (raise_a_book, "BoomError: no such layer!!!"),
+    ],
 )
-def test_odd_exceptions_travel(action: Callable[[], None], beginning: str, url: str) -> None:
-    """An exception without a text, or with one of megabytes, is told like any other."""
-    told, _ = launch_ranks(fit, 2, url, Fault("training_step", action).on(1))
+def test_odd_exceptions_travel(action: Callable[[], None], reason: str, url: str) -> None:
+    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are told like any other."""
+    told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
     assert told.error is not None
     assert told.error.type_name == "RankFailedError", told.story()
-    assert f"failed, so this rank stops: {beginning}" in told.error.message
+    assert f"failed, so this rank stops: {reason}" in told.error.message
     assert len(told.error.message) < 10_000
+    assert (told.exit_code, culprit.exit_code) == (1, 1)
 
 
-def fit_twice(rank: int, world_size: int, url: str, *, between: Fault) -> None:
-    trainer = make_trainer(world_size, strategy=by_hand(rank, world_size, url))
-    trainer.fit(Model())
-    between.strike("between", rank)
+def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], culprit: int) -> None:
+    trainer = make_trainer(world_size, by_hand(rank, world_size, url))
+    trainer.fit(Net())
+    if rank == culprit:
+        end()
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(Model())
+    trainer.fit(Net())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ def fit_twice(rank: int, world_size: int, url: str, *, between: Fault) -> None:
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
     """Ranks that wait in the second one are told of an exception outside of any Trainer call, and of an early end."""
-    outcomes = launch_ranks(fit_twice, 2, url, between=Fault("between", end).on(culprit))
+    outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     gone, needy = outcomes[culprit], outcomes[1 - culprit]
     assert needy.error is not None, needy.story()
     assert f"{needy.error.type_name}: {needy.error.message}".startswith(said.format(who(culprit, gone.pid)))
@@ -181,12 +177,12 @@ def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[flo
     reports = []
     for culprit in (1, 0):
         try:
-            fit(rank, world_size, url, Fault("training_step").on(culprit))
+            fit(rank, world_size, url, in_step(boom, culprit))
         except (BoomError, RankFailedError) as error:
             reports.append(f"{type(error).__name__} {getattr(error, 'rank', rank)}")
-    model = Model()
-    make_trainer(world_size, strategy=by_hand(rank, world_size, url)).fit(model)
-    return reports, model.layer.weight.tolist()
+    model = Net()
+    fit(rank, world_size, url, model=model)
+    return reports, model.layers[0].weight.tolist()
 
 
 def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:

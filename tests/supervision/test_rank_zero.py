@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 
-from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.supervision.model import Model, boom, by_hand, die, interrupt, make_trainer
+from tests.harness.training import At, Net
+from tests.supervision.model import boom, by_hand, die, interrupt, make_trainer, who
 
 
 class Growing(Exception):
@@ -48,37 +47,31 @@ WORKS: list[tuple[Callable[[], Any], str, str]] = [
 ]
 
 
-class Work(pl.Callback):
-    """Has rank 0 work for all in the second step."""
+def fit(rank: int, world_size: int, directory: Path, do: Callable[[Callable[..., Any]], object]) -> None:
+    """Call ``do`` with the strategy's ``on_rank_zero`` in the second step."""
+    at = At("on_train_batch_start", lambda trainer: do(trainer.strategy.on_rank_zero), earlier=1)  # type: ignore[attr-defined]
+    make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
 
-    def __init__(self, *works: Callable[[], Any], catches: bool = False) -> None:
-        self.works, self.catches = works, catches
-        self.outcomes: list[tuple[str, str, list[str]]] = []
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:  # type: ignore[override]
-        for work in self.works if trainer.global_step == 1 else ():
-            assert isinstance(trainer.strategy, DDPExtStrategy)
+def fit_and_work(rank: int, world_size: int, directory: Path, work: Callable[[], Any]) -> None:
+    fit(rank, world_size, directory, lambda on_rank_zero: on_rank_zero(work, what="a test"))
+
+
+def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
+    outcomes = []
+    results = iter([[1, 2]])
+
+    def work_all(on_rank_zero: Callable[..., Any]) -> None:
+        for work in (lambda: next(results), *(work for work, *_ in WORKS)):
             try:
-                result = trainer.strategy.on_rank_zero(work, what="a test")
-                self.outcomes.append((repr(result), "", []))
+                outcomes.append((repr(on_rank_zero(work, what="a test")), "", []))
             except Exception as error:
-                if not self.catches:
-                    raise
                 text = "" if isinstance(error, Mute) else error
                 notes = getattr(error, "__notes__", [])
-                self.outcomes.append((f"{type(error).__name__}: {text}", str(error.__cause__), notes))
+                outcomes.append((f"{type(error).__name__}: {text}", str(error.__cause__), notes))
 
-
-def fit(rank: int, world_size: int, directory: Path, *works: Callable[[], Any], catches: bool = False) -> Any:
-    callback = Work(*works, catches=catches)
-    strategy = by_hand(rank, world_size, f"file://{directory}/store")
-    make_trainer(world_size, strategy=strategy, callbacks=[callback]).fit(Model())
-    return callback.outcomes
-
-
-def fit_and_catch(rank: int, world_size: int, directory: Path) -> Any:
-    works = iter([[1, 2]])
-    return fit(rank, world_size, directory, lambda: next(works), *(work for work, *_ in WORKS), catches=True)
+    fit(rank, world_size, directory, work_all)
+    return outcomes
 
 
 def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
@@ -102,9 +95,7 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
 )
 def test_no_rank_waits_for_rank_zero(work: Callable[[], Any], said: str, tmp_path: Path) -> None:
     """Each raises an error as its own; a death or an interrupt in the work is an end like any other."""
-    first, other = launch_ranks(fit, 2, tmp_path, work)
+    first, other = launch_ranks(fit_and_work, 2, tmp_path, work)
     assert other.error is not None, other.story()
-    host = getattr(other.error.exception, "host", "")
-    expected = said.format(f"rank 0 (host {host}, pid {first.pid})")
-    assert f"{other.error.type_name}: {other.error.message}".startswith(expected)
+    assert f"{other.error.type_name}: {other.error.message}".startswith(said.format(who(0, first.pid)))
     assert other.exit_code == 1
