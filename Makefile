@@ -51,7 +51,7 @@ gpu: venv ## What needs CUDA; says so where there is none
 	$(BIN)/python -m pytest -m gpu
 
 soak: venv ## 300 faults in real runs, one after another (half an hour); SEED= of the first one, COUNT=
-	$(BIN)/python -m tests.faults --seed $(SEED) --count $(COUNT)
+	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults -k survived --verbose
 
 coverage: venv ## All tests, and which lines they reach: takes a quarter longer
 	$(BIN)/python -m pytest --cov -m "not gpu" --numprocesses 3 --dist worksteal

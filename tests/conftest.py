@@ -20,9 +20,7 @@ from tests.harness.processes import MARK
 from tests.harness.rank_server import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
-_SHARED = ".pytest_shared"
-_HARNESS = {"tests.harness.outcomes", "tests.harness.rank_process", "tests.harness.rank_server", "tests.harness.leaks"}
-_RANK_FUNCTIONS = {"run_ranks", "launch_ranks", "RankProcesses"}
+_STARTERS = ("tests.harness.ranks", "tests.harness.scripts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,25 +42,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @functools.cache
 def _starts_processes(module: str) -> bool:
-    """Whether the module imports from the harness's ``ranks`` or ``scripts``, itself or through a helper."""
-    origins = {getattr(value, "__module__", None) for value in vars(sys.modules[module]).values()}
-    helpers = {str(origin) for origin in origins if str(origin).startswith("tests.")} - {module}
-    return bool(helpers & {"tests.harness.ranks", "tests.harness.scripts"}) or any(
-        map(_starts_processes, helpers - _HARNESS)
-    )
+    """Whether the module has something from the harness's ``ranks`` or ``scripts``, itself or through a helper."""
+    if module in _STARTERS:
+        return True
+    origins = {str(getattr(value, "__module__", None)) for value in vars(sys.modules[module]).values()}
+    return any(_starts_processes(origin) for origin in origins - {module} if origin.startswith("tests."))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server of rank processes while nobody waits for it yet."""
-    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
-    if not session.config.option.collectonly and any(vars(module).keys() & _RANK_FUNCTIONS for module in modules):
+    if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
         start_server()
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves variables, threads, processes, files, namespaces or a process group behind."""
-    before = Snapshot.take()
+    """Fail a test that leaves variables, threads, processes, files or a process group behind."""
+    before = Snapshot()
     yield
     leaks = before.leaks()
     if leaks:
@@ -72,10 +68,9 @@ def no_leaks() -> Iterator[None]:
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
     """A fresh directory that several hosts could share: not below the system's temporary ones."""
-    parent = next((path for path in (_ROOT, Path.home()) if not _is_temporary(path)), None)
-    if parent is None:
-        pytest.fail(f"shared_dir needs a place outside of {tempfile.gettempdir()}; clone to another directory")
-    directory = parent / _SHARED / uuid.uuid4().hex[:12]
+    temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
+    parent = next(path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary)))
+    directory = parent / ".pytest_shared" / uuid.uuid4().hex[:12]
     directory.mkdir(parents=True)
     yield directory
     shutil.rmtree(directory)
@@ -91,7 +86,3 @@ def two_hosts() -> Iterator[Network]:
         pytest.skip(reason)
     with network("host-a", "host-b") as hosts:
         yield hosts
-
-
-def _is_temporary(path: Path) -> bool:
-    return any(path.is_relative_to(place) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))

@@ -17,8 +17,8 @@ import pytest
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
 from tests.harness.ranks import by_hand_env, free_port, run_ranks
+from tests.harness.scripts import run_on_ranks
 from tests.harness.training import Net
-from tests.harness.warm import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

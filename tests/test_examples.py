@@ -15,8 +15,7 @@ import nbformat
 import pytest
 import yaml
 
-from tests.harness.scripts import run_script, start_script
-from tests.harness.warm import run_on_ranks
+from tests.harness.scripts import run_on_ranks, run_script, start_script
 from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,16 +18,8 @@ import torch.distributed as dist
 
 from tests.harness.leaks import Snapshot
 from tests.harness.processes import marked
-from tests.harness.ranks import (
-    RankProcesses,
-    RanksFailed,
-    RanksHung,
-    announce,
-    hold,
-    launch_ranks,
-    run_ranks,
-)
-from tests.harness.scripts import ScriptFailed, ScriptHung, run_script
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
+from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,8 +43,11 @@ def fail_on_rank_one(rank: int, world_size: int) -> None:
 
 
 def test_the_first_failure_is_reported_and_the_others_are_ended() -> None:
-    """The message has the traceback and the output of the rank that failed; the exception itself is the cause."""
-    with pytest.raises(RanksFailed, match=r"^rank 1 \(pid \d+\): LayerError: no such layer, exit status 1") as caught:
+    """The message begins with the rank that failed, its traceback and its output; the exception itself is the cause."""
+    first = (
+        r"(?s)^rank 1 \(pid \d+\): LayerError: no such layer, exit status 1\n.*\nrank 0 \(pid \d+\): ended by SIGKILL"
+    )
+    with pytest.raises(AssertionError, match=first) as caught:
         run_ranks(fail_on_rank_one)
     message = str(caught.value)
     assert "in fail_on_rank_one" in message
@@ -59,9 +55,7 @@ def test_the_first_failure_is_reported_and_the_others_are_ended() -> None:
     assert "rank 1 was here" in message
     assert isinstance(caught.value.__cause__, LayerError)
     assert isinstance(caught.value.__cause__.__cause__, KeyError)
-    other = caught.value.outcomes[0]
-    assert other.exit_code == -signal.SIGKILL
-    assert not psutil.pid_exists(other.pid)
+    assert not any(psutil.pid_exists(int(pid)) for pid in re.findall(r"\(pid (\d+)\)", message))
 
 
 def leave_in_many_ways(rank: int, world_size: int) -> None:
@@ -99,14 +93,14 @@ def hang_or_stop(rank: int, world_size: int) -> str:
 
 def test_a_hang_ends_at_the_time_limit_with_stacks() -> None:
     """The stacks of all threads of the ranks that are still there; the others tell how they ended."""
-    with pytest.raises(RanksHung) as caught:
+    with pytest.raises(AssertionError, match=r"^not all ranks had ended after 3\.0 s\n") as caught:
         run_ranks(hang_or_stop, 3, time_limit=3.0)
-    done, hung, stopped = caught.value.outcomes
-    assert (done.exit_code, done.result, done.stacks) == (0, "done", "")
-    assert "in hang_or_stop" in hung.stacks
-    assert hung.stacks.count("in forever") == 2, "main thread and helper"
-    assert hung.stacks in str(caught.value)
-    assert "in hang_or_stop" in stopped.stacks
+    _, done, hung, stopped = re.split(r"^rank \d \(pid \d+\): ", str(caught.value), flags=re.MULTILINE)
+    assert done.startswith("exit status 0")
+    assert "in hang_or_stop" not in done
+    assert "in hang_or_stop" in hung
+    assert hung.count("in forever") == 2, "main thread and helper"
+    assert "in hang_or_stop" in stopped
 
 
 def walk(rank: int, world_size: int) -> str:
@@ -117,12 +111,9 @@ def walk(rank: int, world_size: int) -> str:
 
 
 def test_ranks_under_control() -> None:
-    """Ranks start one by one, say where they are, wait to be released, can be killed, and end with their context."""
-    with RankProcesses(walk, 4, start=[0]) as ranks:
+    """Ranks say where they are, wait to be released, can be killed, and end with their context."""
+    with RankProcesses(walk, 3) as ranks:
         assert [ranks.wait_for("step", 0) for _ in range(3)] == [0, 1, 2]
-        ranks.start(2)
-        ranks.start(3)
-        assert list(ranks.pids) == [0, 2, 3]
         ranks.wait_for("in the middle", 2)
         ranks.kill(2)
         assert ranks.wait(2)[0].exit_code == -signal.SIGKILL
@@ -185,7 +176,7 @@ def test_what_holds_for_every_test(tmp_path: Path) -> None:
     toy = next(line for line in done.stdout.splitlines() if line.startswith("toy.py"))
     assert toy.split()[-1] == "100%", done.stdout
     assert "environment variable LEAKED='yes' (was None)" in done.stdout
-    assert "CI must run this test: network namespaces need the programs ip, unshare, sh" in done.stdout
+    assert "CI must run this test: network namespaces need the programs ip, nsenter, unshare, sh" in done.stdout
     assert "SKIPPED [1]" in done.stdout
 
 
@@ -200,7 +191,7 @@ ORPHAN = """
 
 def test_an_orphan_of_a_script_is_found_and_killed() -> None:
     """Also one that has moved to another session and lost its parent."""
-    with pytest.raises(ScriptFailed, match=r"(?s)still there 5.0 s.*threading.Event.*leaving"):
+    with pytest.raises(AssertionError, match=r"(?s)still there 5.0 s.*threading.Event.*leaving"):
         run_script(ORPHAN)
     assert not [process for process in marked(os.environ["TEST_HARNESS_MARK"]) if "Event" in str(process.cmdline())]
 
@@ -219,7 +210,7 @@ LAUNCHER = """
 
 def test_a_script_that_hangs_ends_with_the_stacks_of_its_processes() -> None:
     """Of the one that was started and of those that it has started."""
-    with pytest.raises(ScriptHung, match="had not ended after") as caught:
+    with pytest.raises(AssertionError, match="had not ended after") as caught:
         run_script(LAUNCHER, time_limit=1.0)
     assert str(caught.value).count("Current thread") == 2
 
@@ -232,7 +223,7 @@ def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(here)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))  # tests beside this one look into the true one
     monkeypatch.setenv("HARNESS_A", "a")
-    before = Snapshot.take()
+    before, environment = Snapshot(), dict(os.environ)
     assert before.leaks() == []
 
     os.environ["HARNESS_A"], os.environ["HARNESS_B"] = "changed", "b"
@@ -260,15 +251,16 @@ def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: 
         f"working directory {tmp_path} (was {here})",
         "process group gloo of 1 ranks",
     }
-    assert (dict(os.environ), Path.cwd(), dist.is_initialized()) == (before.environment, here, False)
+    assert (dict(os.environ), Path.cwd(), dist.is_initialized()) == (environment, here, False)
 
 
 def test_leaked_processes_are_named_and_killed() -> None:
     """A child, and one that has lost its parent."""
-    before = Snapshot.take()
+    before = Snapshot()
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     child = subprocess.Popen(command, env={})  # without the mark of this test run
     subprocess.run([sys.executable, "-c", f"import subprocess; subprocess.Popen({command!r})"], check=True)
     leaks = before.leaks(seconds=0.5)
     assert ["threading.Event" in line for line in leaks] == [True, True]
-    assert child.wait() == -signal.SIGKILL
+    child.wait()
+    assert not psutil.pid_exists(child.pid)

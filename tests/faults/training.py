@@ -1,147 +1,86 @@
-"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm.
-
-As a script it starts its other ranks by itself: ``training.py SEED DIRECTORY [CHECKPOINT]``.
-"""
+"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm."""
 
 from __future__ import annotations
 
-import atexit
+import errno
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import lightning as L
-from torch import Tensor, nn
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.atomic_file import Sink
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.request import Request
-from tests.faults.plan import HOOKS, SIGNALS, WRITES, Injection, draw
+from tests.faults.plan import SIGNALS, Injection
 from tests.harness.ranks import hold
-from tests.harness.training import make_trainer
-from tests.integration.continuing import Net
-from tests.integration.stopping import shuffled
-from tests.supervision.model import boom
+from tests.harness.training import At, Net, make_trainer
 
 STATUS = 3  # of a rank that leaves by sys.exit
-JOURNAL = "journal"
-SAMPLES = 24
-_SIGNALS = {**SIGNALS, "kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_ACTIONS: dict[str, Callable[[], object]] = {
-    "vanish": lambda: os._exit(0),
-    "exit": lambda: sys.exit(STATUS),
-    "raise": boom,
-    "cut": lambda: hold("cut"),
-    "slow": lambda: threading.Event().wait(0.1),
-}
 
 
 class Fault:
-    """Does what a plan says, once, and writes it down; a slow rank is slow at each call from the planned one on."""
+    """Does once what a plan says; files tell that it was done, and which steps have been saved."""
 
     def __init__(self, plan: Injection | None, rank: int, directory: Path) -> None:
         self.plan = plan if plan is not None and plan.striker == rank else None
-        self.rank = rank
-        self._journal = os.open(directory / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._calls = 0
+        self.directory = directory
+        self.earlier = 0
 
-    def note(self, line: str) -> None:
-        """A line that stays, whatever becomes of this process."""
-        os.write(self._journal, f"{line}\n".encode())
+    def at(self, moment: str) -> None:
+        """This rank comes to a moment."""
+        if self.plan is not None and moment == self.plan.moment:
+            if self.earlier == self.plan.number:
+                self.strike(self.plan)
+            self.earlier += 1
 
-    def at(self, hook: str) -> None:
-        """This rank comes to a hook."""
-        if self.plan is None or hook != self.plan.hook:
-            return
-        number, self._calls = self._calls, self._calls + 1
-        if number == self.plan.number:
-            self.note("struck")
-        if number == self.plan.number or (number > self.plan.number and self.plan.kind == "slow"):
-            self._strike(self.plan)
-
-    def _strike(self, plan: Injection) -> None:
-        if plan.kind in _SIGNALS:
-            os.kill(self._pid_of(plan.culprit), _SIGNALS[plan.kind])
+    def strike(self, plan: Injection) -> None:
+        (self.directory / "struck").touch()
+        if plan.kind in SIGNALS:
+            os.kill(int((self.directory / f"{plan.culprit}.pid").read_text()), SIGNALS[plan.kind])
+        elif plan.kind == "vanish":
+            os._exit(0)
+        elif plan.kind == "exit":
+            sys.exit(STATUS)
+        elif plan.kind == "raise":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        elif plan.kind == "cut":
+            hold("cut")
         else:
-            _ACTIONS[plan.kind]()
+            threading.Event().wait(1.0)
 
-    def _pid_of(self, rank: int) -> int:
-        context = current()
-        return os.getpid() if rank == self.rank or context is None else context.table[rank].pid
+    def callbacks(self) -> list[L.Callback]:
+        """Bring the fault to a hook, or to the midst of a backward pass, when other gradients are still to come."""
+        if self.plan is None:
+            return []
+        plan, moment = self.plan, self.plan.moment
+        if moment == "backward":
+            return [At("on_train_start", lambda trainer: self.register(trainer.lightning_module))]
+        is_hook = hasattr(L.Callback, moment)
+        return [At(moment, lambda trainer: self.strike(plan), earlier=plan.number)] if is_hook else []
 
-
-class Hooks(L.Callback):
-    """Brings the fault to all hooks of a callback, of the model's forward and backward, and of the optimiser."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        at = self.fault.at
-        assert isinstance(pl_module, Net)
-        first, _, last = pl_module.layers
-        first.register_forward_hook(lambda *_: at("forward") if pl_module.training else None)
-        last.weight.register_hook(lambda _: at("backward"))  # while gradients of earlier layers are still to come
-        trainer.optimizers[0].register_step_post_hook(lambda *_: at("optimizer_step"))  # type: ignore[attr-defined]
-        at("on_train_start")
-
-
-def _hook(name: str) -> Callable[..., None]:
-    return lambda self, *args, **kwargs: self.fault.at(name)
-
-
-for name in {hook for hooks in HOOKS.values() for hook in hooks}:
-    if hasattr(L.Callback, name) and name not in vars(Hooks):
-        setattr(Hooks, name, _hook(name))
-
-
-class StruckNet(Net):
-    """The model, with hooks that callbacks do not have."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(shuffled(SAMPLES))
-        # Lightning does not make up for a validation that was due after a save; it draws a random number.
-        self.layers[1] = nn.Identity()
-        self.fault = fault
-
-    def configure_optimizers(self) -> Any:
-        self.fault.at("configure_optimizers")
-        return super().configure_optimizers()
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        super().validation_step(batch, index)
-        self.fault.at("validation_step")
+    def register(self, module: Any) -> None:
+        module.layers[3].weight.register_hook(lambda gradient: self.at("backward"))
 
 
 class StruckIO(RankZeroCheckpointIO):
-    """Brings the fault to the midst of writing and reading, and writes down what has been saved."""
+    """Brings the fault to the midst of writing, removing and reading."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__()
         self.fault = fault
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        writes, write = iter(range(WRITES)), Sink.write
+        write = os.write
 
-        def struck(sink: Sink, data: bytes | memoryview) -> int:
-            try:
-                if next(writes, None) is not None:
-                    self.fault.at("writing")
-            except BaseException as error:
-                sink.error = error
-                raise
-            return write(sink, data)
+        def struck(descriptor: int, data: Any) -> int:
+            self.fault.at("writing")
+            return write(descriptor, data)
 
-        with patch.object(Sink, "write", struck):
+        with patch.object(os, "write", struck):
             super().save_checkpoint(checkpoint, path, storage_options)
-        self.fault.note(f"saved {checkpoint['global_step']}")
+        (self.fault.directory / f"{checkpoint['global_step']}.saved").touch()
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.fault.at("removing")
@@ -152,54 +91,35 @@ class StruckIO(RankZeroCheckpointIO):
         return super().read(*args, **kwargs)
 
 
-class StruckStrategy(DDPExtStrategy):
-    """Brings the fault to the handshake, in which a rank asks again and again whether a rank cannot come."""
-
-    fault: Fault
-
-    def _request(self) -> Request:
-        def absence() -> str | None:
-            self.fault.at("handshake")
-            return request.absence()
-
-        request = super()._request()
-        return replace(request, absence=absence)
-
-
 def train(
-    fault: Fault, directory: Path, devices: int, checkpoint: str | None, keep: int = 1, **options: Any
+    rank: int, world_size: int, plan: Injection | None, directory: Path, url: str, checkpoint: Path | None, keep: int
 ) -> list[float]:
     """One rank's part of the run, from the beginning or from a checkpoint, with another seed; its weights at the end.
 
-    There is a checkpoint every second step, of which ``keep`` are kept; ``options`` are for the strategy.
+    There is a checkpoint every second step, of which ``keep`` are kept. The others do not wait long for a rank that
+    does not come, or that is stopped.
     """
+    (directory / f"{rank}.pid").write_text(str(os.getpid()))
+    fault = Fault(plan, rank, directory)
     fault.at("begin")
     L.seed_everything(7 if checkpoint is None else 8, verbose=False)
-    net = StruckNet(fault)
-    strategy = StruckStrategy(checkpoint_io=StruckIO(fault), **options)
-    strategy.fault = fault
-    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep)
-    settings: dict[str, Any] = {"devices": devices, "enable_checkpointing": True, "num_sanity_val_steps": 0}
-    trainer = make_trainer(strategy, callbacks=[Hooks(fault), saver], **settings)
+    net = Net()
+    options: dict[str, Any] = {"init_method": url, "rank": rank, "world_size": world_size}
+    if plan is not None and plan.is_unmet:
+        options["init_timeout"] = 5.0
+    if plan is not None and plan.kind == "stop":
+        options["timeout"] = 4.0
+    trainer = make_trainer(
+        DDPExtStrategy(checkpoint_io=StruckIO(fault), **options),
+        devices=world_size,
+        max_epochs=3,
+        num_sanity_val_steps=0,
+        enable_checkpointing=True,
+        callbacks=[
+            *fault.callbacks(),
+            RankZeroCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep),
+        ],
+    )
     trainer.fit(net, ckpt_path=checkpoint, weights_only=False)
     fault.at("after_fit")
-    atexit.register(fault.at, "exit")
     return [float(number) for parameter in net.parameters() for number in parameter.detach().flatten()]
-
-
-def options_of(plan: Injection | None) -> dict[str, float]:
-    """Options of the strategy that bound how long the others wait for a rank that does not answer."""
-    if plan is None:
-        return {}
-    return {**({"init_timeout": 5.0} if plan.is_unmet else {}), **({"timeout": 4.0} if plan.kind == "stop" else {})}
-
-
-def main(seed: str, place: str, checkpoint: str | None = None) -> None:
-    plan, directory = draw(int(seed)), Path(place)
-    fault = Fault(plan, int(os.environ.get("LOCAL_RANK", 0)), directory)
-    url = f"file://{directory}/store" if plan.method == "file" else None
-    train(fault, directory, plan.world_size, checkpoint, init_method=url, **options_of(plan))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

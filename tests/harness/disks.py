@@ -18,17 +18,13 @@ def why_no_disks() -> str | None:
 def small_disk(directory: Path, mebibytes: int) -> Iterator[Path]:
     """A file system of its own at ``directory``, with so much space."""
     directory.mkdir(parents=True, exist_ok=True)
-    _run("mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,mode=777", "tmpfs", str(directory))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m,mode=777", "tmpfs", directory], check=True)
     try:
         yield directory
     finally:
-        _run("umount", "--lazy", str(directory))
+        subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 def make_read_only(directory: Path) -> None:
     """From now on nobody can write to the small disk."""
-    _run("mount", "-o", "remount,ro", str(directory))
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "remount,ro", directory], check=True)

@@ -17,7 +17,7 @@ def environment_of(rank: int, env: Environment) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def by_hand_env(world_size: int, port: int | None = None, host: str = "127.0.0.1") -> dict[str, Callable[[int], str]]:
+def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[[int], str]]:
     """Variables of ranks that a user starts one by one on one machine; with a port also where they meet."""
     variables: dict[str, Callable[[int], str]] = {
         "RANK": str,
@@ -25,7 +25,7 @@ def by_hand_env(world_size: int, port: int | None = None, host: str = "127.0.0.1
         "LOCAL_RANK": str,
     }
     if port is not None:
-        variables |= {"MASTER_ADDR": lambda _: host, "MASTER_PORT": lambda _: str(port)}
+        variables |= {"MASTER_ADDR": lambda _: "127.0.0.1", "MASTER_PORT": lambda _: str(port)}
     return variables
 
 

@@ -1,15 +1,14 @@
-"""Hosts made of network namespaces, for tests that need several machines.
+"""Hosts made of Linux namespaces, for tests that need several machines.
 
 Each host has a network, a host name and an ``/etc/hosts`` of its own; processes, files and the clock are shared. The
-hosts hang on a switch in a third namespace, so that a cut cable looks as it does between machines: links stay up,
+hosts hang on a switch in a namespace of its own, so that a cut cable looks as it does between machines: links stay up,
 packets vanish, and nobody gets a reset.
 
 ::
 
     def test_two_nodes(two_hosts: Network) -> None:
         host_a, host_b = two_hosts
-        run_ranks(function, 4, namespaces=[host_a, host_a, host_b, host_b])          # ranks of tests.harness.ranks
-        run_script(source, launcher=(*host_a.prefix, "torchrun", "--nnodes=2"))      # scripts of tests.harness.scripts
+        run_ranks(function, 4, namespaces=[host_a, host_a, host_b, host_b])
         two_hosts.cut()
 """
 
@@ -18,56 +17,48 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import shutil
-import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-_NAMESPACES = Path("/run/netns")
-_ETC = Path("/etc/netns")  # ``ip netns exec`` mounts what is in here over /etc
-_PREFIX = "ddp-test"
-_RENAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
-_numbers = itertools.count()
+_PROGRAMS = ("ip", "nsenter", "unshare", "sh")
+_NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # CLONE_NEWNS, CLONE_NEWUTS and CLONE_NEWNET of sched.h
+# Ends when the test closes its end of the pipe, or is killed.
+_HOLD = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && echo ready && exec cat'
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its name, the network namespace behind it, and its addresses (``address6`` empty without IPv6)."""
+    """One host: its name, its addresses (``address6`` empty without IPv6), and its ``/etc/hosts``.
+
+    Its namespaces are those of process ``pid``, and go with it.
+    """
 
     name: str
-    namespace: str
     address: str
     address6: str
-
-    @property
-    def prefix(self) -> tuple[str, ...]:
-        """The words that make a command run on this host; the command keeps its process id."""
-        return ("ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _RENAME, self.name)
+    hosts_file: Path
+    pid: int
 
     def enter(self) -> None:
         """Move this process to the host, for good; only while it has one thread. Needs root."""
-        with open(_NAMESPACES / self.namespace) as network:
-            _checked("setns", network.fileno(), _CLONE_NEWNET)
-        _checked("unshare", _CLONE_NEWUTS | _CLONE_NEWNS)
-        socket.sethostname(self.name)
-        _checked("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
-        _checked("mount", bytes(_hosts_file(self.namespace)), b"/etc/hosts", None, _MS_BIND, None)
+        process = os.pidfd_open(self.pid)
+        libc = ctypes.CDLL(None, use_errno=True)  # Python 3.11 has no os.setns
+        if libc.setns(process, _NEW_NAMESPACES) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
+        os.close(process)
 
 
+@dataclass(frozen=True)
 class Network:
     """Hosts on one switch, see ``network``; a sequence of them."""
 
-    def __init__(self, hosts: Sequence[Host], switch: str) -> None:
-        self.hosts = tuple(hosts)
-        self._switch = switch
+    hosts: tuple[Host, ...]
+    switch: Host
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self.hosts)
@@ -75,121 +66,74 @@ class Network:
     def __getitem__(self, index: int) -> Host:
         return self.hosts[index]
 
-    def address(self, index: int, *, family: int = 4) -> str:
-        """The IPv4 or IPv6 address of a host."""
-        return self.hosts[index].address if family == 4 else self.hosts[index].address6
+    def address(self, index: int) -> str:
+        """The IPv4 address of a host."""
+        return self.hosts[index].address
 
     def cut(self, index: int = 1) -> None:
         """Pull the host's cable out of the switch: from now on packets to and from it are lost without a word."""
-        _ip(f"link set port{index} nomaster", namespace=self._switch)
-
-    def mend(self, index: int = 1) -> None:
-        """Plug the host's cable in again."""
-        _ip(f"link set port{index} master switch", namespace=self._switch)
+        _ip(self.switch, f"link set port{index} nomaster")
 
 
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[Network]:
     """Make hosts of these names, and take them down again."""
-    _remove_leftovers()
-    stem = f"{_PREFIX}-{os.getpid()}-{next(_numbers)}"
-    hosts = [_host(stem, number, name) for number, name in enumerate(names)]
-    switch = f"{stem}-switch"
-    try:
-        _make_host_files(hosts)
-        _make_namespaces([*(host.namespace for host in hosts), switch])
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
+        numbered = enumerate(("switch", *names))
+        switch, *hosts = (stack.enter_context(_host(number, name, directory)) for number, name in numbered)
+        lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
+        for host in hosts:
+            host.hosts_file.write_text("\n".join(lines) + "\n")
         _lay_cables(hosts, switch)
-        yield Network(hosts, switch)
-    finally:
-        for namespace in (*(host.namespace for host in hosts), switch):
-            _remove(namespace)
+        yield Network(tuple(hosts), switch)
 
 
 @functools.cache
 def why_unavailable() -> str | None:
     """Why there can be no hosts here; None where there can."""
-    missing = [tool for tool in ("ip", "unshare", "sh") if shutil.which(tool) is None]
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"network namespaces need the programs {', '.join(missing)} (iproute2, util-linux)"
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:
-        with network("probe") as probe:
-            subprocess.run([*probe[0].prefix, "true"], check=True, capture_output=True, text=True)
+        with network("probe"):
+            return None
     except subprocess.CalledProcessError as error:
         return f"network namespaces are refused here: {error.stderr.strip()}"
-    return None
 
 
-def leftovers() -> list[str]:
-    """Namespaces that this process has made and not removed."""
-    return [name for name in _names() if name.startswith(f"{_PREFIX}-{os.getpid()}-")]
+@contextlib.contextmanager
+def _host(number: int, name: str, directory: Path) -> Iterator[Host]:
+    hosts_file = directory / f"hosts-{number}"
+    hosts_file.touch()
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", _HOLD, name, str(hosts_file)]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise subprocess.CalledProcessError(1, command, stderr=process.communicate()[1])
+        yield Host(name, f"10.77.0.{number}", f"fd77::{number}" if _has_ipv6() else "", hosts_file, process.pid)
 
 
-def _host(stem: str, number: int, name: str) -> Host:
-    address6 = f"fd77::{number + 1}" if _has_ipv6() else ""
-    return Host(name, f"{stem}-{name}", f"10.77.0.{number + 1}", address6)
-
-
-def _make_host_files(hosts: Sequence[Host]) -> None:
-    lines = ["127.0.0.1 localhost", "::1 localhost", *(f"{host.address} {host.name}" for host in hosts)]
-    for host in hosts:
-        path = _hosts_file(host.namespace)
-        path.parent.mkdir(parents=True)
-        path.write_text("\n".join(lines) + "\n")
-
-
-def _make_namespaces(namespaces: Sequence[str]) -> None:
-    for namespace in namespaces:
-        _ip(f"netns add {namespace}")
-
-
-def _lay_cables(hosts: Sequence[Host], switch: str) -> None:
-    _ip("link add switch type bridge", namespace=switch)
+def _lay_cables(hosts: list[Host], switch: Host) -> None:
+    _ip(switch, "link add switch type bridge")
     for number, host in enumerate(hosts):
-        _ip(f"link add port{number} type veth peer name eth0 netns {host.namespace}", namespace=switch)
-        _ip("link set lo up", f"addr add {host.address}/24 dev eth0", namespace=host.namespace)
+        _ip(switch, f"link add port{number} type veth peer name eth0 netns {host.pid}")
+        _ip(host, "link set lo up", f"addr add {host.address}/24 dev eth0")
         if host.address6:
-            _ip(f"addr add {host.address6}/64 dev eth0 nodad", namespace=host.namespace)
-        _ip("link set eth0 up", namespace=host.namespace)
-        _ip(f"link set port{number} master switch up", namespace=switch)
-    _ip("link set switch up", namespace=switch)
+            _ip(host, f"addr add {host.address6}/64 dev eth0 nodad")
+        _ip(host, "link set eth0 up")
+        _ip(switch, f"link set port{number} master switch up")
+    _ip(switch, "link set switch up")
 
 
-def _ip(*commands: str, namespace: str | None = None) -> None:
-    within = ["-n", namespace] if namespace else []
-    text = "\n".join(commands) + "\n"
-    subprocess.run(["ip", *within, "-batch", "-"], input=text, check=True, capture_output=True, text=True)
-
-
-def _names() -> list[str]:
-    return [path.name for path in _NAMESPACES.iterdir()] if _NAMESPACES.is_dir() else []
-
-
-def _remove(namespace: str) -> None:
-    if namespace in _names():
-        _ip(f"netns del {namespace}")
-    shutil.rmtree(_ETC / namespace, ignore_errors=True)
-
-
-def _remove_leftovers() -> None:
-    """Remove what test runs have left that were killed."""
-    for name in _names():
-        if name.startswith(f"{_PREFIX}-") and not psutil.pid_exists(int(name.split("-")[2])):
-            _remove(name)
-
-
-def _hosts_file(namespace: str) -> Path:
-    return _ETC / namespace / "hosts"
+def _ip(host: Host, *commands: str) -> None:
+    words = ["nsenter", f"--net=/proc/{host.pid}/ns/net", "ip", "-batch", "-"]
+    subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
 
 
 def _has_ipv6() -> bool:
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     return switch.exists() and switch.read_text().strip() == "0"
-
-
-def _checked(function: str, *args: object) -> None:
-    """Call a function of libc (Python 3.11 has no ``os.setns`` and ``os.unshare``)."""
-    if getattr(ctypes.CDLL(None, use_errno=True), function)(*args) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{function}: {os.strerror(number)}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import psutil
 
@@ -19,30 +18,22 @@ def marked(mark: str) -> list[psutil.Process]:
     beginning = f"\0{MARK}={mark}".encode()
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.NoSuchProcess), open(f"/proc/{pid}/environ", "rb") as variables:
-            if beginning in b"\0" + variables.read():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):
+            if beginning in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
     return found
 
 
-def wait_until_gone(find: Callable[[], Iterable[psutil.Process]], seconds: float) -> list[psutil.Process]:
-    """Wait until ``find`` finds nothing; what it finds after ``seconds``."""
+def wait_until_gone(
+    find: Callable[[], Collection[psutil.Process]], seconds: float, *, kill: bool = False
+) -> Collection[psutil.Process]:
+    """Wait until ``find`` finds nothing, or kill what it finds, and return what it finds after ``seconds``."""
     deadline = time.monotonic() + seconds
-    left = list(find())
-    while left and time.monotonic() < deadline:
-        _wait_for_an_end(left, deadline - time.monotonic())
-        left = list(find())
-    return left
-
-
-def kill_until_gone(find: Callable[[], Iterable[psutil.Process]], seconds: float = 5.0) -> list[psutil.Process]:
-    """Kill what ``find`` finds, and what that starts in the meantime; what is there after ``seconds`` all the same."""
-    deadline = time.monotonic() + seconds
-    while (left := list(find())) and time.monotonic() < deadline:
-        for process in left:
+    while (left := find()) and (rest := deadline - time.monotonic()) > 0:
+        for process in left if kill else ():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        _wait_for_an_end(left, deadline - time.monotonic())
+        psutil.wait_procs(left, rest)
     return left
 
 
@@ -51,17 +42,3 @@ def name_of(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
     return f"process {process.pid}"
-
-
-def _wait_for_an_end(processes: Iterable[psutil.Process], seconds: float) -> None:
-    """Wait until one of them has ended, whose child it may be; takes no exit status away from ``subprocess``."""
-    poll = select.poll()
-    with contextlib.ExitStack() as stack:
-        for process in processes:
-            try:
-                descriptor = os.pidfd_open(process.pid)
-            except ProcessLookupError:
-                return
-            stack.callback(os.close, descriptor)
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(max(0.0, seconds) * 1000)

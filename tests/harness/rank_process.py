@@ -10,24 +10,21 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
-import importlib
-import itertools
 import os
 import pickle
 import signal
 import sys
 import threading
-import time
-import traceback
 import warnings
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import ModuleType
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
-# On this signal a rank writes the Python stacks of all its threads and dies: both in C, whoever holds the GIL.
-STACKS_SIGNAL = signal.SIGRTMIN + 7
+from tests.harness.outcomes import RankError
+
 _SECONDS_AFTER_LIMIT = 30.0  # when a rank ends itself, should the test's own process be gone
+_test: Connection | None = None  # the rank's end of the pipe to the test
+_sending = threading.Lock()
 
 
 class Place(Protocol):
@@ -36,145 +33,81 @@ class Place(Protocol):
     def enter(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class RankStart:
-    """All that a rank process needs to know.
-
-    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
-    before the environment is there and coverage is measured. ``place`` is a pickled ``Place`` or None.
-    """
-
-    rank: int
-    world_size: int
-    call: bytes
-    place: bytes
-    environment: dict[str, str]
-    cwd: str
-    output_file: str
-    stacks_file: str
-    time_limit: float
-
-
-@dataclass(frozen=True)
-class RankError:
-    """An exception that escaped from a rank's function, also a ``SystemExit`` whose status is not 0.
-
-    ``at`` is a ``time.monotonic()``, one clock for all processes.
-    """
-
-    type_name: str
-    message: str
-    traceback: str
-    pickled: bytes  # with its causes; empty where it cannot be pickled
-    at: float
-
-    @classmethod
-    def of(cls, error: BaseException) -> RankError:
-        text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, str(error), text, _pickle_with_causes(error), time.monotonic())
-
-    @property
-    def exception(self) -> BaseException | None:
-        """The exception itself with its chain of causes; None where it cannot be pickled."""
-        chain: list[BaseException] = pickle.loads(self.pickled) if self.pickled else []
-        for error, cause in itertools.pairwise(chain):
-            error.__cause__ = cause
-        return chain[0] if chain else None
-
-
-class _Pipe:
-    """The rank's end of the pipe to the test, for any thread."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, kind: str, value: object, name: str = "") -> None:
-        # Not Connection.send(): its pickler passes tensors as file descriptors, which end with this process.
-        data = pickle.dumps((kind, name, value))
-        with self._lock:
-            self._connection.send_bytes(data)
-
-    def wait_for_release(self) -> None:
-        self._connection.recv_bytes()
-
-
-_pipe: _Pipe | None = None
-
-
 def announce(point: str, value: object = None) -> None:
     """On a rank: tell the test that it has reached ``point``; the test calls ``RankProcesses.wait_for``."""
-    assert _pipe is not None, "announce() and hold() work in a rank process only"
-    _pipe.send("point", value, point)
+    _send("point", value, point)
 
 
 def hold(point: str, value: object = None) -> None:
     """On a rank: announce ``point`` and go no further until the test calls ``RankProcesses.release``."""
     announce(point, value)
-    assert _pipe is not None
-    _pipe.wait_for_release()
+    assert _test is not None
+    _test.recv_bytes()
 
 
-def import_package_anew() -> ModuleType:
-    """On a rank: the package, imported as in a process that has not done so, whatever the ranks' server has."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_ddp_ext"]:
-        del sys.modules[name]
-    return importlib.import_module("lightning_ddp_ext")
+def run_rank(
+    test: Connection,
+    rank: int,
+    world_size: int,
+    call: bytes,
+    *,
+    place: Place | None,
+    environment: dict[str, str],
+    cwd: str,
+    output: Path,
+    time_limit: float,
+) -> None:
+    """The target of a rank's process.
 
-
-def run_rank(start: RankStart, connection: Connection) -> None:
-    """The target of a rank's process."""
-    global _pipe
-    _pipe = _Pipe(connection)
-    _prepare(start)
-    status = _call(start, _pipe)
-    _finalize()
-    if status == -signal.SIGINT:  # as the interpreter ends after a KeyboardInterrupt
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(status)
-
-
-def _prepare(start: RankStart) -> None:
+    ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
+    before the environment is there and coverage is measured.
+    """
+    global _test
+    _test = test
     gc.freeze()  # what the server has imported: collections would look through it, and copy its pages
     os.setpgid(0, 0)  # so that the rank and what it forks can be ended together
-    _capture_output(start.output_file)
-    place: Place | None = pickle.loads(start.place)
+    _write_to(output, time_limit)
     if place is not None:
         place.enter()
-    stacks = os.open(start.stacks_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # open until the process ends
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=True)
-    faulthandler.dump_traceback_later(start.time_limit + _SECONDS_AFTER_LIMIT, file=stacks, exit=True)
     os.environ.clear()
-    os.environ.update(start.environment)
-    sys.argv = [f"rank-{start.rank}-is-no-script"]  # never pytest's: a launcher would run all the tests again
-    os.chdir(start.cwd)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv = [f"rank-{rank}-is-no-script"]  # never pytest's: a launcher would run all the tests again
     if "coverage" in sys.modules:  # a rank may run no line of the package
         warnings.filterwarnings("ignore", category=sys.modules["coverage"].exceptions.CoverageWarning)
+    _end_as_script(_call(rank, world_size, call))
 
 
-def _capture_output(path: str) -> None:
-    captured = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def _send(kind: str, value: object, point: str = "") -> None:
+    assert _test is not None, "announce() and hold() work in a rank process only"
+    # Not Connection.send(): its pickler passes tensors as file descriptors, which end with this process.
+    message = pickle.dumps((kind, value, point))
+    with _sending:
+        _test.send_bytes(message)
+
+
+def _write_to(path: Path, time_limit: float) -> None:
+    output = os.open(path, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
-    os.dup2(captured, 1)
-    os.dup2(captured, 2)
-    os.close(captured)
+        os.dup2(output, stream.fileno())
+    faulthandler.enable(output)  # on SIGABRT the stacks of all threads are written in C, whoever holds the GIL
+    faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
 
 
-def _call(start: RankStart, pipe: _Pipe) -> int:
+def _call(rank: int, world_size: int, call: bytes) -> int:
     """Run the rank's function; the exit status that the interpreter would give, -SIGINT for a KeyboardInterrupt."""
     try:
-        function, args, kwargs = pickle.loads(start.call)
-        pipe.send("returned", function(start.rank, start.world_size, *args, **kwargs))
+        function, args, kwargs = pickle.loads(call)
+        _send("result", function(rank, world_size, *args, **kwargs))
     except SystemExit as error:
         status = _status_of(error)
         if status != 0:
-            pipe.send("raised", RankError.of(error))
+            _send("error", RankError.of(error))
         return status
     except BaseException as error:
-        pipe.send("raised", RankError.of(error))
+        _send("error", RankError.of(error))
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
@@ -187,21 +120,13 @@ def _status_of(error: SystemExit) -> int:
     return 1
 
 
-def _pickle_with_causes(error: BaseException) -> bytes:
-    chain: list[Any] = [error]
-    while (cause := chain[-1].__cause__) is not None and cause not in chain:
-        chain.append(cause)
-    try:
-        pickled = pickle.dumps(chain)
-        pickle.loads(pickled)
-    except Exception:
-        return b""
-    return pickled
-
-
-def _finalize() -> None:
-    """Do what ``Py_FinalizeEx`` does first, in its order. One handler is multiprocessing's, which runs only once."""
+def _end_as_script(status: int) -> None:
+    """End this process as the interpreter ends a script: what ``Py_FinalizeEx`` does first, in its order."""
     threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
     sys.stdout.flush()
     sys.stderr.flush()
+    if status == -signal.SIGINT:  # as the interpreter ends after a KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(status)

@@ -8,14 +8,14 @@ import os
 import pickle
 import signal
 import sys
-import time
+from collections import defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.harness.outcomes import Outcome
-from tests.harness.rank_process import RankError, RankStart, run_rank
+from tests.harness.rank_process import run_rank
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -42,79 +42,62 @@ def measured_coverage() -> Any:
 
 
 class Rank:
-    """One rank process as its test sees it."""
+    """One rank process as its test sees it: ``outcome`` is how it ended, or what it has written so far."""
 
-    def __init__(self, start: RankStart) -> None:
-        self.number = start.rank
-        self.points: list[tuple[str, Any]] = []
-        self.result: Any = None
-        self.error: RankError | None = None
-        self.exit_code: int | None = None
-        self._ended_at = 0.0
-        self._is_silent = False  # its end of the pipe is closed
-        self._files = Path(start.output_file), Path(start.stacks_file)
+    def __init__(self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any) -> None:
+        self._output = output
+        output.touch()
         self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=run_rank, args=(start, theirs), name=f"rank-{start.rank}")
+        arguments = (theirs, number, world_size, call)
+        self.process = _CONTEXT.Process(target=run_rank, args=arguments, kwargs={"output": output, **settings})
         with theirs:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
-        self.pid = self.process.pid
+        self.outcome = Outcome(number, self.process.pid)
+        self.points: dict[str, list[Any]] = defaultdict(list)  # what it has announced, and nobody has waited for
 
-    def sources(self) -> list[Any]:
-        return [self.process.sentinel] if self._is_silent else [self.process.sentinel, self.pipe]
+    @property
+    def runs(self) -> bool:
+        return self.outcome.exit_code is None
 
-    def receive(self, *, has_ended: bool) -> None:
-        """Read what the rank has sent; one that has ended had sent it before."""
-        while not self._is_silent and self.pipe.poll():
-            self._receive_one()
-        if has_ended:
-            self.process.join()
-            self.exit_code, self._ended_at = self.process.exitcode, time.monotonic()
-
-    def _receive_one(self) -> None:
-        try:
-            kind, name, value = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            self._is_silent = True
-            return
-        if kind == "point":
-            self.points.append((name, value))
-        elif kind == "returned":
-            self.result = value
-        else:
-            self.error = value
-
+    @property
     def has_failed(self) -> bool:
-        return self.error is not None or self.exit_code not in (None, 0)
+        return self.outcome.error is not None or self.outcome.exit_code not in (None, 0)
 
+    @property
     def failed_at(self) -> float:
         """When; a kill is never a consequence of other failures, and comes first: its time is known late."""
-        if self.error is not None:
-            return self.error.at
-        return 0.0 if self.exit_code is not None and self.exit_code < 0 else self._ended_at
+        return self.outcome.error.at if self.outcome.error else 0.0
 
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+    def receive(self, *, has_ended: bool) -> None:
+        """Take in what the rank has sent and written; one that has ended had done so before."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while self.pipe.poll():
+                kind, value, point = pickle.loads(self.pipe.recv_bytes())
+                if kind == "point":
+                    self.points[point].append(value)
+                else:
+                    setattr(self.outcome, kind, value)
+        self.outcome.output = self._output.read_text(errors="replace")
+        if has_ended:
+            self.process.join()
+            self.outcome.exit_code = self.process.exitcode
+
+    def end_with_stacks(self) -> None:
+        """Have the rank write its stacks and die."""
+        self.signal(signal.SIGABRT)
+        self.signal(signal.SIGCONT)  # a stopped rank would never hear of it
 
     def kill_group(self) -> None:
         """End the rank and what it has forked."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.outcome.pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)  # it may not lead its group yet
 
-    def output(self) -> str:
-        return _read(self._files[0])
-
-    def outcome(self) -> Outcome:
-        assert self.exit_code is not None, f"rank {self.number} has not ended"
-        output, stacks = map(_read, self._files)
-        return Outcome(self.number, self.pid, self.exit_code, self.result, self.error, output, stacks)
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.outcome.pid, number)
 
     def close(self) -> None:
         self.pipe.close()
         self.process.close()
-
-
-def _read(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,18 +151,13 @@ def on_ranks(
 ) -> list[Any]:
     """What ``function(kind, directory, *args)`` returns by rank, on ranks of one of the two sides."""
     (directory / kind).mkdir(exist_ok=True)
-    on_side = _with_ours if kind == "ours" else _with_stock
     env = {**by_hand_env(world_size), **(env or {})}
-    return run_ranks(on_side, world_size, function, directory / kind, *args, env=env, time_limit=time_limit)
+    return run_ranks(_on_side, world_size, kind, function, directory / kind, *args, env=env, time_limit=time_limit)
 
 
-def _with_ours(rank: int, world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> Any:
-    return function("ours", directory, *args)
-
-
-def _with_stock(rank: int, world_size: int, function: Callable[..., Any], directory: Path, *args: Any) -> Any:
-    with stock_group(rank, world_size, directory):
-        return function("stock", directory, *args)
+def _on_side(rank: int, world_size: int, kind: Kind, function: Any, directory: Path, *args: Any) -> Any:
+    with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
+        return function(kind, directory, *args)
 
 
 def assert_same(ours: Any, stock: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.ranks import run_ranks
-from tests.harness.scripts import Completed, run_script
+from tests.harness.scripts import Script, run_script
 from tests.harness.training import Net, make_trainer
 
 SCRIPT = """
@@ -72,13 +72,13 @@ SCRIPT = """
 """
 
 
-def run(function: str, **env: str | None) -> Completed:
+def run(function: str, **env: str | None) -> Script:
     done = run_script(SCRIPT, function, env=env, time_limit=100)
     assert done.returncode == 0, done.output
     return done
 
 
-def reports(done: Completed, what: str) -> list[dict[str, Any]]:
+def reports(done: Script, what: str) -> list[dict[str, Any]]:
     """What the processes have told of ``what``, by rank."""
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return sorted((report for report in told if report["what"] == what), key=lambda report: int(report["rank"]))

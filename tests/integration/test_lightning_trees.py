@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.ranks import import_package_anew, launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 
 # A rank of the harness has imported lightning.pytorch already, and not the other tree.
@@ -42,7 +42,9 @@ def tree_in_use(rank: int, world_size: int, imports: Sequence[str], hidden: Sequ
     hide(*hidden)
     for name in imports:
         importlib.import_module(name)
-    ours = import_package_anew()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_ddp_ext"]:
+        del sys.modules[name]  # as in a process that has not imported it
+    ours = importlib.import_module("lightning_ddp_ext")
     tree: str = ours.DDPExtStrategy.__mro__[1].__module__.partition(".")[0]
     pl = importlib.import_module("lightning.pytorch" if tree == "lightning" else tree)
     assert isinstance(pl.Trainer(strategy="ddp_ext", devices=2, accelerator="cpu").strategy, ours.DDPExtStrategy)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import shutil
 import signal
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.harness.damage import flip, with_overlapping_records
+from tests.harness.damage import flip
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
 from tests.integration.checkpointing import Net, train_and_save, trainer_for
@@ -63,6 +65,18 @@ def with_weight(path: Path, *shape: int) -> None:
     weights = torch.load(path, weights_only=False)["state_dict"]
     del weights["layers.3.bias"]
     with_entry(path, "state_dict", {**weights, **({"layers.3.bias": torch.zeros(shape)} if shape else {})})
+
+
+def with_overlapping_records(path: Path, claims: int) -> Path:
+    """Have the file's directory list each record of a tensor so many more times, under other names."""
+    with zipfile.ZipFile(path, "a") as archive:
+        for entry in [each for each in archive.infolist() if "/data/" in each.filename]:
+            for number in range(claims):
+                again = copy.copy(entry)
+                again.filename = f"{entry.filename}-{number}"
+                archive.filelist.append(again)
+        archive._didModify = True
+    return path
 
 
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [

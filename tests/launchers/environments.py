@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import socket
 
-from tests.harness.ranks import Environment, by_hand_env
+from tests.harness.ranks import Environment
 
 
 def by_srun() -> Environment:
@@ -35,18 +36,10 @@ def by_mpirun() -> Environment:
     }
 
 
-def by_torchrun() -> Environment:
-    """``torchrun --nproc-per-node``; nobody listens at the address."""
-    return {**by_hand_env(2, port=29500), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
-
-
 def _slurm_job_id() -> str:
     """A job whose number stands, by Lightning's rule, for a port that is free: 15000 and its last four digits."""
     while True:
         digits = random.randint(0, 9999)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", 15000 + digits))
-            except OSError:
-                continue
-        return f"77{digits:04}"
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", 15000 + digits))
+            return f"77{digits:04}"

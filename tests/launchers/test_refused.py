@@ -11,10 +11,15 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import DDPExtError
 from tests.harness.ranks import Environment, by_hand_env, run_ranks
 from tests.harness.training import Net, make_trainer
-from tests.launchers.environments import by_mpirun, by_srun, by_torchrun
+from tests.launchers.environments import by_mpirun, by_srun
 
 Options = dict[str, Any]
 BY_ARGUMENTS: Options = {"rank": 0, "world_size": 2}
+
+
+def by_torchrun() -> Environment:
+    """``torchrun --nproc-per-node``; nobody listens at the address."""
+    return {**by_hand_env(2, port=29500), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
 def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:

@@ -1,0 +1,245 @@
+"""Each launcher, on one node and on two, and each way for its ranks to meet: they learn what they learn with stock.
+
+=============  ======================================================================
+method         where the ranks meet
+=============  ======================================================================
+``none``       where nobody has chosen: as ``env``
+``env``        at ``MASTER_ADDR`` and ``MASTER_PORT``, whoever sets them
+``tcp``        at a port of 127.0.0.1
+``file``       in a file
+``directory``  in a file of a directory, named after the run
+=============  ======================================================================
+
+Processes of the harness are the script, or the launcher that starts it: they have imported torch and Lightning already.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness.network import Network
+from tests.harness.outcomes import output_of_all
+from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
+from tests.harness.training import Kind, make_strategy, on_ranks
+from tests.launchers import train
+from tests.launchers.environments import by_mpirun, by_srun
+
+METHODS = ("env", "tcp", "file", "directory")
+SCRIPT = str(Path(train.__file__))
+ROOT = str(Path(__file__).parents[2])
+
+
+class Runs:
+    """Runs one after another in one script, a method each, on ``nodes`` nodes with two ranks each.
+
+    Args:
+        directory: ranks meet here if they do so in files; a fresh one.
+        methods: see above.
+        urls: others than those of the methods.
+    """
+
+    def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
+        self._directory, self._nodes = directory, nodes
+        made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+        made |= {"file": f"file://{directory}/store", "directory": f"file://{directory}/", **urls}
+        self._urls = {method: made[method] for method in methods}
+
+    def argument(self, **options: Any) -> str:
+        """The script's argument, with further options of ``train.main``."""
+        urls = [None if method == "none" else url for method, url in self._urls.items()]
+        return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
+
+    def expect_trained(self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None) -> None:
+        """Fail unless in each run every rank has taken part, met the others, and learned what it learns with stock.
+
+        Args:
+            output: what all processes have printed.
+            returns: how often a process has returned from training, in all runs; None: once on each rank.
+            launches: how often ranks have met in each run; None: once.
+        """
+        size = 2 * self._nodes
+        weights, results = learned_with_stock(size)
+        told = [json.loads(line) for line in re.findall(r"^{.*}$", output, re.MULTILINE)]
+        returned = [report for report in told if report["what"] == "returned"]
+        assert len(returned) == (size * len(self._urls) if returns is None else returns), output
+        assert {report["weights"] for report in told} == {weights}
+        assert all(report["results"] in ([], results) for report in returned)
+        for run, method in enumerate(self._urls):
+            trained = [report for report in told if (report["what"], report["run"]) == ("trained", run)]
+            places = {(*report["place"], report["pid"]) for report in trained}
+            assert len(places) == len(trained) >= size, output
+            assert {place[:4] for place in places} == {(rank, size, rank % 2, rank // 2) for rank in range(size)}
+            files = {"file": "store", "directory": r"ddpx-.+\.store"}.get(method, "")
+            assert all(re.fullmatch(files, " ".join(report["files"])) for report in trained), output
+        met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)
+        expected = zip(self._urls.values(), launches or [1] * len(self._urls), strict=True)
+        assert sorted(met) == sorted(url for url, times in expected for _ in range(times)), output
+        assert not list(self._directory.iterdir()), "the last rank to leave removes the file"
+
+
+def ranks_that_name(victim: int, output: str) -> list[int]:
+    """The ranks that have said of this one that it died, each once."""
+    death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
+    return sorted(int(rank) for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE))
+
+
+@functools.cache
+def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
+    """What stock ``ddp`` learns on so many ranks: a fingerprint of the weights, and the results of a test."""
+    with tempfile.TemporaryDirectory() as directory:
+        learned: tuple[str, list[Any]] = on_ranks("stock", learn_as, Path(directory), world_size=world_size)[0]
+        return learned
+
+
+def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
+    weights, returned = train.learn(make_strategy(kind, directory), ("fit", "test"), devices=dist.get_world_size())
+    return weights, returned[1:]
+
+
+def run_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
+    """Run the script in so many processes that nobody has launched, to a good end; what all of them print."""
+    return output_of_all(launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options))
+
+
+def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> str:
+    """Run a launcher of torch's, ``python -m module words``, on each node to a good end; what all processes print.
+
+    ``{node}`` in a word becomes the node's number.
+    """
+    env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
+    return output_of_all(launch_ranks(be_the_launcher, nodes, module, words, env=env, time_limit=90.0, **options))
+
+
+def be_the_script(rank: int, world_size: int, argument: str) -> None:
+    """A process in which the training script runs; ``"{rank}"`` in its argument becomes its rank."""
+    sys.argv = [SCRIPT, argument.replace('"{rank}"', str(rank))]  # a rank that starts others starts them with it
+    train.main(**json.loads(sys.argv[1]))
+
+
+def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
+    """A process in which a launcher runs; the ranks that it starts import everything themselves."""
+    importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
+
+
+def test_by_hand_with_three_variables(tmp_path: Path) -> None:
+    """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
+    runs = Runs(tmp_path, "none", *METHODS)
+    env = {**by_hand_env(2, free_port()), "DDPX_RUN_ID": "run 42"}
+    runs.expect_trained(run_script(runs.argument(), env))
+
+
+@pytest.mark.lowest
+def test_by_hand_with_arguments(tmp_path: Path) -> None:
+    """``rank=`` and ``world_size=`` make a rank of any process, and ``run_id=`` names its run, without a variable."""
+    runs = Runs(tmp_path, "none", *METHODS)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, "run_id": "run 42"})
+    runs.expect_trained(run_script(argument, env))
+
+
+def test_srun(tmp_path: Path) -> None:
+    """A task of srun is a rank, and needs nothing else: address and run are named after the job."""
+    runs = Runs(tmp_path, "none", *METHODS)
+    runs.expect_trained(run_script(runs.argument(), by_srun()))
+
+
+def test_mpirun(tmp_path: Path) -> None:
+    """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed; rank 0 may have an IPv6 address."""
+    runs = Runs(tmp_path, "tcp", "file", "directory", tcp=f"tcp://[::1]:{free_port('::1')}")
+    runs.expect_trained(run_script(runs.argument(), by_mpirun()))
+
+
+@pytest.mark.parametrize(
+    ("start_method", "methods", "calls"),
+    [("spawn", ("none",), ["fit"]), ("forkserver", ("file",), ["fit"]), ("fork", METHODS, ["fit", "test"])],
+)
+def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path) -> None:
+    """Ranks can be started from any process, also from one that runs no script, and the init method is theirs.
+
+    What they have learned comes home, and a second call starts ranks with it.
+    """
+    runs = Runs(tmp_path, *methods)
+    argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
+    output = run_script(argument, {}, processes=1, time_limit=90.0)
+    runs.expect_trained(output, returns=len(methods), launches=[len(calls)] * len(methods))
+    results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]
+    assert output.count(results) == len(methods) * ("test" in calls)
+
+
+def test_torch_distributed_launch(tmp_path: Path) -> None:
+    """The older launcher starts ranks as torchrun does, if it leaves the script's arguments alone."""
+    runs = Runs(tmp_path, *METHODS)
+    words = ("--use-env", "--nproc-per-node=2", f"--master-port={free_port()}", SCRIPT, runs.argument())
+    runs.expect_trained(run_launcher("torch.distributed.launch", *words))
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """The init method says where ranks meet, also anew after rank 0 was killed; before that the other one names it."""
+    runs = Runs(tmp_path, "env", "tcp", "file")
+    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 0)]))
+    output = run_launcher("torch.distributed.run", *words)
+    runs.expect_trained(output, returns=6, launches=[2, 1, 1])
+    assert ranks_that_name(0, output) == [1], output
+
+
+PORT = 29500  # free on every host, as each has a network of its own
+
+
+@pytest.fixture
+def nodes(two_hosts: Network) -> Network:
+    """Two hosts that take their own name for 127.0.1.1, as Debian and Ubuntu install them: gloo would stay there."""
+    for host in two_hosts:
+        text = host.hosts_file.read_text()
+        host.hosts_file.write_text(text.replace(f"{host.address} {host.name}", f"127.0.1.1 {host.name}"))
+    return two_hosts
+
+
+@pytest.mark.netns
+def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
+    """An agent on each node starts its ranks, and starts them again when one was killed, which the others name."""
+    runs = Runs(shared_dir, "tcp", "directory", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
+    words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
+    words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
+    words += [SCRIPT, runs.argument(deaths=[(3, 0, 1)])]
+    output = run_launcher("torch.distributed.run", *words, nodes=2, namespaces=list(nodes))
+    runs.expect_trained(output, returns=12, launches=[2, 2])
+    assert ranks_that_name(3, output) == [0, 1, 2], output
+
+
+@pytest.mark.netns
+def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
+    """One process per rank, started by hand on the node where it shall run; the network may be one of IPv6."""
+    urls = {"tcp": f"tcp://{nodes[0].address}:{PORT + 1}", "ipv6": f"tcp://[{nodes[0].address6}]:{PORT + 2}"}
+    runs = Runs(shared_dir, *METHODS, "ipv6", nodes=2, **urls)
+    env: Environment = {
+        "RANK": str,
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": lambda rank: str(rank % 2),
+        "MASTER_ADDR": "host-a",
+        "MASTER_PORT": str(PORT),
+        "DDPX_RUN_ID": "run 42",
+        "GLOO_SOCKET_IFNAME": None,
+    }
+    places = [nodes[rank // 2] for rank in range(4)]
+    output = run_script(runs.argument(), env, 4, namespaces=places, time_limit=60.0)
+    runs.expect_trained(output)
+
+
+@pytest.mark.netns
+def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
+    """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
+    runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
+    env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
+    output = run_script(runs.argument(), env, namespaces=list(nodes), time_limit=90.0)
+    runs.expect_trained(output)
