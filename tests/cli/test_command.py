@@ -15,8 +15,7 @@ from lightning_ddp_ext.cli import main
 from lightning_ddp_ext.cli.app import app
 from tests.cli.command import save
 from tests.harness.damage import flip
-from tests.harness.scripts import run_script
-from tests.harness.warm import run_on_ranks
+from tests.harness.scripts import run_on_ranks, run_script
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
 COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\n    main()\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tests.harness.training import Kind, make_strategy, make_trainer
 
-Moment = str  # a hook of a callback without its "on_", such as "train_batch_end"
-Points = Collection[str]  # moments and the steps that were done, of the run as a whole: "train_epoch_end-4"
+Point = str  # a hook of a callback without its "on_", and the steps of the whole run by then: "train_batch_end-4"
+Points = Collection[Point]
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
 Order = Literal["lightning's", "distributed", "plain", "drawn"]
 
@@ -104,10 +104,10 @@ class Net(L.LightningModule):
         self.loaders, self.fail_at, self.plateau = loaders, fail_at, plateau
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.steps: list[Step] = []
-        self.events: list[tuple[str, int]] = []  # steps, validations and ends of epochs, each after so many steps
+        self.events: list[tuple[Any, ...]] = []  # steps, validations and ends of epochs, each after so many steps
 
-    def happens(self, what: str) -> None:
-        self.events.append((what, self.trainer.fit_loop.epoch_loop.batch_progress.total.processed))
+    def happens(self, what: str, *results: float) -> None:
+        self.events.append((what, steps_done(self.trainer), *results))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
@@ -145,19 +145,23 @@ class Net(L.LightningModule):
         return DataLoader(Numbers(4), batch_size=1)
 
 
-class Saver(L.Callback):
-    """Saves a checkpoint each time that one of these moments comes, named after it and the steps that were done."""
+def steps_done(trainer: L.Trainer) -> int:
+    """The steps of a run as a whole, those before it was resumed included."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
-    def __init__(self, directory: Path, *moments: Moment) -> None:
-        self.directory = directory
-        self.saved: list[tuple[str, int]] = []  # the file, and the steps of this run that had been done
-        for moment in moments:
+
+class Saver(L.Callback):
+    """Saves a checkpoint at each of these points."""
+
+    def __init__(self, directory: Path, points: Points) -> None:
+        self.saved = {point: f"{directory}/{point}.ckpt" for point in points}
+        for moment in {point.partition("-")[0] for point in points}:
             setattr(self, f"on_{moment}", partial(self.save, moment))
 
-    def save(self, moment: Moment, trainer: L.Trainer, *_: Any) -> None:
-        done = len(trainer.lightning_module.steps)  # type: ignore[arg-type]
-        self.saved.append((f"{self.directory}/{moment}-{done}.ckpt", done))
-        trainer.save_checkpoint(self.saved[-1][0])
+    def save(self, moment: str, trainer: L.Trainer, *_: Any) -> None:
+        path = self.saved.get(f"{moment}-{steps_done(trainer)}")
+        if path is not None:
+            trainer.save_checkpoint(path)
 
 
 @dataclass
@@ -167,8 +171,9 @@ class Run:
     steps: list[Step]
     weights: Tensor
     counts: tuple[Any, ...]
-    saved: list[tuple[str, int]] = field(default_factory=list)
-    events: list[tuple[str, int]] = field(default_factory=list, kw_only=True)
+    events: list[tuple[Any, ...]]
+    saved: dict[Point, str]
+    status: int | None = None  # of a run that a signal has stopped
 
 
 @dataclass
@@ -183,30 +188,31 @@ class Training:
     name: str = "run"  # of the folder for its checkpoints; ranks meet in the directory itself
     side: Kind = "ours"
 
-    def run(self, **options: Any) -> Run:
-        """Train from the beginning, or from a checkpoint with another seed."""
-        defaults = {"max_epochs": 4, "limit_val_batches": 0, "num_sanity_val_steps": 0}
+    def run(self, *points: Point, into: str = "", **options: Any) -> Run:
+        """Train from the beginning, or from a checkpoint with another seed; save at these points."""
+        defaults = {"devices": self.devices, "max_epochs": 3, "limit_val_batches": 0, "num_sanity_val_steps": 0}
         chosen: dict[str, Any] = {**defaults, **self.options, **options}
-        saver, ckpt_path = chosen.pop("saver", None) or Saver(self.directory), chosen.pop("ckpt_path", None)
         kind, fail_at, plateau = chosen.pop("kind", Net), chosen.pop("fail_at", None), chosen.pop("plateau", False)
+        ckpt_path, saver = chosen.pop("ckpt_path", None), Saver(self.directory / self.name / into, points)
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         net = kind(self.loaders, fail_at, plateau)
+        status: int | None = None
         if not chosen.pop("dropout", True):
             net.layers[1] = nn.Identity()
         torch.manual_seed(7 if ckpt_path is None else 1234)
         strategy = make_strategy(self.side, self.directory, **self.strategy)
-        trainer = make_trainer(strategy, devices=self.devices, callbacks=[saver], **chosen)
+        chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
+        trainer = make_trainer(strategy, **chosen)
         try:
             trainer.fit(net, ckpt_path=ckpt_path)
         except Stopped:
             assert fail_at is not None
+        except SystemExit as end:
+            status = int(end.code or 0)
         loop = trainer.fit_loop.epoch_loop
         counts = (trainer.global_step, loop._batches_that_stepped, loop.batch_progress.total.completed)
         weights = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-        return Run(net.steps, weights, counts, saver.saved, events=net.events)
-
-    def saving(self, name: str, *moments: Moment, **options: Any) -> Run:
-        return self.run(saver=Saver(self.directory / self.name / name, *moments), **options)
+        return Run(net.steps, weights, counts, net.events, saver.saved, status)
 
 
 def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
@@ -222,23 +228,23 @@ def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
     return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
 
 
-def generations(training: Training, moments: Iterable[Moment], *chosen: Points) -> dict[str, str]:
+def generations(training: Training, *chosen: Points) -> dict[str, str]:
     """By checkpoints, each saved by a run that was resumed from the one before, what the last run does otherwise.
 
-    ``chosen`` says which ones are resumed from: of a run without a stop, then of each resumed run, and so on.
+    ``chosen`` says which ones are resumed from: of a run without a stop, then of each resumed run, and so on. The last
+    ones save nothing, which shows that saving changes nothing.
     """
-    whole, runs = training.run(), [("first", 0, training.saving("first", *moments))]
-    found = {"first": wrong} if (wrong := difference(training, whole, 0, runs[0][2])) else {}
-    for generation, points in enumerate(chosen, start=1):
+    whole = training.run(*chosen[0])
+    found: dict[str, str] = {}
+    runs = [("from", whole)]
+    for points, later in zip(chosen, [*chosen[1:], ()], strict=True):
         earlier, runs = runs, []
-        for name, begun, run in earlier:
-            saved = {f"{Path(path).stem.rpartition('-')[0]}-{begun + n}": (path, begun + n) for path, n in run.saved}
+        for before, run in earlier:
             for point in points:
-                path, done = saved[point]
-                is_last = generation == len(chosen)
-                resumed = training.saving(f"{name}/{point}", *(() if is_last else moments), ckpt_path=path)
+                name, done = f"{before}/{point}", int(point.rpartition("-")[2])
+                resumed = training.run(*later, into=name, ckpt_path=run.saved[point])
                 if wrong := difference(training, whole, done, resumed):
-                    found[f"{name}/{point}"] = wrong
+                    found[name] = wrong
                 else:
-                    runs.append((f"{name}/{point}", len(whole.steps) - len(resumed.steps), resumed))
+                    runs.append((name, resumed))
     return found

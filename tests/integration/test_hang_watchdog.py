@@ -12,14 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
-from lightning_ddp_ext.errors import DurationError, OptionError, RankHungError
+from lightning_ddp_ext.errors import RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
@@ -121,23 +120,14 @@ def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, director
 NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
 
 
-@pytest.mark.parametrize(
-    ("model", "sentence"),
-    [
-        (Stuck("dataset"), rf"{NEVER}train_dataloader_next, {HERE}:\d+; "),
-        (
-            Stuck("step", reduce_in_another_group),
-            rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:",
-        ),
-    ],
-    ids=["dataset", "group"],
-)
-def test_a_stuck_rank_is_named(model: Stuck, sentence: str, tmp_path: Path) -> None:
+def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     """One line says where it is and in which collective the others wait; all end, and the file has all stacks."""
+    model = Stuck("step", reduce_in_another_group)
     outcomes = launch_ranks(fit, 3, tmp_path, model, env=by_hand_env(3))
-    written = expect_report(outcomes, 1, sentence + ".*ranks 0, 2 have waited for it for", tmp_path)
+    sentence = rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 have waited for it for"
+    written = expect_report(outcomes, 1, sentence, tmp_path)
     assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
-    assert re.search(rf'File "{HERE}", line \d+, in {model.hang.__name__}', written)
+    assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
 
 
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
@@ -181,17 +171,3 @@ def test_ranks_that_nobody_can_ask_report_themselves(tmp_path: Path) -> None:
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
     assert re.search(f"rank 1 .* {place}", outcomes[1].output)
     assert len(list((tmp_path / "reports").iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"timeout": 0}, DurationError, "timeout must be a positive number of seconds"),
-        ({"timeout": 9, "on_hang": "stop"}, OptionError, "on_hang must be 'abort' or 'continue' (got 'stop')"),
-        ({"timeout": 9, "directory": "s3://a"}, OptionError, "directory must be on a local file system (got 's3://a')"),
-    ],
-)
-def test_arguments_that_cannot_work(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    """They are refused when the callback is made."""
-    with pytest.raises(error, match=re.escape(message)):
-        HangWatchdog(**arguments)

@@ -66,10 +66,8 @@ class Net(L.LightningModule):
         self.automatic_optimization = kind != "manual"
         self.idle: list[bool] = []
         self.logged: list[float] = []
-        self.steps: list[int] = []
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        self.steps.append(index)
         out = self.layers(batch)
         loss: Tensor = (out - batch.sum(1, keepdim=True)).square().mean()
         self.mean(batch)
@@ -108,9 +106,7 @@ def fit(strategy: Any, lengths: Lengths, rank: int | None, kind: str, **options:
     net = Net(loader, kind)
     path = options.pop("ckpt_path", None)
     if kind == "accumulated":
-        options["accumulate_grad_batches"] = 2
-    if kind == "clipped":
-        options["gradient_clip_val"] = 0.5
+        options |= {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     ranks = 1 if rank is None else len(lengths)
     trainer = make_trainer(
         strategy, devices=ranks, use_distributed_sampler=False, sync_batchnorm=rank is not None, **options
@@ -135,8 +131,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 CASES: list[tuple[str, Lengths]] = [
-    *(("sized", [5, 3]), ("stream", [2, 4]), ("stream", [0, 3])),
-    *(("accumulated", [5, 2]), ("clipped", [4, 2]), ("manual", [4, 2])),
+    *(("sized", [5, 3]), ("stream", [2, 4]), ("stream", [0, 3]), ("accumulated", [5, 2]), ("manual", [4, 2])),
 ]
 
 
@@ -157,23 +152,22 @@ def test_ranks_learn_what_one_process_learns_from_the_same_batches(
             assert results[number]["idle"] == 2 * [index >= lengths[rank] for index in range(max(lengths))]
 
 
-def resume(rank: int, world_size: int, directory: Path) -> list[str]:
+def resume(rank: int, world_size: int, directory: Path) -> None:
+    """From checkpoints with and without an idle rank the ranks learn what they learn without a stop."""
     warnings.simplefilter("ignore")
-    wrong = []
+    points = {f"train_batch_end-{done}": done for done in (2, 4)}
     for kind in ("sized", "stream"):
-        lengths, saver = [5, 3], Saver(directory / kind, "train_batch_end")
+        lengths, saver = [5, 3], Saver(directory / kind, points)
         whole = fit(make_strategy("ours", directory, uneven_inputs="join"), lengths, rank, kind, callbacks=[saver])
-        for path, done in saver.saved[: max(lengths)]:
+        for point, done in points.items():
             strategy = make_strategy("ours", directory, uneven_inputs="join")
-            resumed = fit(strategy, lengths, rank, kind, ckpt_path=path)
-            same = resumed["state"] == whole["state"] and resumed["idle"] == whole["idle"][done:]
-            wrong += [] if same else [f"{kind}, {done} done"]
-    return wrong
+            resumed = fit(strategy, lengths, rank, kind, ckpt_path=saver.saved[point])
+            assert (kind, resumed["state"], resumed["idle"]) == (kind, whole["state"], whole["idle"][done:])
 
 
 def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
-    """From each checkpoint on the ranks learn what they learn without a stop."""
-    assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=100) == [[], []]
+    """All go on with the next batch, and the rank that had none left is still idle."""
+    run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60)
 
 
 def refused(rank: int, world_size: int, directory: Path) -> str:

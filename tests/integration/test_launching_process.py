@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
 from lightning_ddp_ext import DDPExtStrategy
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import Script, run_script
-from tests.harness.training import Net, make_trainer
+from tests.harness.training import Net, assert_same, make_trainer, weights
 
 SCRIPT = """
     import json
@@ -32,14 +35,11 @@ SCRIPT = """
 
     class Variables(L.Callback):
         def on_fit_start(self, trainer, module):
-            names = ("PL_GLOBAL_SEED", "SET_BEFORE_FIT", "RANK")
-            flag = torch.are_deterministic_algorithms_enabled()
-            tell("variables", rank=trainer.global_rank, flag=flag, **{name: os.environ.get(name) for name in names})
+            tell("variables", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
 
 
     def train(what, strategy, **options):
         L.seed_everything(5)
-        os.environ["SET_BEFORE_FIT"] = what
         before, model = dict(os.environ), Net()
         trainer = make_trainer(strategy, **options)
         trainer.fit(model)
@@ -50,7 +50,7 @@ SCRIPT = """
         tell(what, rank=trainer.global_rank, changed=changed, weights=digest, found=found)
 
 
-    def by_scripts():
+    if __name__ == "__main__":
         tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"))
         train("first", "ddp_ext", callbacks=[Variables()])
         train("second", "ddp_ext")
@@ -59,23 +59,7 @@ SCRIPT = """
             train("one", "ddp_ext", devices=1)
         except ddpx.GroupInUseError as error:
             tell("refused", rank=dist.get_rank(), message=str(error))
-
-
-    def by_processes():
-        torch.use_deterministic_algorithms(True)
-        for method in ("fork", "forkserver"):
-            train(method, f"ddp_ext_{method}", callbacks=[Variables()])
-
-
-    if __name__ == "__main__":
-        globals()[sys.argv[1]]()
 """
-
-
-def run(function: str, **env: str | None) -> Script:
-    done = run_script(SCRIPT, function, env=env, time_limit=100)
-    assert done.returncode == 0, done.output
-    return done
 
 
 def reports(done: Script, what: str) -> list[dict[str, Any]]:
@@ -90,7 +74,8 @@ def test_a_script_and_its_trainers() -> None:
 
     Stock ones among its Trainers use the same ranks; one that wants other ranks is refused on every rank.
     """
-    done = run("by_scripts", RANK="0", OMP_NUM_THREADS=None)
+    done = run_script(SCRIPT, env={"RANK": "0", "OMP_NUM_THREADS": None}, time_limit=100)
+    assert done.returncode == 0, done.output
     trained = {what: reports(done, what) for what in ("first", "second", "stock")}
     for what, (one, other) in trained.items():
         assert (one["rank"], other["rank"]) == (0, 1), what
@@ -109,16 +94,38 @@ def test_a_script_and_its_trainers() -> None:
         assert message.startswith("this script's world_size is 2 already, and this Trainer wants 1; give")
 
 
-def test_a_script_by_fork_and_by_forkserver() -> None:
+class Variables(L.Callback):
+    """Reports what a started rank finds of the launching process's settings."""
+
+    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        flag = torch.are_deterministic_algorithms_enabled()
+        settings = [trainer.global_rank, os.environ["PL_GLOBAL_SEED"], os.environ["SET_BEFORE_FIT"], flag]
+        print("variables", *settings, flush=True)
+
+
+def start_processes(rank: int, world_size: int) -> list[Any]:
+    """Weights and metrics of runs by fork and by forkserver."""
+    torch.use_deterministic_algorithms(True)
+    found = []
+    for method in ("fork", "forkserver"):
+        trainer = make_trainer(DDPExtStrategy(start_method=method), callbacks=[Variables()])
+        L.seed_everything(5)
+        os.environ["SET_BEFORE_FIT"] = method  # the fork server has been started before
+        before, model = dict(os.environ), Net()
+        trainer.fit(model)
+        assert dict(os.environ) == before, "the launching process's own environment"
+        found.append((weights(model), dict(trainer.callback_metrics)))
+    return found
+
+
+def test_ranks_by_fork_and_by_forkserver() -> None:
     """Started processes have the environment, the seed and torch's flags of that moment, and memory of their own."""
-    done = run("by_processes")
-    seen = {(report["SET_BEFORE_FIT"], report["rank"]) for report in reports(done, "variables")}
-    assert seen == {("fork", 0), ("fork", 1), ("forkserver", 0), ("forkserver", 1)}, "also from an older fork server"
-    assert {(report["PL_GLOBAL_SEED"], report["flag"]) for report in reports(done, "variables")} == {("5", True)}
-    (fork,), (forkserver,) = reports(done, "fork"), reports(done, "forkserver")
-    assert fork["changed"] == forkserver["changed"] == [], "the launching process's own environment"
-    assert fork["weights"] == forkserver["weights"], "nobody writes into another rank's parameters"
-    assert fork["found"] == forkserver["found"]
+    (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1"}, time_limit=100)
+    assert outcome.exit_code == 0, outcome.story()
+    fork, forkserver = outcome.result
+    assert_same(fork, forkserver)  # nobody writes into another rank's parameters
+    seen = re.findall(r"^variables (\d) 5 (\w+) True$", outcome.output, re.MULTILINE)
+    assert sorted(seen) == [(rank, method) for rank in "01" for method in ("fork", "forkserver")]
 
 
 class Talkative(Net):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import json
-import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -13,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.scripts import run_script
+
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
 # A rank of the harness has imported lightning.pytorch already, and not the other tree.
 
@@ -79,7 +81,6 @@ def test_another_value_of_the_variable_is_refused() -> None:
 
 OTHER_TREE = """
     import json
-    import logging
     import sys
 
     if sys.argv[1] == "alone":
@@ -89,26 +90,15 @@ OTHER_TREE = """
     import pytorch_lightning as pl
     from pytorch_lightning.demos.boring_classes import BoringModel
     import lightning_ddp_ext
-    from lightning_ddp_ext import RankLogging, rank_logger
-
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s|%(message)s")
-    log = rank_logger("user", ranks=0)
-    everywhere = rank_logger("user")
-
-    class Model(BoringModel):
-        def on_train_start(self):
-            log.info("trains")
-            everywhere.info("here")
 
     if __name__ == "__main__":
-        log.info("starts")
         pl.seed_everything(1)
         options = dict(
             strategy="ddp_ext", devices=int(sys.argv[2]), accelerator="cpu", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )
-        trainer = pl.Trainer(max_steps=2, callbacks=[RankLogging(sys.argv[4])], **options)
-        trainer.fit(Model())
+        trainer = pl.Trainer(max_steps=2, callbacks=[lightning_ddp_ext.RankConsistency()], **options)
+        trainer.fit(BoringModel())
         trainer.save_checkpoint(sys.argv[3])
         trainer = pl.Trainer(max_steps=4, **options)
         model = BoringModel()
@@ -124,6 +114,13 @@ OTHER_TREE = """
             "weights": model.layer.weight.sum().item().hex(),
             "other tree": sorted(name for name in sys.modules if name.partition(".")[0] == "lightning"),
         }
+        if sys.argv[1] == "beside":
+            import lightning as L
+            from lightning.pytorch.demos.boring_classes import BoringModel as LightningModel
+
+            trainer = L.Trainer(max_steps=1, **options)
+            trainer.fit(LightningModel())
+            report["steps with lightning"] = trainer.global_step
         sys.stdout.write(json.dumps(report) + "\\n")
         sys.stdout.flush()
 """
@@ -133,94 +130,45 @@ OTHER_TREE = """
 def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> None:
     """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts; `lightning` is not imported.
 
-    What rank 0 alone logs is there once, also before the ranks meet, and each rank has a file of its own.
+    Where the script imports it later, its Trainer trains on the same ranks.
     """
-    done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"), str(tmp_path), time_limit=100)
+    done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"), time_limit=100)
     assert done.returncode == 0, done.output
-    reports = sorted(
-        (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"), key=lambda r: r["rank"]
-    )
-    assert [(report["rank"], report["world"], report["steps"]) for report in reports] == [
-        (rank, ranks, 4) for rank in range(ranks)
-    ]
+    told = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
+    reports = sorted(told, key=lambda report: report["rank"])
+    expected = [(rank, ranks, 4) for rank in range(ranks)]
+    assert [(report["rank"], report["world"], report["steps"]) for report in reports] == expected
     assert [report["predictions"] for report in reports] == [64, *[None] * (ranks - 1)]
     assert len({report["weights"] for report in reports}) == 1
     assert all(report["is of this tree"] for report in reports)
     assert not any(report["other tree"] for report in reports)
-    assert done.stderr.count("INFO|starts\n") == 1
-    said = sorted(re.findall(r"INFO\|(?:\[rank (\d)/2 [^ ]+\] )?(here|trains)\n", done.stderr))
-    assert said == ([("", "here"), ("", "trains")] if ranks == 1 else [("0", "here"), ("0", "trains"), ("1", "here")])
-    for rank in range(ranks):
-        assert "INFO user: here\n" in (tmp_path / f"rank-{rank}.log").read_text()
+    assert [report.get("steps with lightning") for report in reports] == ([1, 1] if ranks == 2 else [None])
 
 
-BOTH = """
-    import json
-    import os
-    import sys
-    from importlib import import_module
-
-    for name in sys.argv[2].split():
-        import_module(name)
-
-    import lightning as L
-    import pytorch_lightning as pl
-    import torch
-    from lightning.pytorch.demos.boring_classes import BoringModel as LightningModel
-    from pytorch_lightning.demos.boring_classes import BoringModel as OtherModel
-
-    import lightning_ddp_ext
-    import lightning_ddp_ext.lightning
-    import lightning_ddp_ext.pytorch_lightning
-
-    def train(tree, model, callbacks):
-        options = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        trainer = tree.Trainer(
-            strategy=sys.argv[1], devices=2, accelerator="cpu", max_steps=2, callbacks=callbacks, **options
-        )
+def train_with_both(rank: int, world_size: int, strategy: str) -> list[tuple[int, float]]:
+    """Train with `lightning`, and then with the other tree, which is imported after this package."""
+    found = []
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        tree: Any = importlib.import_module(name)
+        ours: Any = importlib.import_module(f"lightning_ddp_ext.{name.removesuffix('.pytorch')}")
+        options = {"devices": 2, "accelerator": "cpu", "max_steps": 2, "callbacks": [ours.RankConsistency()]}
+        trainer = tree.Trainer(strategy=strategy, **options, **QUIET)
         torch.manual_seed(1)
-        model = model()
+        model = importlib.import_module(f"{name}.demos.boring_classes").BoringModel()
         trainer.fit(model)
-        return {
-            "rank": trainer.global_rank,
-            "steps": trainer.global_step,
-            "weights": model.layer.weight.sum().item().hex(),
-            "of its tree": isinstance(trainer.strategy, tree.strategies.DDPStrategy),
-        }
-
-    if __name__ == "__main__":
-        first = train(L.pytorch, LightningModel, [lightning_ddp_ext.lightning.RankConsistency()])
-        second = train(pl, OtherModel, [lightning_ddp_ext.pytorch_lightning.RankConsistency()])
-        report = json.dumps([first, second, lightning_ddp_ext.RankConsistency.__module__])
-        sys.stdout.write(report + "\\n")
-        sys.stdout.flush()
-"""
-
-LIGHTNING, OTHER = "lightning_ddp_ext.integration", "lightning_ddp_ext.pytorch_lightning"
+        assert isinstance(trainer.strategy, tree.strategies.DDPStrategy)
+        found.append((trainer.global_step, model.layer.weight.sum().item()))
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "imports", "package"),
-    [
-        ("ddp_ext", "pytorch_lightning lightning_ddp_ext", OTHER),
-        ("ddp_ext_fork", "lightning_ddp_ext pytorch_lightning", LIGHTNING),
-    ],
-)
-def test_trainers_of_both_trees_train_on_the_same_ranks(strategy: str, imports: str, package: str) -> None:
-    """Whatever is imported first, both know the names, use one process group, and learn the same on all ranks."""
-    done = run_script(BOTH, strategy, imports, env={"OMP_NUM_THREADS": "1"}, time_limit=100)
-    assert done.returncode == 0, done.output
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "["]
-    assert sorted(first["rank"] for first, _, _ in reports) == ([0] if "fork" in strategy else [0, 1])
-    trained = [each for first, second, _ in reports for each in (first, second)]
-    assert all(each["of its tree"] for each in trained)
-    if "fork" not in strategy:  # from forked ranks the weights come back, and no counters
-        assert {each["steps"] for each in trained} == {2}
-    assert len({each["weights"] for each in trained}) == 1
-    assert all(module.startswith(f"{package}.") for _, _, module in reports)
+def test_trainers_of_both_trees_train_on_the_same_ranks() -> None:
+    """Both know the names of the strategy, use one process group, and learn the same on all ranks."""
+    first, second = run_ranks(train_with_both, 2, "ddp_ext", env=by_hand_env(2, free_port()))
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0][0] == 2
+    (forked,) = run_ranks(train_with_both, 1, "ddp_ext_fork", env={"OMP_NUM_THREADS": "1"}, time_limit=60)
+    assert forked[0][1] == forked[1][1]  # no counters come back
 
 
 def test_adapters_import_one_another_relatively() -> None:
@@ -254,19 +202,3 @@ def test_a_callback_of_the_other_tree_is_refused() -> None:
         "HangWatchdog is made for pytorch_lightning, and this Trainer is of lightning; "
         "write from lightning_ddp_ext.lightning import HangWatchdog"
     ]
-
-
-def import_tree_without_us(rank: int, world_size: int) -> str:
-    import sys
-
-    import lightning_ddp_ext  # noqa: F401
-
-    sys.modules["lightning_ddp_ext.pytorch_lightning"] = None  # type: ignore[assignment] # as with an old version
-    import pytorch_lightning
-
-    return pytorch_lightning.__name__
-
-
-def test_an_unsupported_version_of_the_other_tree_can_be_imported() -> None:
-    """A library may need it for Trainers that are none of ours."""
-    assert run_ranks(import_tree_without_us, 1) == ["pytorch_lightning"]

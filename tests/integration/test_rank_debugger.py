@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
+import fcntl
+import inspect
 import json
 import os
 import pty
 import re
 import select
 import socket
-import subprocess
-import sys
-import time
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lightning_ddp_ext import OptionError, RankDebugger
-from tests.harness.ranks import free_port, run_ranks
-from tests.harness.scripts import start_script
-from tests.harness.training import Net, make_trainer
-
-SCRIPT = """
-import json
-import sys
-
-import lightning as L
 import torch
 
-import lightning_ddp_ext as ddpx
-from tests.harness.training import Net, make_trainer
+from lightning_ddp_ext import HangWatchdog, OptionError, RankDebugger
+from tests.harness.ranks import RankProcesses, by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
 
 
-class Stopping(Net):
-    def training_step(self, batch, index):
+class Secretive(Net):
+    """Has a number in a variable of each step, and may call ``breakpoint()`` in the first one."""
+
+    def __init__(self, is_interrupted: bool) -> None:
+        super().__init__()
+        self.is_interrupted = is_interrupted
+
+    def training_step(self, batch: Batch, index: int) -> Any:
         loss = super().training_step(batch, index)
         secret = 1000 + 10 * self.global_rank + index
-        self.log("secret", float(secret))  # line 16
-        if sys.argv[1] == "breakpoint" and index == 0:
+        self.log("secret", float(secret))  # an editor stops here
+        if self.is_interrupted and index == 0:
             breakpoint()
         return loss
 
 
-if __name__ == "__main__":
+def train(rank: int, world_size: int, directory: Path, terminal: str | None = None, is_interrupted: bool = True) -> Any:
+    """The weights after an epoch; with a terminal that all ranks share, or with none."""
+    with suppress(OSError), open("/dev/tty") as tests_own:
+        fcntl.ioctl(tests_own, termios.TIOCNOTTY)
+    os.dup2(os.open(terminal or os.devnull, os.O_RDWR | os.O_NOCTTY), 0)
     torch.manual_seed(1)
-    model = Stopping()
-    strategy = ddpx.DDPExtStrategy(timeout=20)
-    trainer = make_trainer(strategy, max_epochs=1, callbacks=[ddpx.HangWatchdog(timeout=20)])
-    trainer.fit(model)
-    weights = [parameter.sum().item().hex() for parameter in model.parameters()]
-    sys.stdout.write(json.dumps({"rank": trainer.global_rank, "weights": weights}) + "\\n")
-    sys.stdout.flush()
-"""
-LINE = 16
+    model, strategy = Secretive(is_interrupted), make_strategy("ours", directory, timeout=20)
+    make_trainer(strategy, max_epochs=1, callbacks=[HangWatchdog(timeout=20)]).fit(model)
+    return weights(model)
 
 
 class Editor:
@@ -104,106 +100,73 @@ class Editor:
         return message
 
 
-def read_secret(port: int, script: str) -> str:
-    """Attach, stop in the training step, read a variable, and go on."""
+@contextmanager
+def attached(port: int) -> Iterator[Editor]:
+    """An editor, from the moment when it attaches until the debugged rank has ended."""
     editor = Editor(port)
     editor.request("initialize", adapterID="test", pathFormat="path")
-    attached = editor.send("attach", justMyCode=True)
+    editor.send("attach", justMyCode=True)
     editor.event("initialized")
-    editor.request("setBreakpoints", source={"path": script}, breakpoints=[{"line": LINE}])
-    editor.request("configurationDone")
-    editor.response(attached)
-    thread = editor.event("stopped")["threadId"]
-    frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
-    assert (frame["name"], frame["line"]) == ("training_step", LINE)
-    scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
-    variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
-    editor.request("setBreakpoints", source={"path": script}, breakpoints=[])
-    editor.request("continue", threadId=thread)
+    yield editor
     editor.event("terminated")
     editor.close()
+
+
+def read_secret(editor: Editor) -> str:
+    """Stop in the training step, read a variable, and go on."""
+    lines, start = inspect.getsourcelines(Secretive.training_step)
+    line = start + next(number for number, text in enumerate(lines) if "an editor stops here" in text)
+    editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[{"line": line}])
+    editor.request("configurationDone")
+    thread = editor.event("stopped")["threadId"]
+    frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
+    assert (frame["name"], frame["line"]) == ("training_step", line)
+    scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
+    variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
+    editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
+    editor.request("continue", threadId=thread)
     return str(next(each["value"] for each in variables if each["name"] == "secret"))
 
 
-def results(output: str) -> list[Any]:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return [each["weights"] for each in sorted(found, key=lambda each: int(each["rank"]))]
-
-
-@pytest.mark.slow
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
     """The editor reads that rank's variable, and training ends with the weights that it has without a debugger."""
-    script, port = tmp_path / "train.py", free_port()
-    script.write_text(SCRIPT)
-    with start_script(script, "", env={"DDPX_DEBUG_RANK": "1", "DDPX_DEBUG_PORT": str(port)}, time_limit=100) as run:
-        run.wait_for_line(rf"\[rank 1\] waits for a debugger at 127\.0\.0\.1:{port} .*", timeout=90)
-        assert read_secret(port, str(script)) == "1010"
-        debugged = run.wait()
-        run.expect_no_survivors()
-    assert debugged.returncode == 0, debugged.output
-    assert "HangWatchdog is off while a rank is debugged" in debugged.output
-    with start_script(script, "", time_limit=100) as run:
-        alone = run.wait()
-    assert results(debugged.stdout) == results(alone.stdout)
-    assert len(results(alone.stdout)) == 2
-
-
-@pytest.mark.slow
-def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) -> None:
-    """The prompt says which rank it is; no rank is cut off while another one asks."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    mine, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    process = subprocess.Popen(
-        [sys.executable, str(script), "breakpoint"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
-    os.close(theirs)
-    asked: list[str] = []
-    output = ""
-    deadline = time.monotonic() + 100
-    while process.poll() is None and time.monotonic() < deadline:
-        if not select.select([mine], [], [], 0.1)[0]:
-            continue
-        try:
-            output += os.read(mine, 1 << 16).decode()
-        except OSError:  # all ranks have ended
-            break
-        for rank in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
-            asked.append(rank)
-            os.write(mine, b"p f'secret is {secret}'\n" if asked.count(rank) == 1 else b"c\n")
-    os.close(mine)
-    if process.poll() is None:
-        process.wait(20)
-    assert process.returncode == 0, output
-    assert asked in (["0", "0", "1", "1"], ["1", "1", "0", "0"]), output
-    assert {"'secret is 1000'", "'secret is 1010'"} <= set(re.findall(r"'secret is \d+'", output))
-
-
-def test_breakpoint_without_a_terminal_goes_on(tmp_path: Path) -> None:
-    """A sentence names the variable with which a debugger can be attached."""
-    with start_script(SCRIPT, "breakpoint", time_limit=100) as run:
-        done = run.wait()
-    assert done.returncode == 0, done.output
-    for rank in (0, 1):
+    port = free_port()
+    env = {**by_hand_env(2), "DDPX_DEBUG_RANK": "1", "DDPX_DEBUG_PORT": str(port)}
+    with RankProcesses(train, 2, tmp_path, None, False, env=env, time_limit=100) as ranks:
+        ranks.wait_for_output(f"[rank 1] waits for a debugger at 127.0.0.1:{port} ", 1)
+        with attached(port) as editor:
+            assert read_secret(editor) == "1010"
+        debugged = ranks.wait()
+    assert "HangWatchdog is off while a rank is debugged" in debugged[0].output
+    # Without a terminal `breakpoint()` says how a debugger can be attached, and training goes on.
+    (tmp_path / "alone").mkdir()
+    alone = launch_ranks(train, 2, tmp_path / "alone", env=by_hand_env(2))
+    assert_same([each.result for each in debugged], [each.result for each in alone])
+    for rank, outcome in enumerate(alone):
         assert re.search(
             rf"\[rank {rank}\] goes on from breakpoint\(\) at .*:\d+, as it has no terminal; "
             rf"set DDPX_DEBUG_RANK={rank} for all ranks to attach a debugger to it",
-            done.output,
+            outcome.output,
         )
 
 
-@pytest.mark.parametrize(
-    ("rank", "port", "message"),
-    [
-        (-1, 5678, r"the debugged rank must be a whole number from 0 on \(got -1\)"),
-        (0, 0, r"the debugger's port must be from 1 to 65535 \(got 0\)"),
-    ],
-)
-def test_a_rank_or_port_that_cannot_be_is_refused(rank: int, port: int, message: str) -> None:
-    """At once, with field, rule and value."""
-    with pytest.raises(OptionError, match=message):
-        RankDebugger(rank, port)
+def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) -> None:
+    """The prompt says which rank it is; no rank is cut off while another one asks."""
+    terminal, theirs = pty.openpty()
+    asked, output = list[str](), ""
+    with RankProcesses(train, 2, tmp_path, os.ttyname(theirs), env=by_hand_env(2), time_limit=60) as ranks:
+        while len(asked) < 4:
+            assert select.select([terminal], [], [], 60)[0], [output, ranks.output(0), ranks.output(1)]
+            output += os.read(terminal, 1 << 16).decode()
+            for rank in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
+                asked.append(rank)
+                os.write(terminal, b"p f'secret is {secret}'\n" if asked.count(rank) == 1 else b"c\n")
+        outcomes = ranks.wait()
+    os.close(terminal)
+    os.close(theirs)
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+    assert asked in (["0", "0", "1", "1"], ["1", "1", "0", "0"]), output
+    assert {"'secret is 1000'", "'secret is 1010'"} <= set(re.findall(r"'secret is \d+'", output))
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:

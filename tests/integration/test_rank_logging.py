@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import ConfigurationError, RankLogging
-from tests.harness.outcomes import Outcome
+from lightning_ddp_ext import RankLogging
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Batch, Net, data, make_strategy, make_trainer
 
@@ -104,37 +102,3 @@ def test_the_file_ends_with_what_ended_the_rank(tmp_path: Path) -> None:
     assert 'raise ValueError("the reason")\n' in second
     assert second.endswith("ValueError: the reason\n")
     assert "RankFailedError: rank 1 " in first
-
-
-def log_where_rank_1_cannot(rank: int, world_size: int, directory: Path) -> None:
-    if rank == 1:
-        (directory / "1").write_text("a file")
-    fit(directory, Net(), RankLogging(directory / str(rank)))
-
-
-def test_a_rank_that_cannot_write_its_file_ends_all(tmp_path: Path) -> None:
-    """It says why, and the other one names it."""
-    first, second = launch_ranks(log_where_rank_1_cannot, 2, tmp_path, env=by_hand_env(2))
-    reason = r"ConfigurationError: directory must be .* \(rank 1 on .*/1/rank-1.log': File exists\); name another one"
-    assert re.search(f"^{reason}", said(second))
-    assert re.search(f"^RankFailedError: rank 1 .*{reason}", said(first))
-
-
-def said(outcome: Outcome) -> str:
-    assert outcome.error is not None, outcome
-    return f"{outcome.error.type_name}: {outcome.error.message}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("directory", "s3://bucket/logs", "directory must be on a file system of each rank's host (got 's3://"),
-        ("console", "rank 0", "console must be 'all' or 'rank_zero' (got 'rank 0'); leave it out for 'all'"),
-        ("level", "loud", "level and format must be what logging takes (got level='loud' and format="),
-        ("format", 7, "level and format must be what logging takes (got level=0 and format=7: "),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(name: str, value: Any, message: str) -> None:
-    """When the callback is made: the message names the argument, the rule and the value."""
-    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}"):
-        RankLogging(**{name: value})

@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.disks import small_disk, why_no_disks
-from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
-from tests.harness.training import KINDS, At, Kind, Net, make_trainer, on_ranks, weights
+from tests.harness.ranks import RankProcesses, by_hand_env, hold
+from tests.harness.training import KINDS, At, Kind, Net, on_ranks
 from tests.integration.checkpointing import checkpoint_callback, trainer_for
 
 
@@ -97,44 +97,29 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-class MissingValue(dict[str, Any]):
-    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
-
-    def items(self) -> Any:
-        raise KeyError("???")
-
-    def __reduce__(self) -> Any:
-        return MissingValue, ()
-
-
-def saved_with_objects(kind: Kind, directory: Path) -> list[str]:
-    """What a save says to a function, at once and in the background, and then to an object that can be pickled."""
+def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
+    """What a save says to a function in the checkpoint, at once and in the background."""
 
     class Adds(L.Callback):
         def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-            checkpoint["mine"] = value
+            checkpoint["mine"] = lambda: None
 
     io, errors = RankZeroCheckpointIO(), []
     trainer = trainer_for(kind, directory, io, [Adds()], max_epochs=1)
-    value: Any = None
     trainer.fit(Net())
     for io.background in (False, True):
-        for value in (lambda: None, MissingValue(lr=1)):  # noqa: B007 # the callback reads it
-            try:
-                trainer.save_checkpoint(directory / f"{len(errors)}.ckpt")
-                errors.append("")
-            except DDPExtError as error:
-                errors.append(str(error))
+        with pytest.raises(DDPExtError) as caught:
+            trainer.save_checkpoint(directory / "it.ckpt")
+        errors.append(str(caught.value))
     return errors
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    """The error names the checkpoint's entry, on every rank; a value that merely cannot be looked at is saved."""
-    one, other = on_ranks("ours", saved_with_objects, tmp_path)
+    """The error names the checkpoint's entry, on every rank, and nothing is left of the file."""
+    one, other = on_ranks("ours", saved_with_a_function, tmp_path)
     assert one == other
-    assert ["entry 'mine' cannot be pickled" in text for text in one] == [True, False, True, False]
-    assert one[1::2] == ["", ""]
-    assert sorted(path.name for path in (tmp_path / "ours").glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
+    assert all("entry 'mine' cannot be pickled" in text for text in one)
+    assert list((tmp_path / "ours").glob("*.ckpt")) == []
 
 
 def remembered(kind: Kind, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
@@ -149,12 +134,7 @@ def remembered(kind: Kind, directory: Path, place: Path, background: bool, faili
 
 @pytest.mark.parametrize(
     ("kind", "background", "failing", "kept"),
-    [
-        ("ours", False, (1, 2), 0),
-        ("stock", False, (1,), 2),
-        ("ours", True, (1,), 2),
-        ("stock", True, (1, 2), 0),
-    ],
+    [("stock", False, (1,), 2), ("ours", True, (1, 2), 0)],
 )
 def test_the_save_that_failed_is_the_one_that_is_forgotten(
     kind: Kind, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
@@ -182,9 +162,7 @@ def raises_in_training(kind: Kind, directory: Path, background: bool, callback: 
     return f"{caught.type.__name__}: {caught.value}"
 
 
-@pytest.mark.parametrize(
-    ("kind", "background"), [(OnExceptionCheckpoint, True), (ModelCheckpoint, False), (RankZeroCheckpoint, True)]
-)
+@pytest.mark.parametrize(("kind", "background"), [(OnExceptionCheckpoint, False), (RankZeroCheckpoint, True)])
 def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
     """Callbacks that save on an exception have their file when one rank has failed, and the cause is what is raised."""
     options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
@@ -253,22 +231,6 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
     assert ours.state_key == stock.state_key
     with pytest.raises(TypeError, match="save_topk"):
         RankZeroCheckpoint(save_topk=2)
-
-
-def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
-    """Ranks that are forked, by a process that goes on with the model; whether it has learnt, and what was saved."""
-    io, model = RankZeroCheckpointIO(background=True), Net()
-    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
-    before, callback = weights(model), ModelCheckpoint(directory, "it")
-    options: dict[str, Any] = {"plugins": [io], "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
-    make_trainer(DDPExtStrategy(start_method="fork"), **options).fit(model)
-    saved, after = torch.load(callback.best_model_path)["state_dict"], weights(model)
-    return [all(torch.equal(other[name], value) for name, value in after.items()) for other in (before, saved)]
-
-
-def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
-    """After `fit` the model of the script is the trained one, and its checkpoint is there, in the background, too."""
-    assert run_ranks(forked, 1, tmp_path) == [[False, True]]
 
 
 class Waits:

@@ -14,7 +14,8 @@ from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
 from lightning_ddp_ext.errors import RankDiedError
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.stopping import Stopped, Validated, fit, shuffled, signalled
+from tests.integration.continuing import Training
+from tests.integration.stopping import LongValidated, shuffled, signalled
 
 STEP = "on_train_batch_start"
 EVALUATIONS = {
@@ -23,19 +24,24 @@ EVALUATIONS = {
     "test": "on_test_batch_start",
     "predict": "on_predict_batch_start",
 }
+End = tuple[int | None, list[str], int]  # status, checkpoints, and steps made
 
 
 def on_rank_one(rank: int, hook: str, number: int = 0, signum: int = signal.SIGTERM) -> list[L.Callback]:
     return [signalled(hook, number, signum)] if rank == 1 else []
 
 
-def run(
-    rank: int, directory: Path, name: str = "run", *callbacks: L.Callback, signum: int = signal.SIGTERM, **options: Any
-) -> Stopped:
-    """A run of two epochs of three steps; rank 1 gets the signal in the second step."""
-    signals = on_rank_one(rank, "on_train_batch_end", 1, signum)
-    strategy = make_strategy("ours", directory)
-    return fit(strategy, directory / name, shuffled(), callbacks=[*callbacks, *signals], **options)
+def fit(directory: Path, name: str, *callbacks: L.Callback, strategy: dict[str, Any] | None = None, **more: Any) -> End:
+    """Train for two epochs of three steps, or until all stop."""
+    training = Training(shuffled(), directory, strategy=strategy or {}, options={"max_epochs": 2})
+    run = training.run(callbacks=callbacks, default_root_dir=directory / name, **more)
+    files = sorted(str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt"))
+    return run.status, files, len(run.steps)
+
+
+def run(rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: int = signal.SIGTERM) -> End:
+    """A run in whose second step rank 1 gets a signal."""
+    return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
 
 
 def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
@@ -43,9 +49,8 @@ def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
     run(rank, directory, "first")
     ends = []
     for hook in ("setup", "on_load_checkpoint", "on_fit_start"):
-        callbacks, path = on_rank_one(rank, hook), str(directory / "first" / "preempted.ckpt")
-        strategy = make_strategy("ours", directory)
-        ends.append(fit(strategy, directory / hook, shuffled(), ckpt_path=path, callbacks=callbacks).end)
+        path = str(directory / "first" / "preempted.ckpt")
+        ends.append(fit(directory, hook, *on_rank_one(rank, hook), ckpt_path=path))
     return ends
 
 
@@ -55,7 +60,7 @@ def test_before_the_first_step_nothing_is_saved_and_all_end(tmp_path: Path) -> N
 
 
 def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """How evaluations of 100 steps end that get a signal in the second one."""
+    """How evaluations of 60 steps end that get a signal in the second one."""
     found = []
     for function, hook in EVALUATIONS.items():
         callbacks = on_rank_one(rank, hook, 1)
@@ -65,13 +70,17 @@ def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[A
         try:
             getattr(trainer, function)(net, **({} if function == "fit" else {"dataloaders": net.val_dataloader()}))
         except SystemExit as end:
-            found.append((function, end.code, net.validated, sorted(directory.glob("*.ckpt"))))
+            found.append((function, end.code, net.evaluated, sorted(directory.glob("*.ckpt"))))
     return found
 
 
-class Evaluated(Validated):
+class Evaluated(LongValidated):
+    """Counts its steps, of which there are sixty on each rank."""
+
+    evaluated = 0
+
     def test_step(self, batch: torch.Tensor, index: int) -> None:
-        self.validated += 1
+        self.evaluated += 1
         torch.distributed.all_reduce(torch.zeros(1))
 
     validation_step = predict_step = test_step
@@ -85,14 +94,14 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
     found = run_ranks(stopped_in_evaluation, 2, tmp_path, env=by_hand_env(2))
     assert found[0] == found[1]
     assert [(function, status) for function, status, *_ in found[0]] == [(function, 143) for function in EVALUATIONS]
-    assert all(1 <= steps < 100 and not files for _, _, steps, files in found[0])
+    assert all(1 <= steps < 60 and not files for _, _, steps, files in found[0])
 
 
 def told_and_terminated(rank: int, world_size: int, directory: Path) -> str:
     """A launcher's SIGTERM comes when the Trainer has ended because of a death, and nothing is printed yet."""
     die = signalled(STEP, 1, signal.SIGKILL)
     try:
-        fit(make_strategy("ours", directory), directory, shuffled(), callbacks=[die] if rank == 0 else [])
+        fit(directory, "run", *([die] if rank == 0 else []))
     except RankDiedError as error:
         os.kill(os.getpid(), signal.SIGTERM)
         return str(error)
@@ -109,11 +118,11 @@ def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> 
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:
     """What runs leave that save their checkpoints in other places, or not at all; one is stopped in a save."""
 
-    def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **options: Any) -> list[str]:
-        settings = {"callbacks": [*callbacks, *on_rank_one(rank, hook, 1)], "enable_checkpointing": bool(callbacks)}
-        strategy = make_strategy("ours", directory, **options)
-        assert fit(strategy, directory / name, shuffled(), **settings).status == 143
-        return sorted(str(path.relative_to(directory / name)) for path in (directory / name).rglob("*.ckpt"))
+    def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **strategy: Any) -> list[str]:
+        own = [*callbacks, *on_rank_one(rank, hook, 1)]
+        status, files, _ = fit(directory, name, *own, strategy=strategy, enable_checkpointing=bool(callbacks))
+        assert status == 143
+        return files
 
     beside = RankZeroCheckpoint(directory / "beside" / "models", save_last=True, every_n_epochs=1)
     often = {"every_n_train_steps": 1, "save_top_k": -1}
@@ -140,37 +149,41 @@ def test_the_checkpoint_is_where_it_was_asked_for(tmp_path: Path) -> None:
 
 
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
-    found = []
+    """How runs end that get each signal, and whether its handler is there again; and runs of people who have one."""
+    found: list[Any] = []
+
+    def users(number: int, frame: Any) -> None:
+        found.append(number)
+
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        heard: list[int] = []
-        users = lambda number, frame: heard.append(number)  # noqa: B023, E731 # read in this turn
-        for install in (False, True):
-            before = signal.signal(signum, users) if install else signal.getsignal(signum)
-            stopped = run(rank, directory, f"{signum}-{install}", signum=signum)
-            is_restored = signal.getsignal(signum) is (users if install else before)
-            found.append((signum, stopped.status, stopped.files, len(heard), is_restored))
-            signal.signal(signum, before)
+        before = signal.getsignal(signum)
+        for handler in (before, users):
+            signal.signal(signum, handler)
+            end = run(rank, directory, f"{signum}-{handler is users}", signum=signum)
+            found.append((*end[:2], signal.getsignal(signum) is handler))
+        signal.signal(signum, before)
     return found
 
 
 def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> None:
     """To the handler that the user had put there before, which is there again afterwards; SIGUSR1 is theirs alone."""
-    for rank, found in enumerate(run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))):
-        for number, (signum, status, files, heard, is_restored) in enumerate(found):
-            is_theirs = signum == signal.SIGUSR1 and number % 2 == 1
-            expected = (None, []) if is_theirs else (128 + signum, ["preempted.ckpt"])
-            assert (status, files, is_restored) == (*expected, True)
-            assert heard == (rank if number % 2 else 0)
+    expected: list[Any] = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        stopped = (128 + signum, ["preempted.ckpt"], True)
+        expected += [stopped, signum, (None, [], True) if signum == signal.SIGUSR1 else stopped]
+    first, second = run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))
+    assert second == expected
+    assert first == [each for each in expected if not isinstance(each, int)]
 
 
 def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     """How runs end in which somebody else has to do with signals: 143, or None where the signal is not ours."""
-    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1))).end]  # as asyncio does
+    ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))]  # as asyncio does
     inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
     nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
-    ends.append(run(rank, directory, "nested", nested).end)
+    ends.append(run(rank, directory, "nested", nested))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for what a shell runs in the background
-    ends.append(run(rank, directory, "ignored", signum=signal.SIGINT).end)
+    ends.append(run(rank, directory, "ignored", signum=signal.SIGINT))
     assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
     return ends
 
@@ -186,8 +199,7 @@ def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
     """Ctrl-C, and again before the step has ended."""
-    callbacks = [signalled(STEP, signum=signal.SIGINT) for _ in range(2)]
-    return fit(make_strategy("ours", directory), directory, shuffled(), callbacks=callbacks).end[:2]
+    return fit(directory, "run", *(signalled(STEP, signum=signal.SIGINT) for _ in range(2)))[:2]
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
@@ -195,11 +207,10 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
 
 
-def held(rank: int, world_size: int, directory: Path, **options: Any) -> None:
+def held(rank: int, world_size: int, directory: Path, **strategy: Any) -> None:
     """A run that the ranks but 0 hold in the middle of a step."""
     callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
-    strategy = make_strategy("ours", directory, **options)
-    fit(strategy, directory, shuffled(), callbacks=callbacks, devices=world_size)
+    fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
 
 
 def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
@@ -214,7 +225,7 @@ def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
         for outcome in ranks.wait(0, 1):
             assert outcome.exit_code == 1
             assert "RankDiedError: rank 2 (host" in outcome.story()
-    assert not list(tmp_path.glob("*.ckpt"))
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:

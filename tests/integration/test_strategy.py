@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -12,15 +11,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from torch.utils.data import DataLoader
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
-from tests.harness.training import At, Kind, Net, data, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_ranks
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -55,32 +53,12 @@ def _is_ours(strategy: object) -> bool:
     return isinstance(strategy, type) and issubclass(strategy, DDPExtStrategy)
 
 
-def test_world_of_ranks_that_are_still_to_be_started() -> None:
-    """The process that will start them is the first of them."""
-    strategy = DDPExtStrategy()
-    make_trainer(strategy, num_nodes=2)
-    assert (strategy.world.rank, strategy.world.world_size, strategy.world.local_world_size) == (0, 4, 2)
-    assert strategy.world.num_nodes == 2
-
-
 @pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
     """Lightning refuses the others in an interactive session; how a notebook trains, the example shows."""
     names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
     launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
     assert [launcher.is_interactive_compatible for launcher in launchers] == [True, True, False, False]
-
-
-def test_mpirun_inside_a_slurm_allocation_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's variables are those of the batch script then, the same for all processes: mpirun's own are right."""
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    for name, value in (slurm | hydra).items():
-        monkeypatch.setenv(name, value)
-    strategy = DDPExtStrategy()
-    trainer = make_trainer(strategy)
-    assert (strategy.world.rank, strategy.world.source) == (1, "PMI")
-    assert (trainer.global_rank, trainer.local_rank) == (1, 1)
 
 
 def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -150,29 +128,6 @@ def test_one_line_says_how_the_ranks_met() -> None:
     assert first.output.count("process group:") == 1
     assert "process group: gloo, 2 ranks, env://\n" in first.output
     assert "process group:" not in second.output
-
-
-def test_a_strategy_without_a_trainer_leaves_batches_as_they_are() -> None:
-    """`process_dataloader` of a strategy that nobody has connected gives what is in the loader, as stock's does."""
-    loader = DataLoader(data(), batch_size=3)
-    strategies: list[Any] = [DDPStrategy(), DDPExtStrategy()]
-    stock, ours = ([float(x.sum()) for x, _ in strategy.process_dataloader(loader)] for strategy in strategies)
-    assert ours == stock
-
-
-def reduce_numbers(kind: Kind, directory: Path) -> list[Any]:
-    trainer = make_trainer(make_strategy(kind, directory), max_epochs=1)
-    trainer.fit(Net())
-    strategies: list[Any] = [trainer.strategy, make_strategy(kind, directory)]
-    cases = itertools.product(strategies, (3.0, 3, True, "three", None), ("mean", "sum", "max"))
-    return [strategy.reduce(value, reduce_op=operation) for strategy, value, operation in cases]
-
-
-def test_what_is_no_tensor_is_reduced_as_by_stock(tmp_path: Path) -> None:
-    """`strategy.reduce(3.0)` returns 3.0, a float, on every rank, whether the strategy has run or not."""
-    ours, stock = on_both(reduce_numbers, tmp_path)
-    assert ours == stock
-    assert [list(map(type, values)) for values in ours] == [list(map(type, values)) for values in stock]
 
 
 @pytest.mark.lowest

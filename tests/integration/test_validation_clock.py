@@ -10,12 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Net, Stream, Training, ordered
+from tests.integration.continuing import Net, Numbers, Stream, Training
 
 INTERVAL = timedelta(seconds=250)
 A_BATCH = 100.0  # seconds that a batch takes by rank 0's clock
@@ -33,10 +32,9 @@ def clock() -> Iterator[list[float]]:
         time.monotonic = real
 
 
-def train(
-    rank: int, world_size: int, directory: Path, of_rank_1: float, stream: bool, options: dict[str, Any]
-) -> list[int]:
-    validated_after = []
+def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
+    """After which batches this rank has validated, with a quick and with a slow clock on rank 1."""
+    validated_after: list[list[int]] = []
 
     class Timed(Net):
         """Needs all ranks for a validation."""
@@ -46,33 +44,27 @@ def train(
             return super().training_step(batch, index)
 
         def on_validation_start(self) -> None:
-            validated_after.append(len(self.steps))
+            validated_after[-1].append(len(self.steps))
 
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.log("steps", float(len(self.steps)), sync_dist=True)
 
-    def loaders() -> DataLoader[Any]:
-        data = Stream(2 * BATCHES, rank)
-        return DataLoader(data, 2) if stream else ordered("lightning's", 4 * BATCHES, rank, world_size)
-
-    chosen = {"max_epochs": EPOCHS, "val_check_interval": INTERVAL, "limit_val_batches": 1.0, "kind": Timed}
-    with clock() as ahead:
-        run = Training(loaders, directory, options={**chosen, **options}).run()
-    assert len(run.steps) == EPOCHS * BATCHES
+    common = {"max_epochs": EPOCHS, "val_check_interval": INTERVAL, "limit_val_batches": 1.0, "kind": Timed}
+    for of_rank_1, options in ((1000.0, {}), (1.0, {"check_val_every_n_epoch": None})):
+        validated_after.append([])
+        data = Stream(2 * BATCHES, rank) if of_rank_1 > 1 else Numbers(4 * BATCHES)
+        with clock() as ahead:
+            run = Training(lambda data=data: DataLoader(data, 2), directory, options={**common, **options}).run()  # type: ignore[misc]
+        assert len(run.steps) == EPOCHS * BATCHES
     return validated_after
 
 
-@pytest.mark.parametrize(
-    ("of_rank_1", "stream", "options"),
-    [(1000.0, True, {}), (1.0, False, {"check_val_every_n_epoch": None})],
-)
-def test_rank_zeros_clock_decides_when_all_validate(
-    of_rank_1: float, stream: bool, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
     """All ranks validate after the same batches, never before the span has passed on rank 0, and not much later."""
-    validated, other = run_ranks(train, 2, tmp_path, of_rank_1, stream, options, env=by_hand_env(2), time_limit=40)
-    assert validated == other
-    spans = [later - earlier for earlier, later in zip([0, *validated], validated, strict=False)]
-    assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
-    assert max(spans) <= 5, validated
-    assert EPOCHS * BATCHES - validated[-1] <= 5, validated
+    found, others = run_ranks(train, 2, tmp_path, env=by_hand_env(2), time_limit=40)
+    assert found == others
+    for validated in found:
+        spans = [later - earlier for earlier, later in zip([0, *validated], validated, strict=False)]
+        assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
+        assert max(spans) <= 5, validated
+        assert EPOCHS * BATCHES - validated[-1] <= 5, validated
