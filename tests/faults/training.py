@@ -97,7 +97,7 @@ def train(
     """One rank's part of the run, from the beginning or from a checkpoint, with another seed; its weights at the end.
 
     There is a checkpoint every second step, of which ``keep`` are kept. The others do not wait long for a rank that
-    does not come, or that is stopped.
+    does not come, is stopped, or cannot be reached.
     """
     (directory / f"{rank}.pid").write_text(str(os.getpid()))
     fault = Fault(plan, rank, directory)
@@ -109,6 +109,8 @@ def train(
         options["init_timeout"] = 5.0
     if plan is not None and plan.kind == "stop":
         options["timeout"] = 4.0
+    if plan is not None and plan.kind == "cut":
+        options["heartbeat_timeout"] = 5.0
     trainer = make_trainer(
         DDPExtStrategy(checkpoint_io=StruckIO(fault), **options),
         devices=world_size,

@@ -8,7 +8,9 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,20 +34,27 @@ class Snapshot:
     def __init__(self) -> None:
         self._directory = Path.cwd()
         self._environment = dict(os.environ)
-        self._files = _files(self._directory)
-        self._processes = _processes()
-        self._threads = set(threading.enumerate())
+        self._known = {*_threads(), *_processes(), *_files(self._directory)}
 
     def leaks(self, seconds: float = 5.0) -> list[str]:
         """One line for each leak; threads and processes have some seconds to end by themselves."""
-        return [
+        for thread in self._new(_threads()):
+            thread.join(seconds)
+        processes = wait_until_gone(lambda: self._new(_processes()), seconds)
+        lines = [
             *self._left_directory(),
             *self._changed_variables(),
-            *self._new_threads(seconds),
-            *self._new_processes(seconds),
+            *(f"thread {thread.name}" for thread in self._new(_threads())),
+            *map(name_of, processes),
             *_process_group(),
-            *(f"file {path}" for path in sorted(_files(self._directory) - self._files)),
+            *(f"file {path}" for path in sorted(self._new(_files(self._directory)))),
         ]
+        if processes:
+            wait_until_gone(lambda: self._new(_processes()), seconds=5.0, kill=True)
+        return lines
+
+    def _new(self, things: Iterable[Any]) -> list[Any]:
+        return [thing for thing in things if thing not in self._known]
 
     def _left_directory(self) -> list[str]:
         now = Path.cwd()
@@ -60,18 +69,10 @@ class Snapshot:
         os.environ.update({name: before[name] for name in names if name in before})
         return [f"environment variable {name}={after.get(name)!r} (was {before.get(name)!r})" for name in names]
 
-    def _new_threads(self, seconds: float) -> list[str]:
-        new = [thread for thread in threading.enumerate() if thread not in self._threads and _must_end(thread)]
-        for thread in new:
-            thread.join(seconds)
-        return [f"thread {thread.name}" for thread in new if thread.is_alive()]
 
-    def _new_processes(self, seconds: float) -> list[str]:
-        left = wait_until_gone(lambda: _processes() - self._processes, seconds)
-        lines = [name_of(process) for process in left]
-        if left:
-            wait_until_gone(lambda: _processes() - self._processes, seconds=5.0, kill=True)
-        return lines
+def _threads() -> list[threading.Thread]:
+    """Threads that must end before the test does: those that keep a process alive, and the package's own."""
+    return [thread for thread in threading.enumerate() if not thread.daemon or thread.name.startswith("ddpx")]
 
 
 def _files(directory: Path) -> set[Path]:
@@ -80,10 +81,6 @@ def _files(directory: Path) -> set[Path]:
     here = set() if directory == temporary else set(directory.iterdir())
     ours = {path for path in here if not path.name.startswith(_HARMLESS_FILES)}
     return ours | set(temporary.glob(f"{_TEMPORARY_FILES}*"))
-
-
-def _must_end(thread: threading.Thread) -> bool:
-    return not thread.daemon or thread.name.startswith("ddpx")
 
 
 def _processes() -> set[psutil.Process]:

@@ -198,7 +198,8 @@ class Script:
         assert not left, f"SIGKILL did not end {left}"
 
     def _look(self) -> Script:
-        self.stdout, self.stderr = (path.read_text(errors="replace") for path in self._files)
+        if self._files[0].exists():  # not any more when all of it has ended
+            self.stdout, self.stderr = (path.read_text(errors="replace") for path in self._files)
         return self
 
     def _end_with_stacks(self) -> None:
