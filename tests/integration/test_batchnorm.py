@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.errors import ConversionError, RankFailedError
 from tests.batchnorm import kinds
 from tests.harness.network import Network
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -293,6 +293,22 @@ def tune(kind: Kind, directory: Path) -> None:
 def test_a_learning_rate_is_found_without_a_trace(tmp_path: Path) -> None:
     """Lightning's Tuner leaves `fit` by an exception of its own: the model is what it was, and trains as it would."""
     on_ranks("ours", tune, tmp_path)
+
+
+def choose_beside_the_flag(kind: Kind, directory: Path) -> str:
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Joint())  # it is no choice
+    trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(process_group=1)])
+    with pytest.raises((ConversionError, RankFailedError)) as caught:
+        trainer.fit(Joint())
+    return str(caught.value)
+
+
+def test_a_choice_beside_the_trainers_flag_ends_fit_on_all_ranks(tmp_path: Path) -> None:
+    """The error says that the flag converts all layers over all ranks."""
+    for error in on_ranks("ours", choose_beside_the_flag, tmp_path):
+        assert "sync_batchnorm=True converts all layers over all ranks" in error
 
 
 def resume(kind: Kind, directory: Path) -> None:

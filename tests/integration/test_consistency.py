@@ -15,8 +15,9 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_ddp_ext import DivergenceError, RankConsistency, RankFailedError
+from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency, RankFailedError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import Batch, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
 
@@ -264,6 +265,22 @@ def test_ranks_that_are_set_up_otherwise_are_told_what_differs(tmp_path: Path) -
         for what, text in zip(SETUPS, said, strict=True):
             assert text.startswith("the ranks are not set up alike: rank 1 in ")
             assert SETUPS[what] in text
+
+
+def average(kind: Kind, directory: Path) -> str:
+    state = PostLocalSGDState(None, None, 2)
+    strategy = make_strategy(kind, directory, ddp_comm_state=state, model_averaging_period=2)
+    with pytest.raises(ConfigurationError) as refused:
+        make_trainer(strategy, callbacks=[RankConsistency()]).fit(Net())
+    return str(refused.value)
+
+
+def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
+    """They differ on purpose."""
+    for message in on_ranks("stock", average, tmp_path):
+        assert message.startswith(
+            "RankConsistency cannot compare models that differ on purpose until they are averaged"
+        )
 
 
 class Overflowing(Net):

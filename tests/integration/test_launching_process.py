@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.forkserver
 import os
 import re
 from typing import Any
@@ -115,6 +116,7 @@ def start_processes(rank: int, world_size: int) -> list[Any]:
         trainer.fit(model)
         assert dict(os.environ) == before, "the launching process's own environment"
         found.append((weights(model), dict(trainer.callback_metrics)))
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
     return found
 
 

@@ -11,9 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_ddp_ext import RankZeroCheckpoint
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
 from tests.harness.training import Net, make_strategy, make_trainer
@@ -110,22 +108,6 @@ def test_a_rank_that_does_not_come_to_a_barrier_in_time_is_named(late: int, tmp_
     assert outcome.error is not None
     sentence = rf"rank {1 - late} began barrier 'end' .*, and rank {late} \(host .*has not come in time"
     assert re.search(sentence, outcome.story())
-
-
-def one_device_among_ranks(rank: int, world_size: int, directory: Path) -> int:
-    """A Trainer of two ranks, one of rank 0's alone, and one of two ranks again."""
-    fitted(world_size, directory)
-    if rank == 0:
-        callback, strategy = RankZeroCheckpoint(directory, "alone"), SingleDeviceStrategy("cpu")
-        alone = make_trainer(strategy, devices=1, max_epochs=1, callbacks=[callback], enable_checkpointing=True)
-        alone.fit(Net())
-        alone.test(ckpt_path=directory / "alone.ckpt", verbose=False)
-    return fitted(world_size, directory).global_step
-
-
-def test_a_trainer_for_one_device_is_nobody_elses_business(tmp_path: Path) -> None:
-    """What rank 0 saves and restores in a Trainer of its own is no call that other ranks must make."""
-    assert run_ranks(one_device_among_ranks, 2, tmp_path, env=by_hand_env(2)) == [4, 4]
 
 
 class Own(Net):

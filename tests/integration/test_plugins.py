@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_ddp_ext import DDPExtStrategy
@@ -65,17 +64,6 @@ class HouseEnvironment(LightningEnvironment):
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         self.settings.append((num_devices, num_nodes))
-
-
-def test_plugins_are_the_ones_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is given in `plugins` is what the strategy uses, the very objects."""
-    monkeypatch.setenv("HOUSE_RANK", "1")
-    io, environment, precision = CountingIO(), HouseEnvironment(), MixedPrecision("bf16-mixed", "cpu")
-    used = make_trainer(DDPExtStrategy(), plugins=[io, environment, precision]).strategy
-    assert isinstance(used, DDPExtStrategy)
-    assert used.checkpoint_io is io
-    assert used.cluster_environment is environment
-    assert used.precision_plugin is precision
 
 
 def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:

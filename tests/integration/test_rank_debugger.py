@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext import HangWatchdog, OptionError, RankDebugger
-from tests.harness.ranks import RankProcesses, by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
 
 
@@ -36,6 +36,7 @@ class Secretive(Net):
         secret = 1000 + 10 * self.global_rank + index
         self.log("secret", float(secret))  # an editor stops here
         if self.is_interrupted and index == 0:
+            announce("at its breakpoint")
             breakpoint()
         return loss
 
@@ -155,12 +156,14 @@ def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) ->
     terminal, theirs = pty.openpty()
     asked, output = list[str](), ""
     with RankProcesses(train, 2, tmp_path, os.ttyname(theirs), env=by_hand_env(2), time_limit=60) as ranks:
+        for rank in range(2):
+            ranks.wait_for("at its breakpoint", rank)
         while len(asked) < 4:
             assert select.select([terminal], [], [], 60)[0], [output, ranks.output(0), ranks.output(1)]
             output += os.read(terminal, 1 << 16).decode()
-            for rank in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
-                asked.append(rank)
-                os.write(terminal, b"p f'secret is {secret}'\n" if asked.count(rank) == 1 else b"c\n")
+            for who in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
+                asked.append(who)
+                os.write(terminal, b"p f'secret is {secret}'\n" if asked.count(who) == 1 else b"c\n")
         outcomes = ranks.wait()
     os.close(terminal)
     os.close(theirs)

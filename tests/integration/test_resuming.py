@@ -90,7 +90,7 @@ THRICE = (["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"])
 # Epochs of five batches.
 OF_FIVE = (["train_batch_end-3"], ["train_batch_end-7"])
 # Beside nine batches of the other loader, the short one is read for the second time from its third batch on.
-CYCLED = (["train_batch_end-2", "train_batch_end-3"], ["train_batch_end-12"])
+CYCLED = (["train_batch_end-2", "train_batch_end-8"], ["train_batch_end-12"])
 SHORT, LONG = shuffled(6), shuffled(36)
 CASES: dict[str, dict[str, Check]] = {
     "telling": {

@@ -39,7 +39,7 @@ WAYS = {
     "plain": Way((1, 3)),
     "validations": Way((1, 3), {"val_check_interval": 0.5, "limit_val_batches": 1.0}),
     "accumulation": Way((3,), {"accumulate_grad_batches": 2}),
-    "another limit": Way((2,), {"limit_train_batches": 5}, before={"limit_train_batches": 10}),
+    "another limit": Way((2, 3), {"limit_train_batches": 5}, before={"limit_train_batches": 10}),
     "no limit where there was one": Way((1,), before={"limit_train_batches": 8}),
     "another batch size": Way((2,), batch_size=3, strategy={"sampler": "scalable"}),
 }

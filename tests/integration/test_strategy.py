@@ -17,7 +17,6 @@ import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_ranks
 
 START_METHODS = {
@@ -112,22 +111,6 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
             "alone": "alone" if rank == 0 else None,
         }
     assert (tmp_path / "ours" / "last.ckpt").is_file()
-
-
-def fit_and_test(rank: int, world_size: int) -> None:
-    trainer = make_trainer("ddp_ext", max_epochs=1)
-    trainer.fit(Net())
-    trainer.test(Net(), verbose=False)
-    make_trainer("ddp_ext", max_epochs=1).fit(Net())
-
-
-def test_one_line_says_how_the_ranks_met() -> None:
-    """On rank 0, once a process, however many Trainers follow."""
-    first, second = launch_ranks(fit_and_test, 2, env=by_hand_env(2, port=free_port()))
-    assert first.exit_code == second.exit_code == 0
-    assert first.output.count("process group:") == 1
-    assert "process group: gloo, 2 ranks, env://\n" in first.output
-    assert "process group:" not in second.output
 
 
 @pytest.mark.lowest
