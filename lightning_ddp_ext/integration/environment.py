@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,55 +82,42 @@ def world_of(strategy: Any) -> World:
     )
 
 
-@dataclass(frozen=True)
-class RankArguments:
-    """The arguments ``rank``, ``world_size`` and ``local_rank`` of a strategy, which must fit together."""
+def environment_beside(
+    environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
+) -> ClusterEnvironment | None:
+    """The environment that knows how this process was started: the one given, or one of ours.
 
-    rank: int | None
-    world_size: int | None
-    local_rank: int | None
+    Arguments (``rank``, ``world_size`` and ``local_rank``) that contradict a launcher, or the Trainer's devices, are
+    refused.
+    """
+    if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
+        _refuse_other_rank(environment, arguments)
+        return environment
+    try:
+        world = read_world(os.environ, **arguments, devices=devices)
+    except WorldError:
+        # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
+        world = read_world(os.environ, **arguments)
+        if world is not None:
+            check_devices(world, devices=devices, num_nodes=num_nodes)
+        raise
+    if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
+        return environment
+    check_devices(world, devices=devices, num_nodes=num_nodes)
+    return WorldEnvironment(world)
 
-    def __post_init__(self) -> None:
-        self._read({}, None)
 
-    def environment_beside(
-        self, environment: ClusterEnvironment | None, *, devices: int, num_nodes: int
-    ) -> ClusterEnvironment | None:
-        """The environment that knows how this process was started: the one given, or one of ours.
-
-        Arguments that contradict a launcher, or the Trainer's devices, are refused.
-        """
-        if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
-            self._refuse_other_rank(environment)
-            return environment
-        try:
-            world = self._read(os.environ, devices)
-        except WorldError:
-            # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
-            world = self._read(os.environ, None)
-            if world is not None:
-                check_devices(world, devices=devices, num_nodes=num_nodes)
-            raise
-        if world is None or (type(environment) is SLURMEnvironment and world.source == "SLURM"):
-            return environment
-        check_devices(world, devices=devices, num_nodes=num_nodes)
-        return WorldEnvironment(world)
-
-    def _read(self, environ: Mapping[str, str], devices: int | None) -> World | None:
-        return read_world(
-            environ, rank=self.rank, world_size=self.world_size, local_rank=self.local_rank, devices=devices
+def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:
+    """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+    given = (arguments["rank"], arguments["world_size"])
+    if given[0] is None or environment is None or not environment.creates_processes_externally:
+        return
+    found = (environment.global_rank(), environment.world_size())
+    if found != given:
+        raise WorldError(
+            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, by which this "
+            f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
         )
-
-    def _refuse_other_rank(self, environment: ClusterEnvironment | None) -> None:
-        """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
-        if self.rank is None or environment is None or not environment.creates_processes_externally:
-            return
-        found = (environment.global_rank(), environment.world_size())
-        if found != (self.rank, self.world_size):
-            raise WorldError(
-                f"rank={self.rank} and world_size={self.world_size} contradict {source_of(environment)}, by which this "
-                f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
-            )
 
 
 def ranks_of(devices: int, *, per_rank: int) -> int:

@@ -25,18 +25,18 @@ from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightni
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
 from lightning_ddp_ext.supervision.debugger import DebuggedRank
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
-from lightning_ddp_ext.world import World
+from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import debugged_rank
+from .callbacks.sync_batchnorm_conversion import RanksLayerSync
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
 from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
-from .environment import RankArguments, check_parts, ranks_of, world_of
+from .environment import check_parts, environment_beside, ranks_of, world_of
 from .evaluation import IdleRanks
 from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
-from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
 from .metrics import BatchedMetrics
 from .options import check_backend, check_choice, check_interface, ddp_options, refuse_unknown
@@ -232,7 +232,8 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         if devices_per_rank < 1:
             raise OptionError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
         check_run_id(run_id)
-        self._arguments = RankArguments(rank, world_size, local_rank)
+        self._rank_arguments = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+        read_world({}, **self._rank_arguments)  # refuses what does not fit together
         self.chosen_init_method = choose(init_method, os.environ)
         self.run_id = run_id
         self.devices_per_rank = devices_per_rank
@@ -269,8 +270,8 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        self.cluster_environment = self._arguments.environment_beside(
-            self.cluster_environment, devices=self.num_processes, num_nodes=self.num_nodes
+        self.cluster_environment = environment_beside(
+            self.cluster_environment, self._rank_arguments, devices=self.num_processes, num_nodes=self.num_nodes
         )
         super().set_world_ranks()
 

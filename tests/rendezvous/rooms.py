@@ -57,9 +57,9 @@ def request(
 
 
 @contextlib.contextmanager
-def server(answer: Answer) -> Iterator[Tcp]:
+def server(answer: Answer, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[Tcp]:
     """A program that is not ours at a TCP address; ``answer`` is called with each connection."""
-    listener = listen("127.0.0.1", 0)
+    listener = listen(host, port)
     connections: list[socket.socket] = []
 
     def accept() -> None:
@@ -72,7 +72,7 @@ def server(answer: Answer) -> Iterator[Tcp]:
     thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     try:
-        yield Tcp("127.0.0.1", listener.getsockname()[1])
+        yield Tcp(host, listener.getsockname()[1])
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()

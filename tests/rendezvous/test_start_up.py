@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RendezvousError, StoreError
+from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError, StoreError
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, run_ranks
 from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
@@ -39,11 +41,11 @@ def add_ones() -> float:
 
 def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
     """Once the test lets it go, join as this seat wants to, and add ones with the others."""
-    mine = {"rank": seat, "world_size": seats, **settings[seat]}
+    mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
     stop_in_front_of(mine.pop("stop", None))
     hold("ready")
-    join(request(mine.pop("rank"), mine.pop("world_size"), where, **mine))
+    join(request(**mine))
     return add_ones()
 
 
@@ -106,6 +108,45 @@ def process(rank: int, pid: int) -> str:
 def join_and_add(rank: int, world_size: int, where: Tcp | str) -> float:
     join(request(rank, world_size, where))
     return add_ones()
+
+
+def fail_to_join(rank: int, world_size: int, where: Tcp | str) -> bool:
+    """Whether there is a process group after that."""
+    with pytest.raises(RuntimeError):
+        join(request(rank, world_size, where, init_timeout=2.0))
+    return dist.is_initialized()
+
+
+@contextmanager
+def tunnel(host: str, port: int) -> Iterator[Tcp]:
+    """Connections to this port of ``host`` reach that of 127.0.0.1, and no other port does, as with ``ssh -L``."""
+    reached: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+
+    def forward(connection: socket.socket) -> None:
+        try:
+            reached.append(socket.create_connection(("127.0.0.1", port)))
+        except OSError:  # nobody listens yet
+            connection.close()
+            return
+        for ends in ((connection, reached[-1]), (reached[-1], connection)):
+            threads.append(threading.Thread(target=pump, args=ends, daemon=True))
+            threads[-1].start()
+
+    with server(forward, host=host, port=port) as where:
+        yield where
+        for thread in threads:
+            thread.join()
+    for connection in reached:
+        connection.close()
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while received := source.recv(1 << 16):
+            target.sendall(received)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -184,6 +225,23 @@ def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim:
         others = ranks.wait(*({0, 1, 2} - {victim}))
     death = f"{process(victim, ranks.pids[victim])} died: its process ended unexpectedly; every rank stops."
     assert same_sentence(others, RankDiedError).startswith(death)
+
+
+def test_a_rank_that_reaches_rank_0_but_not_the_store() -> None:
+    """It is named with its reason on all ranks, although it fails only when all have been welcomed."""
+    port = free_port()
+    with tunnel("127.0.0.2", port) as where:
+        first, second = endings(Tcp("127.0.0.1", port), [{}, {"where": where}], init_timeout=3.0)
+    reason = sentence(second, StoreError)
+    assert reason.startswith("the store at 127.0.0.2:")
+    failed = f"{process(1, second.pid)} failed, so this rank stops: StoreError: {reason}"
+    assert sentence(first, RankFailedError) == failed
+
+
+def test_a_group_that_fails_in_its_last_barrier_is_not_left_open(tmp_path: Path) -> None:
+    """Torch leaves it behind where only some ranks have the variable."""
+    env = {"TORCH_DIST_INIT_BARRIER": lambda rank: str(1 - int(rank))}
+    assert run_ranks(fail_to_join, 2, place("file", tmp_path), env=env) == [False, False]
 
 
 @pytest.mark.netns

@@ -91,7 +91,6 @@ class RankConsistency(pl.Callback):
         self._check = ReplicaCheck(on_divergence=on_divergence, ignore=ignore, warn=rank_zero_warn)
         self._is_needed = False
         self._last_step = 0
-        self._batch_idx = 0
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -109,19 +108,13 @@ class RankConsistency(pl.Callback):
         self._compare(trainer, pl_module, when="at the start of training")
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._batch_idx = batch_idx
-
-    @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if not self.check_finite or bool(torch.isfinite(loss.detach()).all()):
             return
-        rank = trainer.global_rank
+        rank, batch_idx = trainer.global_rank, trainer.fit_loop.epoch_loop.batch_idx
         text = (
-            f"the loss of rank {rank} is {float(loss.detach().sum())} in step {trainer.global_step}, batch "
-            f"{self._batch_idx} of epoch {trainer.current_epoch}; look at that batch, or find the operation with "
+            f"the loss of rank {rank} is {float(loss.detach().sum())} in step {trainer.global_step}, batch {batch_idx} "
+            f"of epoch {trainer.current_epoch}; look at that batch, or find the operation with "
             "Trainer(detect_anomaly=True)"
         )
         if self._on_divergence != "warn":
