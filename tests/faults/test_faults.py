@@ -21,7 +21,7 @@ from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import RankProcesses, free_port, run_ranks
 
 # Many sorts of faults; of those that take long (two hosts, a stopped rank, ranks that never meet) one each.
-SEEDS = (201, 202, 206, 207, 211, 212, 214, 215, 217, 218, 222, 224, 225, 228, 241, 243, 247, 257)
+SEEDS = (201, 202, 206, 207, 211, 212, 214, 215, 217, 218, 222, 224, 225, 228, 241, 243, 247, 257, 273)
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0))
 # Seconds that no rank may outlive: not what is promised, but far beyond it, on a busy machine.
 TIME_LIMIT = 60.0
