@@ -12,6 +12,7 @@ import lightning as L
 from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import RankLogging
+from tests.harness.outcomes import Outcome
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Batch, Net, data, make_strategy, make_trainer
 
@@ -102,3 +103,22 @@ def test_the_file_ends_with_what_ended_the_rank(tmp_path: Path) -> None:
     assert 'raise ValueError("the reason")\n' in second
     assert second.endswith("ValueError: the reason\n")
     assert "RankFailedError: rank 1 " in first
+
+
+def log_where_rank_1_cannot(rank: int, world_size: int, directory: Path) -> None:
+    if rank == 1:
+        (directory / "1").write_text("a file")
+    fit(directory, Net(), RankLogging(directory / str(rank)))
+
+
+def test_a_rank_that_cannot_write_its_file_ends_all(tmp_path: Path) -> None:
+    """It says why, and the other one names it."""
+    first, second = launch_ranks(log_where_rank_1_cannot, 2, tmp_path, env=by_hand_env(2))
+    reason = r"ConfigurationError: directory must be .* \(rank 1 on .*/1/rank-1.log': File exists\); name another one"
+    assert re.search(f"^{reason}", said(second))
+    assert re.search(f"^RankFailedError: rank 1 .*{reason}", said(first))
+
+
+def said(outcome: Outcome) -> str:
+    assert outcome.error is not None, outcome
+    return f"{outcome.error.type_name}: {outcome.error.message}"

@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 import signal
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness.damage import flip
@@ -44,6 +46,14 @@ class WouldRun:
 def directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
+
+
+def without_checksums(path: Path) -> None:
+    set_crc32_options(False)
+    try:
+        torch.save(torch.load(path, weights_only=False), path)
+    finally:
+        set_crc32_options(True)
 
 
 def with_entry(path: Path, name: str, value: Any) -> None:
@@ -122,6 +132,24 @@ def test_every_rank_says_what_is_wrong_with_a_file(kind: Kind, mode: str, path: 
         assert message.startswith(f"{kind}: ")
         assert says in message, message
     assert not (tmp_path / "it-ran").exists()
+
+
+def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode)).test(Net(), ckpt_path=path, verbose=False)
+    return [str(each.message) for each in caught if "checksums" in str(each.message)]
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
+    """On rank 0: nobody can tell whether such a file is what was written."""
+    without_checksums(path)
+    told, others = on_ranks(kind, warned, tmp_path, path, mode)
+    assert len(told) == 1
+    assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be told from right ones")
+    assert others == []
 
 
 class Strikes:

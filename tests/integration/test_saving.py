@@ -12,10 +12,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import DDPExtError, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.disks import small_disk, why_no_disks
-from tests.harness.ranks import RankProcesses, by_hand_env, hold
-from tests.harness.training import KINDS, At, Kind, Net, on_ranks
+from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
+from tests.harness.training import KINDS, At, Kind, Net, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import checkpoint_callback, trainer_for
 
 
@@ -97,29 +97,44 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
-    """What a save says to a function in the checkpoint, at once and in the background."""
+class MissingValue(dict[str, Any]):
+    """Raises when its items are looked at, as OmegaConf's `DictConfig` does for `???`."""
+
+    def items(self) -> Any:
+        raise KeyError("???")
+
+    def __reduce__(self) -> Any:
+        return MissingValue, ()
+
+
+def saved_with_objects(kind: Kind, directory: Path) -> list[str]:
+    """What a save says to a function, at once and in the background, and then to an object that can be pickled."""
 
     class Adds(L.Callback):
         def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-            checkpoint["mine"] = lambda: None
+            checkpoint["mine"] = value
 
     io, errors = RankZeroCheckpointIO(), []
     trainer = trainer_for(kind, directory, io, [Adds()], max_epochs=1)
+    value: Any = None
     trainer.fit(Net())
     for io.background in (False, True):
-        with pytest.raises(DDPExtError) as caught:
-            trainer.save_checkpoint(directory / "it.ckpt")
-        errors.append(str(caught.value))
+        for value in (lambda: None, MissingValue(lr=1)):  # noqa: B007 # the callback reads it
+            try:
+                trainer.save_checkpoint(directory / f"{len(errors)}.ckpt")
+                errors.append("")
+            except DDPExtError as error:
+                errors.append(str(error))
     return errors
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
-    """The error names the checkpoint's entry, on every rank, and nothing is left of the file."""
-    one, other = on_ranks("ours", saved_with_a_function, tmp_path)
+    """The error names the checkpoint's entry, on every rank; a value that merely cannot be looked at is saved."""
+    one, other = on_ranks("ours", saved_with_objects, tmp_path)
     assert one == other
-    assert all("entry 'mine' cannot be pickled" in text for text in one)
-    assert list((tmp_path / "ours").glob("*.ckpt")) == []
+    assert ["entry 'mine' cannot be pickled" in text for text in one] == [True, False, True, False]
+    assert one[1::2] == ["", ""]
+    assert sorted(path.name for path in (tmp_path / "ours").glob("*.ckpt")) == ["1.ckpt", "3.ckpt"]
 
 
 def remembered(kind: Kind, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
@@ -231,6 +246,22 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
     assert ours.state_key == stock.state_key
     with pytest.raises(TypeError, match="save_topk"):
         RankZeroCheckpoint(save_topk=2)
+
+
+def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
+    """Ranks that are forked, by a process that goes on with the model; whether it has learnt, and what was saved."""
+    io, model = RankZeroCheckpointIO(background=True), Net()
+    io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
+    before, callback = weights(model), ModelCheckpoint(directory, "it")
+    options: dict[str, Any] = {"plugins": [io], "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
+    make_trainer(DDPExtStrategy(start_method="fork"), **options).fit(model)
+    saved, after = torch.load(callback.best_model_path)["state_dict"], weights(model)
+    return [all(torch.equal(other[name], value) for name, value in after.items()) for other in (before, saved)]
+
+
+def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
+    """After `fit` the model of the script is the trained one, and its checkpoint is there, in the background, too."""
+    assert run_ranks(forked, 1, tmp_path) == [[False, True]]
 
 
 class Waits:
