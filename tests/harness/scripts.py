@@ -20,10 +20,12 @@ and its line break one by one.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
 import runpy
+import selectors
 import signal
 import subprocess
 import sys
@@ -48,7 +50,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
 }
 _SECONDS_TO_END = 5.0
 _SECONDS_TO_PRINT = 2.0  # for processes that end after the script
-_LOOK_EVERY = 0.05  # seconds, at what a script has printed
+_PIPE_SIZE = 1 << 20
 _numbers = itertools.count()
 
 
@@ -105,7 +107,7 @@ def start_script(
         directory = Path(cwd or temporary)
         words = [part for word in launcher for part in _COMMANDS.get(word, (word,))]
         command = [*words, str(_path_of(path_or_source, directory)), *argv]
-        script = Script(command, directory, env or {}, time_limit, Path(temporary))
+        script = Script(command, directory, env or {}, time_limit)
         try:
             yield script
         finally:
@@ -115,22 +117,25 @@ def start_script(
 class Script:
     """A script that has been started by ``start_script``; what it prints, and how it ends."""
 
-    def __init__(self, command: list[str], cwd: Path, env: Environment, time_limit: float, printed: Path) -> None:
+    def __init__(self, command: list[str], cwd: Path, env: Environment, time_limit: float) -> None:
         self._mark = f"{os.environ.get(MARK, os.getpid())}/{os.getpid()}-{next(_numbers)}."
         self._time_limit = time_limit
         self._deadline = time.monotonic() + time_limit
-        self._files = printed / "stdout", printed / "stderr"
-        with self._files[0].open("ab") as stdout, self._files[1].open("ab") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=_environment(env, self._mark),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            )
-        self.stdout = self.stderr = ""
+        self._process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=_environment(env, self._mark),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._printed: list[tuple[str, bytes]] = []
+        self._selector = selectors.DefaultSelector()
+        for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
+            assert pipe is not None
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+            self._selector.register(pipe, selectors.EVENT_READ, name)
 
     @property
     def pid(self) -> int:
@@ -144,23 +149,32 @@ class Script:
 
     @property
     def output(self) -> str:
-        """What it has printed, first to stdout, then to stderr."""
-        return self.stdout + self.stderr
+        """What has been printed so far, to stdout and stderr in the order in which it came."""
+        return self._text("stdout", "stderr")
+
+    @property
+    def stdout(self) -> str:
+        """What has been printed so far to stdout."""
+        return self._text("stdout")
+
+    @property
+    def stderr(self) -> str:
+        """What has been printed so far to stderr."""
+        return self._text("stderr")
 
     def wait_for_line(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
         """Wait for a line, of stdout or stderr, that contains the pattern; lines that have come already count.
 
-        Fails after ``timeout`` seconds.
+        Fails after ``timeout`` seconds, or at once if all of the script's output has come without it.
         """
         deadline = time.monotonic() + timeout
-        while not (found := re.search(pattern, self._look().output, re.MULTILINE)):
-            assert time.monotonic() < deadline, self._told(f"no line with {pattern!r} within {timeout} s")
-            time.sleep(_LOOK_EVERY)
+        while not (found := re.search(pattern, self.output, re.MULTILINE)):
+            assert self._read(deadline), self._told(f"no line with {pattern!r} within {timeout} s")
         return found
 
     def rank_pids(self) -> dict[int, int]:
         """Process ids of the ranks that have printed a line ``harness: rank 1 is process 4242``, whole and flushed."""
-        lines = re.findall(r"^harness: rank (\d+) is process (\d+)$", self._look().output, re.MULTILINE)
+        lines = re.findall(r"^harness: rank (\d+) is process (\d+)$", self.output, re.MULTILINE)
         return {int(rank): int(pid) for rank, pid in lines}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
@@ -172,13 +186,18 @@ class Script:
 
         Fails at the time limit, with the stacks of all of its processes, which are ended.
         """
-        try:
-            self._process.wait(max(self._deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
+        if self._process.poll() is None:
+            end = os.pidfd_open(self.pid)
+            self._selector.register(end, selectors.EVENT_READ)
+            while self._process.poll() is None and self._read(self._deadline):
+                pass
+            self._selector.unregister(end)
+            os.close(end)
+        if self._process.returncode is None:
             self._end_with_stacks()
-            raise AssertionError(self._told(f"the script had not ended after {self._time_limit} s")) from None
-        self.survivors(_SECONDS_TO_PRINT)
-        return self._look()
+            raise AssertionError(self._told(f"the script had not ended after {self._time_limit} s"))
+        self._read_rest()
+        return self
 
     def survivors(self, seconds: float = 0.0) -> Collection[psutil.Process]:
         """Processes of the script that are still there after ``seconds``, or none as soon as none is."""
@@ -194,13 +213,39 @@ class Script:
         self._process.kill()  # marked() would not see it before it has begun to run the command
         self._process.wait()
         left = wait_until_gone(lambda: marked(self._mark), _SECONDS_TO_END, kill=True)
-        self._look()
+        self._read_rest()
+        for key in list(self._selector.get_map().values()):
+            self._forget(key.fileobj)
+        self._selector.close()
         assert not left, f"SIGKILL did not end {left}"
 
-    def _look(self) -> Script:
-        if self._files[0].exists():  # not any more when all of it has ended
-            self.stdout, self.stderr = (path.read_text(errors="replace") for path in self._files)
-        return self
+    def _read(self, deadline: float) -> bool:
+        """Read what has come, or wait for it or for the end; whether anything has come before the deadline."""
+        if not self._selector.get_map():
+            return False
+        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+        for key, _ in ready:
+            if key.data is not None:
+                data = os.read(key.fd, _PIPE_SIZE)
+                self._printed.append((key.data, data))
+                if not data:
+                    self._forget(key.fileobj)
+        return bool(ready)
+
+    def _read_rest(self) -> None:
+        """Read to the end; not for long, as a process that survives may hold a pipe."""
+        deadline = time.monotonic() + _SECONDS_TO_PRINT
+        while self._read(deadline):
+            pass
+
+    def _forget(self, pipe: Any) -> None:
+        self._selector.unregister(pipe)
+        pipe.close()
+
+    def _text(self, *names: str) -> str:
+        while self._process.returncode is None and self._read(0.0):
+            pass
+        return b"".join(data for name, data in self._printed if name in names).decode(errors="replace")
 
     def _end_with_stacks(self) -> None:
         for process in marked(self._mark):
@@ -210,7 +255,7 @@ class Script:
         self.survivors(_SECONDS_TO_END)
 
     def _told(self, what: str) -> str:
-        return f"{what}\n--- output of the script ---\n{self._look().output.rstrip() or '(nothing)'}"
+        return f"{what}\n--- output of the script ---\n{self.output.rstrip() or '(nothing)'}"
 
 
 def _environment(env: Environment, mark: str) -> dict[str, str]:
