@@ -87,7 +87,7 @@ def _send(kind: str, value: object, point: str = "") -> None:
 
 
 def _write_to(path: Path, time_limit: float) -> None:
-    output = os.open(path, os.O_WRONLY | os.O_APPEND)
+    output = os.open(path, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal

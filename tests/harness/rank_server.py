@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ from tests.harness.rank_process import run_rank
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"]
+_PIPE_SIZE = 1 << 20
 _PACKAGE = "lightning_ddp_ext"  # not where coverage is measured, which begins when a rank does
 
 
@@ -45,8 +47,10 @@ class Rank:
     """One rank process as its test sees it: ``outcome`` is how it ended, or what it has written so far."""
 
     def __init__(self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any) -> None:
-        self._output = output
-        output.touch()
+        os.mkfifo(output)
+        self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+        self._written = b""
         self.pipe, theirs = _CONTEXT.Pipe()
         arguments = (theirs, number, world_size, call)
         self.process = _CONTEXT.Process(target=run_rank, args=arguments, kwargs={"output": output, **settings})
@@ -78,7 +82,10 @@ class Rank:
                     self.points[point].append(value)
                 else:
                     setattr(self.outcome, kind, value)
-        self.outcome.output = self._output.read_text(errors="replace")
+        with contextlib.suppress(BlockingIOError):
+            while written := os.read(self.output, _PIPE_SIZE):
+                self._written += written
+        self.outcome.output = self._written.decode(errors="replace")
         if has_ended:
             self.process.join()
             self.outcome.exit_code = self.process.exitcode
@@ -99,5 +106,6 @@ class Rank:
             os.kill(self.outcome.pid, number)
 
     def close(self) -> None:
+        os.close(self.output)
         self.pipe.close()
         self.process.close()

@@ -47,7 +47,6 @@ __all__ = [
 ]
 
 _SECONDS_TO_END = 5.0  # for a rank that was told to write its stacks, or was killed
-_LOOK_EVERY = 0.05  # seconds, at what ranks have written
 
 
 def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Any]:
@@ -193,12 +192,12 @@ class RankProcesses:
 
     def _receive_while(self, condition: Callable[[], object], deadline: float) -> None:
         while condition() and time.monotonic() < deadline:
-            self._receive(min(_LOOK_EVERY, max(0.0, deadline - time.monotonic())))
+            self._receive(max(0.0, deadline - time.monotonic()))
 
     def _receive(self, seconds: float) -> None:
         """Wait so long until ranks send something or end, and take it in, with what they have written."""
         running = self._running()
-        sources = [source for rank in running for source in (rank.process.sentinel, rank.pipe)]
+        sources = [source for rank in running for source in (rank.process.sentinel, rank.pipe, rank.output)]
         ready = connection.wait(sources, seconds)
         for rank in running:
             rank.receive(has_ended=rank.process.sentinel in ready)

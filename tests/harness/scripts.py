@@ -80,7 +80,7 @@ def run_on_ranks(
 
 def _be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
     os.chdir(cwd)
-    sys.argv = [str(script), *argv]
+    sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 
 
