@@ -6,6 +6,7 @@ import json
 import multiprocessing.forkserver
 import os
 import re
+import sys
 from typing import Any
 
 import lightning as L
@@ -101,7 +102,8 @@ class Variables(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         flag = torch.are_deterministic_algorithms_enabled()
         settings = [trainer.global_rank, os.environ["PL_GLOBAL_SEED"], os.environ["SET_BEFORE_FIT"], flag]
-        print("variables", *settings, flush=True)
+        sys.stdout.write(" ".join(map(str, ["variables", *settings])) + "\n")  # whole, beside another rank
+        sys.stdout.flush()
 
 
 def start_processes(rank: int, world_size: int) -> list[Any]:

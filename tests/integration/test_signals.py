@@ -192,8 +192,8 @@ def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
     """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
     for woken, nested, ignored in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
         assert woken[:2] == nested[:2] == (143, ["preempted.ckpt"])
-        assert woken[2] in (2, 3)
-        assert nested[2] in (2, 3)
+        assert woken[2] in range(2, 6)
+        assert nested[2] in range(2, 6)
         assert ignored == (None, [], 6)
 
 

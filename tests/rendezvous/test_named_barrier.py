@@ -46,7 +46,7 @@ class RankZero:
             self.hear({"call": asdict(Call(rank, 1, steps, name, name))})
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_all_pass_or_the_odd_one_is_named(order: tuple[int, ...]) -> None:
     """Also if it is neither the first nor the last to come; it is named first once all have come."""
     zero = RankZero()

@@ -1,7 +1,7 @@
 """How runs end that a launcher has started: after a failure, after the kill of any process, and well.
 
 Scripts here are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where
-nothing is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_torchrun``.
+nothing is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,13 @@ def test_a_kill_of_the_launching_process_ends_all() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "verdict"),
-    zip(STRATEGIES, ("ended by SIGKILL before all ranks had connected", "died: it was ended by SIGKILL"), strict=True),
+    list(
+        zip(
+            STRATEGIES,
+            ("ended by SIGKILL before all ranks had connected", "died: it was ended by SIGKILL"),
+            strict=True,
+        )
+    ),
 )
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
     """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
