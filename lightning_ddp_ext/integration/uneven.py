@@ -204,10 +204,10 @@ def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> 
         if one is None or len(ranks) == 1:
             continue
         rank_zero_warn(
-            f"the first training batch is the same on ranks {_listed(ranks)}, and so may be all others: "
-            f"{' and '.join(names) or 'the training data'} is not shared out, and each sample is trained on "
-            f"{len(ranks)} times; have __iter__ leave the other ranks' and workers' samples away, by rank, "
-            "torch.distributed.get_rank() in the main process, and by torch.utils.data.get_worker_info()"
+            f"the first training batch is the same on ranks {_listed(ranks)}: {' and '.join(names) or 'the data'} does "
+            f"not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an epoch; in "
+            "__iter__, yield only this rank's share (torch.distributed.get_rank(), asked in the main process), and of "
+            "it this worker's (torch.utils.data.get_worker_info())"
         )
 
 

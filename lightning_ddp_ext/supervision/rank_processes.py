@@ -54,8 +54,8 @@ class ChildScripts:
         alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
         if alive and not failed:
             sys.stderr.write(
-                f"waiting up to {self.at_most:.0f} s for {', '.join(alive)} to end as this process has; "
-                "Ctrl-C ends them\n"
+                f"this script has ended; waiting for {', '.join(alive)} to end, too, for at most {self.at_most:.0f} s "
+                "(Ctrl-C ends them now)\n"
             )
             with suppress(KeyboardInterrupt):
                 self._alive_after(self.at_most)

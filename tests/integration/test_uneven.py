@@ -210,8 +210,8 @@ def test_ranks_that_read_the_same_are_told_once(tmp_path: Path) -> None:
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
-        "the first training batch is the same on ranks 0, 1, and so may be all others: Stream is not shared out, and "
-        "each sample is trained on 2 times; have __iter__ leave the other ranks' and workers' samples away, by rank, "
+        "the first training batch is the same on ranks 0, 1: Stream does not seem to be split among the ranks, so that "
+        "each sample is trained on 2 times an epoch; in __iter__, yield only this rank's share (torch.distributed."
     )
-    assert "Tensor is not shared out" in first[2][0]
+    assert "Tensor does not seem to be split" in first[2][0]
     assert second == [[], [], [], []]
