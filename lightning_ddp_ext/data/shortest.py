@@ -35,7 +35,13 @@ def until_shortest(
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
-    return _together(items, group, all, lambda idle_ranks: None, on_last)
+    ahead = _next_everywhere(items, group)
+    while ahead:
+        (item,) = ahead
+        ahead = _next_everywhere(items, group)
+        if not ahead:
+            on_last()
+        yield item
 
 
 def until_longest(
@@ -64,21 +70,10 @@ def until_longest(
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
-    return _together(items, group, any, on_item, on_last)
-
-
-def _together(
-    items: Iterator[T],
-    group: dist.ProcessGroup | None,
-    go_on_if: Callable[[list[bool]], bool],
-    on_item: Callable[[list[int]], object],
-    on_last: Callable[[], object],
-) -> Iterator[T]:
-    """Yield items as long as all ranks have another one, or any has: ``go_on_if`` says which."""
     current: list[T] = []
     ahead = list(islice(items, 1))
     found = _found_by_rank(ahead, current, group)
-    while go_on_if([state == _HAS_NEXT for state in found]):
+    while _HAS_NEXT in found:
         current = ahead or current
         if _HAS_NOTHING in found:
             lent = [current[0] if current else None]
@@ -87,12 +82,11 @@ def _together(
         idle_ranks = [rank for rank, state in enumerate(found) if state != _HAS_NEXT]
         ahead = list(islice(items, 1)) if ahead else []
         found = _found_by_rank(ahead, current, group)
-        is_last = not go_on_if([state == _HAS_NEXT for state in found])
-        if is_last:
+        if _HAS_NEXT not in found:
             on_last()
         on_item(idle_ranks)
         # What is to be repeated is copied, because a step may change its batch.
-        yield current[0] if ahead or is_last else copy.deepcopy(current[0])
+        yield current[0] if ahead else copy.deepcopy(current[0])
 
 
 _HAS_NOTHING, _CAN_REPEAT, _HAS_NEXT = range(3)
@@ -104,3 +98,11 @@ def _found_by_rank(ahead: list[T], current: list[T], group: dist.ProcessGroup | 
     states[dist.get_rank(group)] = _HAS_NEXT if ahead else _CAN_REPEAT if current else _HAS_NOTHING
     dist.all_reduce(states, group=group)
     return [int(state) for state in states]
+
+
+def _next_everywhere(items: Iterator[T], group: dist.ProcessGroup | None) -> list[T]:
+    """Return the next item, if every rank has one. Collective."""
+    drawn = list(islice(items, 1))
+    fewest = torch.tensor(len(drawn))
+    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
+    return drawn if fewest else []
