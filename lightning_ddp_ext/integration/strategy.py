@@ -19,7 +19,7 @@ from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.request import Request, Timeouts
+from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
 from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
 from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
@@ -321,11 +321,8 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         self.set_world_ranks()
         check_interface(self._interface)
         apply_options(self._nccl, self._interface, os.environ)
-        join_ranks(self._request())
+        join_ranks(request_of(self))
         super().setup_distributed()  # finds the group that is open and leaves it alone
-
-    def _request(self) -> Request:
-        return request_of(self)
 
     # Checkpoints.
 
