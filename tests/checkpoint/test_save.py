@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.serialization import get_crc32_options, set_crc32_options
+from torch.serialization import get_crc32_options
 
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, same
+from tests.harness.damage import without_checksums
 from tests.harness.disks import make_read_only, small_disk, why_no_disks
 
 
@@ -46,12 +47,9 @@ def test_all_kinds_come_back(url: str) -> None:
 
 def test_checksums_are_recorded_whatever_torch_is_told(tmp_path: Path) -> None:
     """A user's setting holds for the user's own files, and is what it was afterwards."""
-    set_crc32_options(False)
-    try:
+    with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
-    finally:
-        set_crc32_options(True)
     assert open_archive(tmp_path / "it.ckpt").has_checksums
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from torch.serialization import set_crc32_options
 
 from tests.cli.command import WouldRun, checkpoint, save
-from tests.harness.damage import flip
+from tests.harness.damage import flip, without_checksums
 
 
 @pytest.fixture
@@ -55,11 +54,8 @@ def test_an_object_of_a_store_is_verified(path: Path) -> None:
 def test_several_files_are_verified(path: Path, tmp_path: Path) -> None:
     """Each has its sentence, and the status is that of the worst."""
     good, bad, unknown = save(path), flip(save(tmp_path / "bad.ckpt"), "data/0"), tmp_path / "unknown.ckpt"
-    set_crc32_options(False)
-    try:
+    with without_checksums():
         save(unknown)
-    finally:
-        set_crc32_options(True)
     ended = checkpoint("verify", good, bad, unknown)
     assert ended.status == 1
     assert f"{good} is whole: " in ended.stdout

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 
@@ -17,3 +21,13 @@ def flip(path: Path, record: str) -> Path:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     return path
+
+
+@contextmanager
+def without_checksums() -> Iterator[None]:
+    """Have ``torch.save`` record none, as a user may."""
+    set_crc32_options(False)
+    try:
+        yield
+    finally:
+        set_crc32_options(True)

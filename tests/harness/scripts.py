@@ -243,7 +243,7 @@ class Script:
         pipe.close()
 
     def _text(self, *names: str) -> str:
-        while self._process.returncode is None and self._read(0.0):
+        while self._read(0.0):
             pass
         return b"".join(data for name, data in self._printed if name in names).decode(errors="replace")
 

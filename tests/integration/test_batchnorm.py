@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
@@ -19,7 +19,7 @@ import torch
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConversionError, RankFailedError
@@ -105,11 +105,64 @@ class Compiled(Joint):
         self.layers = torch.compile(self.layers, backend="aot_eager")
 
 
+class Odd(Joint):
+    """Has layers of all kinds: derived, hooked, shared, in evaluation, and timm's, which needs no registration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.BatchNorm2d(8)
+        layers = [kinds.Scaled(8), kinds.Decorated(8), kinds.Mixed(8), kinds.Split(8), kinds.NormAct(8), shared]
+        layers += [kinds.hooked(nn.BatchNorm2d(8)), nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval()]
+        self.layers = nn.Sequential(
+            nn.Linear(4, 32),
+            nn.BatchNorm1d(32),
+            nn.Unflatten(1, (8, 4, 1)),
+            *layers,
+            shared,
+            nn.Flatten(),
+            nn.Linear(32, 1),
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
 class Validated(Joint):
     """Validates samples that two ranks cannot share evenly."""
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(data(7), batch_size=2)
+
+
+class Shares(IterableDataset[list[Tensor]]):
+    """Batches of these sizes, cut from the data one after another; a rank's are its part of each."""
+
+    def __init__(self, sizes: Sequence[Sequence[int]], rank: int, world_size: int) -> None:
+        self.sizes, self.rank, self.world_size = sizes, rank, world_size
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        start = 0
+        for shares in self.sizes:
+            begin = start + sum(shares[: self.rank])
+            end = begin + shares[self.rank] if self.world_size > 1 else start + sum(shares)
+            start += sum(shares)
+            if begin < end:
+                yield list(data()[begin:end])
+
+
+class Observer(Joint):
+    """Reads uneven shares and learns nothing but statistics."""
+
+    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        sizes = ((4, 4), (5, 3), (6, 1), (1, 0))  # the last one has no step: rank 1 has no more data
+        sizes = sizes if self.trainer.world_size > 1 else sizes[:3]
+        return DataLoader(Shares(sizes, self.trainer.global_rank, self.trainer.world_size), batch_size=None)
 
 
 @dataclass
@@ -127,6 +180,8 @@ FEATURES = {
     "nothing": Feature(),
     "the Trainer's flag": Feature(by="flag"),
     "static graph": Feature(strategy={"static_graph": True}),
+    "uneven shares": Feature(Observer, strategy={"uneven_inputs": "stop_at_shortest"}),
+    "odd layers": Feature(Odd),
     "manual optimisation": Feature(Manual),
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
@@ -164,7 +219,7 @@ def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """With each of DDP's options, Lightning's ways to optimise, and a validation: joint statistics.
+    """With each of DDP's options, Lightning's ways to optimise, uneven shares and a validation: joint statistics.
 
     What the ranks have, running statistics included, is the same to the last bit; the callback serves stock DDP, too.
     """
@@ -176,6 +231,7 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
         close = {"rtol": feature.tolerance, "atol": feature.tolerance}
         torch.testing.assert_close(first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}")
     torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
+    assert first["uneven shares"]["steps"] == 2 * 3
     assert "val_loss" in first["validation"]["metrics"]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.serialization import set_crc32_options
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.harness.damage import flip
+from tests.harness.damage import flip, without_checksums
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
 from tests.integration.checkpointing import Net, train_and_save, trainer_for
@@ -46,14 +45,6 @@ class WouldRun:
 def directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
-
-
-def without_checksums(path: Path) -> None:
-    set_crc32_options(False)
-    try:
-        torch.save(torch.load(path, weights_only=False), path)
-    finally:
-        set_crc32_options(True)
 
 
 def with_entry(path: Path, name: str, value: Any) -> None:
@@ -145,7 +136,8 @@ def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
     """On rank 0: nobody can tell whether such a file is what was written."""
-    without_checksums(path)
+    with without_checksums():
+        torch.save(torch.load(path, weights_only=False), path)
     told, others = on_ranks(kind, warned, tmp_path, path, mode)
     assert len(told) == 1
     assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be told from right ones")
