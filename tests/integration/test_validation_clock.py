@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -21,15 +21,13 @@ A_BATCH = 100.0  # seconds that a batch takes by rank 0's clock
 EPOCHS, BATCHES = 3, 8
 
 
-@contextmanager
-def clock() -> Iterator[list[float]]:
-    """Have the thread that trains see a clock that goes ahead of the real one by the sum of these seconds."""
-    real, ahead = time.monotonic, [0.0]
-    time.monotonic = lambda: real() + (sum(ahead) if threading.current_thread() is threading.main_thread() else 0.0)
-    try:
-        yield ahead
-    finally:
-        time.monotonic = real
+class Clock(list[float]):
+    """What the thread that trains takes for the time: the real one, and the sum of these seconds."""
+
+    real = staticmethod(time.monotonic)
+
+    def __call__(self) -> float:
+        return self.real() + (sum(self) if threading.current_thread() is threading.main_thread() else 0.0)
 
 
 def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
@@ -53,7 +51,7 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
     for of_rank_1, options in ((1000.0, {}), (1.0, {"check_val_every_n_epoch": None})):
         validated_after.append([])
         data = Stream(2 * BATCHES, rank) if of_rank_1 > 1 else Numbers(4 * BATCHES)
-        with clock() as ahead:
+        with mock.patch.object(time, "monotonic", ahead := Clock()):
             run = Training(lambda data=data: DataLoader(data, 2), directory, options={**common, **options}).run()  # type: ignore[misc]
         assert len(run.steps) == EPOCHS * BATCHES
     return validated_after
@@ -68,3 +66,20 @@ def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
         assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
         assert max(spans) <= 5, validated
         assert EPOCHS * BATCHES - validated[-1] <= 5, validated
+
+
+def broadcasts(rank: int, world_size: int, directory: Path) -> list[int]:
+    """How many there are in training without a span, and with one that does not pass."""
+    counts = []
+    for options in ({}, {"val_check_interval": timedelta(hours=1), "limit_val_batches": 1.0}):
+        training = Training(lambda: DataLoader(Numbers(4 * BATCHES), 2), directory, options=options)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            training.run()
+        counts.append(sum("gloo:broadcast" in event.name for event in recorded.events()))
+    return counts
+
+
+def test_the_clock_is_looked_at_rarely_while_there_is_time(tmp_path: Path) -> None:
+    """It takes an exchange, which a step can do without."""
+    for without, with_span in run_ranks(broadcasts, 2, tmp_path, env=by_hand_env(2)):
+        assert with_span - without < EPOCHS * BATCHES / 2
