@@ -28,7 +28,6 @@ from lightning_ddp_ext.supervision.parent_watch import watch_parent
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import debugged_rank
-from .callbacks.sync_batchnorm_conversion import RanksLayerSync
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
@@ -37,6 +36,7 @@ from .environment import check_parts, environment_beside, ranks_of, world_of
 from .evaluation import IdleRanks
 from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
+from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
 from .metrics import BatchedMetrics
 from .options import check_backend, check_choice, check_interface, ddp_options, refuse_unknown

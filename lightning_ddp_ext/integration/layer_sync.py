@@ -1,0 +1,58 @@
+"""Layers that are synchronised while a model is trained: for ``Trainer(sync_batchnorm=True)``, and for our callback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn import Module
+from typing_extensions import override
+
+from lightning_ddp_ext.batchnorm.conversion import convert, restore_batchnorm
+from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
+from lightning_ddp_ext.errors import ConversionError
+
+from .lightning_tree import pl, rank_zero_info, rank_zero_warn
+
+
+class RanksLayerSync(pl.plugins.LayerSync):
+    """What ``Trainer(sync_batchnorm=True)`` does under our strategy instead of torch's SyncBatchNorm, and our callback.
+
+    Args:
+        process_group: as in ``convert_sync_batchnorm``.
+        selection: its ``include``, ``exclude`` and ``predicate``.
+    """
+
+    def __init__(self, process_group: Ranks = None, **selection: Any) -> None:
+        check_ranks(process_group)
+        self._ranks, self._selection = process_group, selection
+        self._converted: Module | None = None
+
+    def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
+        """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
+        if other is not None and any(choice is not None for choice in (self._ranks, *self._selection.values())):
+            raise ConversionError(
+                "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "
+                "choose among them; leave sync_batchnorm out"
+            )
+
+    @override
+    def apply(self, model: Module) -> Module:
+        """Synchronise the layers and log it. Collective: every rank must call it. With one rank it does nothing."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
+            conversion = convert(model, process_group=group, **self._selection)
+            self._converted = model
+            rank_zero_info(conversion.summary())
+            warning = conversion.warning()
+            if warning is not None:
+                rank_zero_warn(warning)
+        return model
+
+    @override
+    def revert(self, model: Module) -> Module:
+        """Restore the layers, if they were converted."""
+        converted, self._converted = self._converted, None
+        if converted is not None:
+            restore_batchnorm(converted)
+        return model
