@@ -109,6 +109,9 @@ class Net(L.LightningModule):
     def happens(self, what: str, *results: float) -> None:
         self.events.append((what, steps_done(self.trainer), *results))
 
+    def on_fit_start(self) -> None:
+        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)  # Lightning has seeded all ranks alike
+
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
         parts = [part for part in (batch if isinstance(batch, (list, tuple)) else [batch]) if part is not None]
@@ -199,7 +202,6 @@ class Training:
         status: int | None = None
         if not chosen.pop("dropout", True):
             net.layers[1] = nn.Identity()
-        torch.manual_seed(7 if ckpt_path is None else 1234)
         strategy = make_strategy(self.side, self.directory, **self.strategy)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
         trainer = make_trainer(strategy, **chosen)
