@@ -38,8 +38,8 @@ def stream(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Stream(9, rank), batch_size=2)
 
 
-def stateful(rank: int, world_size: int) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(Numbers(16), batch_size=2, shuffle=True)
+def stateful(number: int = 16) -> Loaders:
+    return lambda rank, world_size: StatefulDataLoader(Numbers(number), batch_size=2, shuffle=True)
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
@@ -48,11 +48,17 @@ def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
 
 # By the number of ranks that resume what two ranks have saved: the data before, and those after.
 CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
-    2: {"more samples": (sixteen, sampled(28)), "two loaders for one": (sixteen, two)},
+    2: {
+        "more samples": (sixteen, sampled(28)),
+        "more samples that each rank deals out to itself": (sampled(16, "plain"), sampled(28, "plain")),
+        "more samples of a loader with a state": (stateful(), stateful(28)),
+        "a shorter stream": (stream, lambda rank, world_size: DataLoader(Stream(2, rank), batch_size=2)),
+        "two loaders for one": (sixteen, two),
+    },
     1: {
         "a stream": (stream, stream),
         "samples that each rank deals out to itself": (sampled(16, "plain"), sampled(16, "plain")),
-        "a loader with a state": (stateful, stateful),
+        "a loader with a state": (stateful(), stateful()),
     },
 }
 
