@@ -125,6 +125,13 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
     assert hashlib.sha256(repr(indices).encode()).hexdigest()[:16] == digest
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
+def test_another_seed_makes_another_order(kind: str) -> None:
+    """Of the same epoch, in every sampler that shuffles, draws or shares out."""
+    one, other = (list(KINDS[kind](50, 1, 0, seed=seed)) for seed in (1, 2))
+    assert one != other
+
+
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
     """Some ranks get one more, some none; an empty dataset is no error unless it is to be shuffled."""
     for length, shares in ((5, [[0, 3], [1, 4], [2]]), (2, [[0], [1], []]), (0, [[], [], []])):

@@ -130,7 +130,11 @@ def train_with_own(kind: Kind, directory: Path) -> list[Batches]:
     weighted = DistributedWeightedSampler([1.0] * 24, 24, replacement=False, seed=3)
     samplers = [loader(24, sampler=each)() for each in (scalable, weighted)]
     loaders = [*samplers, *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
-    found = [fit(kind, directory, loader(24, shuffle=True), strategy={"sampler": "scalable"})] if kind == "ours" else []
+    found = []
+    if kind == "ours":
+        found.append(fit(kind, directory, loader(24, shuffle=True), strategy={"sampler": "scalable"}))
+        own = ScalableDistributedSampler(range(24), seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))  # type: ignore[arg-type]
+        assert [sample for batch in found[0][0] for sample in batch] == list(own)
     for each in loaders:
         before = each.batch_sampler, each.sampler
         callbacks = [SamplerEpochSeeding()] if kind == "stock" else []
