@@ -19,7 +19,8 @@ from tests.harness.training import Kind, make_strategy, make_trainer
 Point = str  # a hook of a callback without its "on_", and the steps of the whole run by then: "train_batch_end-4"
 Points = Collection[Point]
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
-Order = Literal["lightning's", "distributed", "plain", "drawn"]
+Order = Literal["lightning's", "distributed", "plain"]
+Loaders = Callable[[int, int], Any]  # of a rank among so many
 
 
 class Numbers(Dataset[Tensor]):
@@ -80,14 +81,18 @@ def workers(number: int = 1, **options: Any) -> dict[str, Any]:
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
-def ordered(order: Order, samples: int, rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
-    """A loader of batches of two samples in some order."""
+def sampled(order: Order, samples: int, **options: Any) -> Loaders:
+    """Loaders of batches of two samples in some order."""
     data: Dataset[Any] = Numbers(samples)
-    if order == "distributed":
-        return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
-    if order == "plain":
-        return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
-    return DataLoader(data, 2, shuffle=True, **options)
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        if order == "distributed":
+            return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
+        if order == "plain":
+            return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
+        return DataLoader(data, 2, shuffle=True, **options)
+
+    return make
 
 
 class Stopped(Exception):

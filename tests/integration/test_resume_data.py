@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import Numbers, Order, Point, Run, Stream, Training, ordered
-
-Loaders = Callable[[int, int], Any]  # of a rank among so many
-
-
-def sampled(number: int, order: Order = "lightning's") -> Loaders:
-    return lambda rank, world_size: ordered(order, number, rank, world_size)
+from tests.integration.continuing import Loaders, Numbers, Point, Run, Stream, Training, sampled
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
-    return ordered("lightning's", 16, rank, world_size)
+    return DataLoader(Numbers(16), 2, shuffle=True)
 
 
 def two(rank: int, world_size: int) -> CombinedLoader:
-    return CombinedLoader([ordered("drawn", number, rank, world_size) for number in (16, 24)], "max_size_cycle")
+    return CombinedLoader([DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle")
 
 
 def stream(rank: int, world_size: int) -> DataLoader[Any]:
@@ -49,15 +42,15 @@ def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
 # By the number of ranks that resume what two ranks have saved: the data before, and those after.
 CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
     2: {
-        "more samples": (sixteen, sampled(28)),
-        "more samples that each rank deals out to itself": (sampled(16, "plain"), sampled(28, "plain")),
+        "more samples": (sixteen, sampled("lightning's", 28)),
+        "more samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 28)),
         "more samples of a loader with a state": (stateful(), stateful(28)),
         "a shorter stream": (stream, lambda rank, world_size: DataLoader(Stream(2, rank), batch_size=2)),
         "two loaders for one": (sixteen, two),
     },
     1: {
         "a stream": (stream, stream),
-        "samples that each rank deals out to itself": (sampled(16, "plain"), sampled(16, "plain")),
+        "samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 16)),
         "a loader with a state": (stateful(), stateful()),
     },
 }
@@ -125,7 +118,7 @@ def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 
 def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, dict[str, str]]) -> None:
     """More samples, and a stream on one rank, are read from the second epoch on."""
-    for name, loaders in (("samples", sampled(28)), ("stream", stream)):
+    for name, loaders in (("samples", sampled("lightning's", 28)), ("stream", stream)):
         run = training(directory, world_size, loaders)
         expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
         for path in saved[name].values():

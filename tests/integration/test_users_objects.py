@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Net, Numbers, Stream, Training, Turning, difference, ordered, workers
+from tests.integration.continuing import Loaders, Net, Numbers, Stream, Training, Turning, difference, sampled, workers
 
-Loaders = Callable[[int, int], Any]  # of a rank among so many
 SAMPLES = 16
 KEPT = workers(persistent_workers=True)
 POINT = "train_batch_end-2"
@@ -35,12 +33,12 @@ def stream(rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
 
 
 def both(rank: int, world_size: int) -> list[Any]:
-    return [ordered("distributed", SAMPLES, rank, world_size), stream(rank, world_size)]
+    return [sampled("distributed", SAMPLES)(rank, world_size), stream(rank, world_size)]
 
 
 LOADERS: dict[str, tuple[Loaders, dict[str, Any]]] = {
     "shuffled": (lambda *own: OwnLoader(Numbers(SAMPLES), 2, shuffle=True), {}),
-    "a sampler, workers that stay": (lambda *own: ordered("distributed", SAMPLES, *own, **KEPT), {}),
+    "a sampler, workers that stay": (sampled("distributed", SAMPLES, **KEPT), {}),
     "a batch sampler": (own_batches, {"use_distributed_sampler": False}),
     "a stream": (stream, {}),
 }
@@ -88,6 +86,7 @@ class Peeks(Net):
         loaders: Any = self.trainer.train_dataloader
         for loader in loaders if isinstance(loaders, list) else [loaders]:
             assert next(iter(loader)) is not None
+            assert isinstance(loader.dataset, (Numbers, Stream))
 
     on_train_start = on_train_epoch_start = peek
 
