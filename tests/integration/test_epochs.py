@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
-from tests.integration.continuing import Net, Saver
+from tests.integration.continuing import Net, Saver, workers
 
 Epochs = dict[int, set[int]]  # what has been read in each
-PERSISTENT: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
+PERSISTENT = workers(persistent_workers=True)
 
 
 class TakesEpoch:
