@@ -81,6 +81,9 @@ def workers(number: int = 1, **options: Any) -> dict[str, Any]:
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
+KEPT = workers(persistent_workers=True)
+
+
 def sampled(order: Order, samples: int, **options: Any) -> Loaders:
     """Loaders of batches of two samples in some order."""
     data: Dataset[Any] = Numbers(samples)
@@ -93,6 +96,11 @@ def sampled(order: Order, samples: int, **options: Any) -> Loaders:
         return DataLoader(data, 2, shuffle=True, **options)
 
     return make
+
+
+def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
+    """Loaders of batches of two numbers of each rank's own."""
+    return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
 class Stopped(Exception):

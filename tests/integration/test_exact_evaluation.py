@@ -27,7 +27,7 @@ from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrappe
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
-from tests.integration.continuing import Net, Numbers, workers
+from tests.integration.continuing import KEPT, Net, Numbers
 
 Batch = dict[str, Tensor]
 
@@ -127,7 +127,7 @@ def several_loaders(make: Make) -> Found:
 def fitted(make: Make) -> Found:
     """Two epochs of fit, each with a validation, after a sanity check; one loader has a worker that stays."""
     trainer, model = make(num_sanity_val_steps=2), Measured(3)
-    loaders = [loader(2, 1), loader(5, 2), loader(8, 1, **workers(persistent_workers=True))]
+    loaders = [loader(2, 1), loader(5, 2), loader(8, 1, **KEPT)]
     trainer.fit(model, DataLoader(Numbers(6), 1), loaders)
     return found_by(trainer, model)
 

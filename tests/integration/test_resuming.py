@@ -19,16 +19,17 @@ from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistribute
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import (
+    KEPT,
     Loaders,
     Net,
     Numbers,
     Order,
     Points,
-    Stream,
     Training,
     difference,
     generations,
     sampled,
+    stream,
     workers,
 )
 
@@ -50,10 +51,6 @@ class Plans(Net):
 
 def shuffled(samples: int = 16, kind: Any = DataLoader, **options: Any) -> Loaders:
     return lambda rank, size: kind(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
-
-
-def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
-    return lambda rank, size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
 def drawn_by_its_own(rank: int, world_size: int) -> DataLoader[Any]:
@@ -82,7 +79,6 @@ def resumes(loaders: Loaders, *chosen: Points, strategy: Any = None, **options: 
     return check
 
 
-KEPT = workers(persistent_workers=True)
 STATEFUL = StatefulDataLoader
 VALIDATING = {"limit_val_batches": 1.0, "val_check_interval": 2, "dropout": False}
 # Epochs have four batches, and a validation after each second one.
