@@ -56,7 +56,7 @@ def begin(loader: Any, world_size: int, state: Any = None, done: int = 0) -> tup
     more=st.integers(0, 16),
 )
 def test_what_is_left_is_read(kind: str, world_size: int, batch_size: int, done: int, ahead: int, more: int) -> None:
-    """On each rank, with some batches drawn ahead when the state was taken, which is alike on all ranks."""
+    """Also where batches were drawn ahead; and what a state does not say of one rank alone is the same on all ranks."""
     length = world_size * batch_size * done + more
     states = []
     for rank in range(world_size):

@@ -98,7 +98,7 @@ Make = Callable[..., L.Trainer]  # takes what a Trainer takes
 
 
 def found_by(trainer: L.Trainer, model: Measured) -> Found:
-    """What was logged; of what no rank reduces, only that there is a number also where a rank was idle all the time."""
+    """What was logged, without values that no rank reduces: each rank has some number there, even if always idle."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
     own = [values.pop(name) for name in list(values) if name.startswith("own")]
     assert all(isfinite(value) for value in own)
