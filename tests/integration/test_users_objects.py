@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -75,13 +76,15 @@ def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
 
 
 class Peeks(Net):
-    """Looks at a batch wherever it can."""
+    """Looks at a batch wherever it can, and reads and sets attributes of the loader."""
 
     def peek(self) -> None:
         loaders: Any = self.trainer.train_dataloader
         for loader in loaders if isinstance(loaders, list) else [loaders]:
             assert next(iter(loader)) is not None
             assert loader.batch_sampler is not None
+            with pytest.raises(ValueError, match="batch_size attribute should not be set after"):
+                loader.batch_size = 3
 
     on_train_start = on_train_epoch_start = peek
 
