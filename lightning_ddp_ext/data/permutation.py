@@ -39,7 +39,7 @@ class Permutation:
 
     Args:
         length: 0 to 2**62.
-        key: 0 to 2**64 - 1; see ``data.streams.mix``.
+        key: 0 to 2**64 - 1; see ``data.generators.mix``.
 
     Raises:
         SamplerError: length or key out of range.

@@ -8,17 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-
-class Sized:
-    """A dataset of which only the length is known."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-
 Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler
 
 

@@ -86,16 +86,6 @@ def test_what_is_inside_is_told_first() -> None:
     assert log == [("inner", 1), ("middle", 1), ("outer", 1)] * 2
 
 
-def test_long_chains_of_wrappers_are_followed() -> None:
-    """Wrappers may be nested deeper than Python's recursion goes."""
-    taker = Taker()
-    dataset: Dataset[int] = taker
-    for _ in range(3000):
-        dataset = Wrapper(dataset)
-    set_epoch(DataLoader(dataset), 0)
-    assert taker.log == [("", 0)]
-
-
 class Module(LightningModule):
     def set_epoch(self, epoch: int) -> None:
         pytest.fail("was told")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
 from torchmetrics import Metric, MinMaxMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
@@ -65,41 +62,3 @@ def test_a_metric_of_training_is_not_touched_by_inference() -> None:
         pass
     metric.update(SCORES, LABELS)
     assert metric.weight is weight
-
-
-def as_it_is(number: Tensor, **_: Any) -> Tensor:
-    return number
-
-
-def log(results: _ResultCollection, number: float, *, sync: bool = True) -> None:
-    for operation in (torch.mean, torch.sum, torch.min, torch.max):
-        options: Any = {"reduce_fx": operation, "sync_dist": sync, "sync_dist_fn": as_it_is}
-        results.log("step", operation.__name__, torch.tensor(number), **options, batch_size=2)
-
-
-def logged(results: _ResultCollection) -> dict[str, float]:
-    return {name: float(number) for name, number in results.metrics(on_step=False)["log"].items()}
-
-
-@pytest.mark.lowest
-@pytest.mark.parametrize("again", [False, True], ids=["first epoch", "later epoch"])
-def test_what_is_logged_first_by_such_a_step_adds_nothing(again: bool) -> None:
-    """The keys are there, to be reduced, with values that no mean, sum, minimum or maximum notices."""
-    results = _ResultCollection(training=False)
-    if again:
-        log(results, 5.0)
-        results.reset()
-    with preserve_metric_state(results, nn.Module()):
-        log(results, 9.0)
-    values = {result.meta.name: float(result.value) for result in results.values()}
-    assert values == {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-    log(results, 3.0)
-    assert logged(results) == {"mean": 3.0, "sum": 3.0, "min": 3.0, "max": 3.0}
-
-
-def test_what_no_rank_reduces_stays_finite() -> None:
-    """A rank that has nothing else keeps the value of the step, rather than a mean over no samples."""
-    results = _ResultCollection(training=False)
-    with preserve_metric_state(results, nn.Module()):
-        log(results, 9.0, sync=False)
-    assert logged(results) == {"mean": 9.0, "sum": 9.0, "min": 9.0, "max": 9.0}

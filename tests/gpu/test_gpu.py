@@ -17,12 +17,14 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Net, make_trainer, weights
+from tests.integration.continuing import Numbers, Training, generations
 
 pytestmark = pytest.mark.gpu
 
@@ -117,6 +119,17 @@ def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) 
     stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
     torch.testing.assert_close(ours, stock, **TOLERANCE)
     assert ours[0]["backend"] == "nccl"
+
+
+def resume_dropout(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    options = {"accelerator": "gpu"}
+    training = Training(lambda: DataLoader(Numbers(16), 2, shuffle=True), directory, world_size, options)
+    return generations(training, ["train_batch_end-3"])
+
+
+def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(tmp_path: Path) -> None:
+    """Dropout goes on, so that weights are those of a run without a stop."""
+    assert on_ranks(resume_dropout, 1, tmp_path) == [{}]
 
 
 class Boom(Exception):

@@ -19,7 +19,8 @@ from tests.harness.training import Kind, make_strategy, make_trainer
 Point = str  # a hook of a callback without its "on_", and the steps of the whole run by then: "train_batch_end-4"
 Points = Collection[Point]
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
-Order = Literal["lightning's", "distributed", "plain", "drawn"]
+Order = Literal["lightning's", "distributed", "plain"]
+Loaders = Callable[[int, int], Any]  # of a rank among so many
 
 
 class Numbers(Dataset[Tensor]):
@@ -80,14 +81,26 @@ def workers(number: int = 1, **options: Any) -> dict[str, Any]:
     return {"num_workers": number, "multiprocessing_context": "fork", **options}
 
 
-def ordered(order: Order, samples: int, rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
-    """A loader of batches of two samples in some order."""
+KEPT = workers(persistent_workers=True)
+
+
+def sampled(order: Order, samples: int, **options: Any) -> Loaders:
+    """Loaders of batches of two samples in some order."""
     data: Dataset[Any] = Numbers(samples)
-    if order == "distributed":
-        return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
-    if order == "plain":
-        return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
-    return DataLoader(data, 2, shuffle=True, **options)
+
+    def make(rank: int, world_size: int) -> DataLoader[Any]:
+        if order == "distributed":
+            return DataLoader(data, 2, sampler=Reversed(data, world_size, rank, seed=3), **options)
+        if order == "plain":
+            return DataLoader(data, 2, sampler=Turning(samples, rank, world_size), **options)
+        return DataLoader(data, 2, shuffle=True, **options)
+
+    return make
+
+
+def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
+    """Loaders of batches of two numbers of each rank's own."""
+    return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
 class Stopped(Exception):
@@ -108,6 +121,9 @@ class Net(L.LightningModule):
 
     def happens(self, what: str, *results: float) -> None:
         self.events.append((what, steps_done(self.trainer), *results))
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)  # Lightning has seeded all ranks alike
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
@@ -199,7 +215,6 @@ class Training:
         status: int | None = None
         if not chosen.pop("dropout", True):
             net.layers[1] = nn.Identity()
-        torch.manual_seed(7 if ckpt_path is None else 1234)
         strategy = make_strategy(self.side, self.directory, **self.strategy)
         chosen["callbacks"] = [saver, *chosen.get("callbacks", ())]
         trainer = make_trainer(strategy, **chosen)

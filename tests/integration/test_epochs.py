@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
-from tests.integration.continuing import Net, Saver
+from tests.integration.continuing import KEPT, Net, Saver
 
 Epochs = dict[int, set[int]]  # what has been read in each
-PERSISTENT: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
 
 
 class TakesEpoch:
@@ -94,8 +93,8 @@ def loader(dataset: Any = None, **options: Any) -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler in a sampler": lambda: loader(sampler=Around(EpochSampler())),
-    "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(EpochSampler(2)), **PERSISTENT),
-    "a stream, persistent workers": lambda: loader(Stream(), **PERSISTENT),
+    "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(EpochSampler(2)), **KEPT),
+    "a stream, persistent workers": lambda: loader(Stream(), **KEPT),
     "several loaders": lambda: CombinedLoader([loader(Samples()), loader(Stream())], "min_size"),
     "a loader that is no DataLoader": OwnLoader,
 }
@@ -143,7 +142,7 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
             found[f"{name}, resumed"] = train(
                 kind, directory, Reader(make), ckpt_path=saver.saved["train_epoch_end-2"]
             ).read
-    validation = Reader(OwnLoader, lambda: [loader(Samples(), **PERSISTENT), loader(batch_sampler=EpochSampler(2))])
+    validation = Reader(OwnLoader, lambda: [loader(Samples(), **KEPT), loader(batch_sampler=EpochSampler(2))])
     found["validation"] = train(kind, directory, validation).validated
     if kind == "stock":
         return found
@@ -177,7 +176,7 @@ def draw(kind: Kind, directory: Path) -> list[Epochs]:
     found = []
     for seed in (5, 5, 6):
         torch.manual_seed(len(found))  # another beginning each time
-        net = Reader(partial(loader, Chance(), **({**PERSISTENT, "num_workers": 2} if kind == "ours" else {})))
+        net = Reader(partial(loader, Chance(), **({**KEPT, "num_workers": 2} if kind == "ours" else {})))
         found.append(train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read)
     return found
 

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrappe
 from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
-from tests.integration.continuing import Net, Numbers
+from tests.integration.continuing import KEPT, Net, Numbers
 
 Batch = dict[str, Tensor]
 
@@ -56,6 +57,7 @@ class Measured(Net):
         measures["seen"].update(batch["index"])
         self.sizes.append(len(x))
         self.log("mean", x.mean(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log("own", x.mean())
         if loader < self.all_kinds:
             self.log_all_kinds(measures, x, label)
 
@@ -96,7 +98,10 @@ Make = Callable[..., L.Trainer]  # takes what a Trainer takes
 
 
 def found_by(trainer: L.Trainer, model: Measured) -> Found:
+    """What was logged, without values that no rank reduces: each rank has some number there, even if always idle."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
+    own = [values.pop(name) for name in list(values) if name.startswith("own")]
+    assert all(isfinite(value) for value in own)
     return Found(values, model.seen, model.sizes)
 
 
@@ -122,14 +127,28 @@ def several_loaders(make: Make) -> Found:
 def fitted(make: Make) -> Found:
     """Two epochs of fit, each with a validation, after a sanity check; one loader has a worker that stays."""
     trainer, model = make(num_sanity_val_steps=2), Measured(3)
-    workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": True}
-    trainer.fit(model, DataLoader(Numbers(6), 1), [loader(7, 1), loader(5, 2), loader(8, 1, **workers)])
+    loaders = [loader(2, 1), loader(5, 2), loader(8, 1, **KEPT)]
+    trainer.fit(model, DataLoader(Numbers(6), 1), loaders)
     return found_by(trainer, model)
 
 
 def shuffled_and_of_a_subset(make: Make) -> Found:
     part = SubsetRandomSampler([30, 31, 32, 33, 34, 35, 39])
     return validate(make(), [loader(13, 4, shuffle=True), loader(40, 2, sampler=part)], Measured(2))
+
+
+class Combined(Measured):
+    """Gets batches of two loaders at once, or None from one that has ended."""
+
+    def measure(self, batch: Any, loader: int) -> None:
+        for measures, (name, each) in zip(self.measures, batch.items(), strict=True):
+            if each is not None:
+                measures["seen"].update(each["index"])  # type: ignore[index]
+                self.log(f"mean_{name}", each["x"].mean(), sync_dist=True, batch_size=len(each["x"]))
+
+
+def of_combined_loaders(make: Make) -> Found:
+    return validate(make(), CombinedLoader({"a": loader(12, 2), "b": loader(5, 2)}, "max_size"), Combined(2))
 
 
 class Ragged(BatchSampler):
@@ -188,6 +207,7 @@ def by_dealt_batches(make: Make) -> Found:
 SAME = (
     *(several_loaders, fitted, shuffled_and_of_a_subset),
     *(by_a_users_batch_sampler, by_the_users_exact_sampler, by_the_users_own_dealing, by_dealt_batches),
+    of_combined_loaders,
 )
 
 
@@ -204,6 +224,7 @@ def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found
     return found
 
 
+@pytest.mark.lowest
 def test_same_as_on_one_process(tmp_path: Path) -> None:
     """All values on every rank are those of one process, and every rank has made equally many steps."""
     (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1), time_limit=60)
@@ -249,12 +270,27 @@ class Endless(IterableDataset[Any]):
         return iter(scores(2))
 
 
+class Pulls(Measured):
+    """Takes batches from an iterator."""
+
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+        next(dataloader_iter)
+
+
+class Unsized(Ragged):
+    """Does not know how many batches it has."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
 def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     make = partial(make_on, world_size, directory)
     uneven = DataLoader(Numbers(4), 1, sampler=ExactDistributedSampler(Numbers(4)))
     calls: list[Callable[[], Any]] = [
         lambda: validate(make(), CombinedLoader([loader(12, 2), loader(2, 2)], "max_size"), Measured(2)),
         lambda: validate(make(), [loader(4, 1), DataLoader(Endless())], Measured(2)),
+        lambda: validate(make(), loader(4, 1), Pulls()),
+        lambda: validate(make(), DataLoader(scores(4), batch_sampler=Unsized(range(4), 2, False))),
         lambda: make(limit_val_batches=0).fit(Measured(), uneven),
     ]
     messages = []
@@ -269,7 +305,8 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
     """Where a batch cannot be left out of account, every rank raises at once, and says what to do instead."""
     first, *others = run_ranks(refuse, 3, tmp_path, env=by_hand_env(3))
     starts = [
-        *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 2,
+        *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 3,
+        "every rank needs a batch of its own in every step where no sampler with a length (-1: none) says what Data",
         "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts
@@ -279,8 +316,10 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
 class Looking(Net):
     """Evaluates samples one by one, and looks at a batch of its own before each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_ranks: str) -> None:
         super().__init__(list)
+        self.idle_ranks = idle_ranks
+        self.means: list[float] = []
         self.metric, self.ended = MeanMetric(), SumMetric()
         self.idle: list[bool] = []
         self.looked_at: list[float] = []
@@ -294,29 +333,37 @@ class Looking(Net):
         self.log("metric", self.metric)
         for reduction in ("mean", "sum", "min", "max"):
             self.log(reduction, batch.mean(), reduce_fx=reduction, sync_dist=True)
+        if self.idle_ranks == "repeat":  # with "skip", a step may make no collective call
+            self.log("now", batch.mean(), on_step=True, on_epoch=False, sync_dist=True)
 
     def on_validation_batch_end(self, *_: Any) -> None:
         self.ended.update(1)
+        if self.idle_ranks == "repeat":
+            self.means.append(float(self.trainer.logged_metrics["now"]))
 
 
 def look(kind: Kind, directory: Path, idle_ranks: str) -> tuple[Any, ...]:
-    """Of 0 to 4: what is measured, when this rank was idle, the batches that it looked at, and ends of steps."""
-    strategy, model = make_strategy(kind, directory, idle_ranks=idle_ranks), Looking()
+    """Of 0 to 4: what is measured, when this rank was idle, the batches that it looked at, and ends of steps.
+
+    And with "repeat" the mean over the ranks in each step.
+    """
+    strategy, model = make_strategy(kind, directory, idle_ranks=idle_ranks), Looking(idle_ranks)
     trainer = make_trainer(strategy, num_sanity_val_steps=0, max_epochs=1)
     trainer.fit(model, DataLoader(Numbers(4), 1), DataLoader(Numbers(5), 1))
     values = {name: float(trainer.callback_metrics[name]) for name in ("metric", "mean", "sum", "min", "max")}
-    return values, model.idle, model.looked_at, float(model.ended.compute())
+    return values, model.idle, model.looked_at, float(model.ended.compute()), model.means
 
 
 @pytest.mark.parametrize("idle_ranks", ["repeat", "skip"])
 def test_an_idle_rank_repeats_a_sample_that_does_not_count_or_makes_no_step(idle_ranks: str, tmp_path: Path) -> None:
     """Metrics are those of one process, and with "skip" what a hook counts is, too; a look at a batch is harmless."""
-    for rank, (values, idle, looked_at, ended) in enumerate(on_ranks("ours", look, tmp_path, idle_ranks)):
+    for rank, (values, idle, looked_at, ended, means) in enumerate(on_ranks("ours", look, tmp_path, idle_ranks)):
         assert values == {"metric": 2.0, "mean": 2.0, "sum": 10.0, "min": 0.0, "max": 4.0}
         is_made = rank == 0 or idle_ranks == "repeat"
         assert idle == [False] * 2 + [rank == 1] * is_made
         assert looked_at == [float(rank)] * (2 + is_made)
         assert ended == (6.0 if idle_ranks == "repeat" else 5.0)
+        assert means == ([0.5, 2.5, 4.0] if idle_ranks == "repeat" else [])
 
 
 class Mean(L.LightningModule):
@@ -336,14 +383,14 @@ def of_five(kind: Kind, directory: Path) -> tuple[list[Any], list[Tensor], list[
     """Means of 0 to 4, by the strategy's samplers and by one that repeats nothing; and what its ``reduce`` makes."""
     numbers: Any = torch.arange(5.0)
     trainer = make_trainer(make_strategy(kind, directory))
-    loaders = [DataLoader(numbers, 4, sampler=sampler) for sampler in (None, ExactDistributedSampler(numbers))]
+    loaders = [DataLoader(numbers, 1, sampler=sampler) for sampler in (None, ExactDistributedSampler(numbers))]
     means = [dict(trainer.test(Mean(), loader, verbose=False)[0]) for loader in loaders]
     rank, reduce = trainer.global_rank, trainer.strategy.reduce
     whole = [reduce(torch.tensor([1 + rank, 4]), reduce_op=op) for op in ("mean", "avg")]
     others = [reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)]
     in_place = torch.tensor(float(rank))
     reduce(in_place, reduce_op="mean")
-    return means, whole, [*others, in_place, reduce(torch.tensor(0.5 * rank, dtype=torch.half))]
+    return means, whole, [*others, in_place, reduce(3.0), reduce(torch.tensor(0.5 * rank, dtype=torch.half))]
 
 
 @pytest.mark.lowest

@@ -170,19 +170,30 @@ def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
     run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60)
 
 
-def refused(rank: int, world_size: int, directory: Path) -> str:
+class Pulls(Net):
+    """Takes batches from an iterator."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+def refused(rank: int, world_size: int, directory: Path) -> list[str]:
     warnings.simplefilter("ignore")
     loader = DataLoader(Batches([3, 2], rank), batch_size=None)
-    strategy = make_strategy("ours", directory, uneven_inputs="join")
-    with pytest.raises(UnevenInputsError) as caught:
-        make_trainer(strategy, use_distributed_sampler=False).fit(Net([loader, loader], "sized"))
-    return str(caught.value)
+    found = []
+    for net in (Net([loader, loader], "sized"), Pulls(loader, "sized")):
+        strategy = make_strategy("ours", directory, uneven_inputs="join")
+        with pytest.raises(UnevenInputsError) as caught:
+            make_trainer(strategy, use_distributed_sampler=False).fit(net)
+        found.append(str(caught.value))
+    return found
 
 
 def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> None:
     """Before the first step, on every rank, with what to do."""
-    expected = (
-        "uneven_inputs='join' needs a single training loader (got 2); combine their datasets, "
-        "or choose 'stop_at_shortest'"
-    )
+    needed = [
+        "a single training loader (got 2); combine their datasets",
+        "a training_step that takes a batch (it takes dataloader_iter); take batch",
+    ]
+    expected = [f"uneven_inputs='join' needs {each}, or choose 'stop_at_shortest'" for each in needed]
     assert run_ranks(refused, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]

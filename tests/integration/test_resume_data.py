@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +16,39 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import Numbers, Order, Point, Run, Stream, Training, ordered
-
-Loaders = Callable[[int, int], Any]  # of a rank among so many
-
-
-def sampled(number: int, order: Order = "lightning's") -> Loaders:
-    return lambda rank, world_size: ordered(order, number, rank, world_size)
+from tests.integration.continuing import Loaders, Numbers, Point, Run, Stream, Training, sampled, stream
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
-    return ordered("lightning's", 16, rank, world_size)
+    return DataLoader(Numbers(16), 2, shuffle=True)
 
 
 def two(rank: int, world_size: int) -> CombinedLoader:
-    return CombinedLoader([ordered("drawn", number, rank, world_size) for number in (16, 24)], "max_size_cycle")
+    return CombinedLoader([DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle")
 
 
-def stream(rank: int, world_size: int) -> DataLoader[Any]:
-    return DataLoader(Stream(9, rank), batch_size=2)
-
-
-def stateful(rank: int, world_size: int) -> StatefulDataLoader[Any]:
-    return StatefulDataLoader(Numbers(16), batch_size=2, shuffle=True)
+def stateful(number: int = 16) -> Loaders:
+    return lambda rank, world_size: StatefulDataLoader(Numbers(number), batch_size=2, shuffle=True)
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(Stream(9, rank), batch_size=2)
 
 
+STREAM = stream()
 # By the number of ranks that resume what two ranks have saved: the data before, and those after.
 CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
-    2: {"more samples": (sixteen, sampled(28)), "two loaders for one": (sixteen, two)},
+    2: {
+        "more samples": (sixteen, sampled("lightning's", 28)),
+        "more samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 28)),
+        "more samples of a loader with a state": (stateful(), stateful(28)),
+        "a shorter stream": (STREAM, stream(2)),
+        "two loaders for one": (sixteen, two),
+    },
     1: {
-        "a stream": (stream, stream),
-        "samples that each rank deals out to itself": (sampled(16, "plain"), sampled(16, "plain")),
-        "a loader with a state": (stateful, stateful),
+        "a stream": (STREAM, STREAM),
+        "samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 16)),
+        "a loader with a state": (stateful(), stateful()),
     },
 }
 
@@ -68,7 +64,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     """A checkpoint from the middle of epoch 1 of each way to read, two steps of which were done."""
     paths = {}
     for name, (before, _) in {**CHANGES[1], **CHANGES[2]}.items():
-        point = f"train_batch_end-{7 if before is stream else 6}"
+        point = f"train_batch_end-{7 if before is STREAM else 6}"
         paths[name] = training(directory, 2, before, name).run(point).saved[point]
     return paths
 
@@ -104,7 +100,7 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
 
 ENDS: dict[str, tuple[Any, ...]] = {
     "samples": (sixteen, "train_batch_end-4", "validation_end-4"),
-    "stream": (stream, "train_epoch_end-5"),
+    "stream": (STREAM, "train_epoch_end-5"),
 }
 
 
@@ -119,7 +115,7 @@ def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 
 def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, dict[str, str]]) -> None:
     """More samples, and a stream on one rank, are read from the second epoch on."""
-    for name, loaders in (("samples", sampled(28)), ("stream", stream)):
+    for name, loaders in (("samples", sampled("lightning's", 28)), ("stream", STREAM)):
         run = training(directory, world_size, loaders)
         expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
         for path in saved[name].values():

@@ -9,28 +9,29 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import ScalableDistributedSampler
+from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
 from tests.integration.continuing import (
+    KEPT,
+    Loaders,
     Net,
     Numbers,
     Order,
     Points,
-    Stream,
     Training,
     difference,
     generations,
-    ordered,
+    sampled,
+    stream,
     workers,
 )
-
-Loaders = Callable[[int, int], Any]  # of a rank among so many
 
 
 class ValidatesWithWorkers(Net):
@@ -52,12 +53,13 @@ def shuffled(samples: int = 16, kind: Any = DataLoader, **options: Any) -> Loade
     return lambda rank, size: kind(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-def sampled(order: Order, samples: int, **options: Any) -> Loaders:
-    return lambda rank, size: ordered(order, samples, rank, size, **options)
+def drawn_by_its_own(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(8), 2, shuffle=True, generator=torch.Generator().manual_seed(rank))
 
 
-def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
-    return lambda rank, size: kind(Stream(samples, rank + number), batch_size=2, **options)
+def batches_dealt_out(rank: int, world_size: int) -> DataLoader[Any]:
+    batches = DistributedBatchSamplerWrapper(BatchSampler(RandomSampler(range(16)), 2, drop_last=False))
+    return DataLoader(Numbers(16), batch_sampler=batches)  # type: ignore[arg-type]
 
 
 def beside(mode: Any, first: Loaders, second: Loaders) -> Loaders:
@@ -77,7 +79,6 @@ def resumes(loaders: Loaders, *chosen: Points, strategy: Any = None, **options: 
     return check
 
 
-KEPT = workers(persistent_workers=True)
 STATEFUL = StatefulDataLoader
 VALIDATING = {"limit_val_batches": 1.0, "val_check_interval": 2, "dropout": False}
 # Epochs have four batches, and a validation after each second one.
@@ -101,7 +102,7 @@ CASES: dict[str, dict[str, Check]] = {
         "plateau": resumes(
             shuffled(), ["train_batch_start-2", "train_batch_start-4"], ["train_batch_start-7"], plateau=True
         ),
-        "no distributed sampler": resumes(shuffled(8), *THRICE, use_distributed_sampler=False),
+        "no distributed sampler": resumes(shuffled(8, **KEPT), *THRICE, use_distributed_sampler=False),
     },
     "each moment": {"each moment": resumes(shuffled(), EACH, ["train_batch_end-8"], **VALIDATING)},
     "loops": {
@@ -129,8 +130,10 @@ CASES: dict[str, dict[str, Check]] = {
     },
     "data": {
         "scalable": resumes(shuffled(), *THRICE, strategy={"sampler": "scalable"}),
+        "last batch dropped": resumes(shuffled(18, drop_last=True), *TWICE),
+        "a generator of each rank's": resumes(drawn_by_its_own, *TWICE, use_distributed_sampler=False),
+        "batches that are dealt out": resumes(batches_dealt_out, *TWICE),
         "a stream": resumes(stream(), ["train_batch_end-3", "train_epoch_end-5"], ["train_batch_end-7"]),
-        "workers that stay, drawn": resumes(sampled("drawn", 7, **KEPT), *TWICE, use_distributed_sampler=False),
         "a plan of the steps of streams": resumes(
             beside("max_size", shuffled(), stream(**KEPT)), *OF_FIVE, kind=Plans, max_epochs=-1, max_steps=12
         ),

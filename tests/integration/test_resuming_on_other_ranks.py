@@ -112,9 +112,10 @@ def expect_whole_epochs(way: Way, runs: list[Run]) -> None:
 
 
 def expect_two_validations(run: Run, batches: int) -> None:
-    """In the middle and at the end of each later epoch."""
+    """At the end of the resumed epoch, and in the middle and at the end of each later one."""
     names = [name for name, *_ in run.events]
     after = [names[:place].count("step") for place, name in enumerate(names) if name == "validation"]
     begun = len(of_epoch(run, 0))
+    assert begun in after
     later = [number - begun for number in after if number > begun]
     assert later == [epoch * batches + half * (batches // 2) for epoch in range(EPOCHS - 1) for half in (1, 2)]

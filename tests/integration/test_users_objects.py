@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Net, Numbers, Stream, Training, Turning, difference, ordered, workers
+from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Training, Turning, difference, sampled, stream
 
-Loaders = Callable[[int, int], Any]  # of a rank among so many
 SAMPLES = 16
-KEPT = workers(persistent_workers=True)
 POINT = "train_batch_end-2"
 
 
@@ -30,19 +28,15 @@ def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
     return DataLoader(Numbers(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
 
 
-def stream(rank: int, world_size: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Stream(8, rank), batch_size=2, **options)
-
-
 def both(rank: int, world_size: int) -> list[Any]:
-    return [ordered("distributed", SAMPLES, rank, world_size), stream(rank, world_size)]
+    return [sampled("distributed", SAMPLES)(rank, world_size), stream(8)(rank, world_size)]
 
 
 LOADERS: dict[str, tuple[Loaders, dict[str, Any]]] = {
     "shuffled": (lambda *own: OwnLoader(Numbers(SAMPLES), 2, shuffle=True), {}),
-    "a sampler, workers that stay": (lambda *own: ordered("distributed", SAMPLES, *own, **KEPT), {}),
+    "a sampler, workers that stay": (sampled("distributed", SAMPLES, **KEPT), {}),
     "a batch sampler": (own_batches, {"use_distributed_sampler": False}),
-    "a stream": (stream, {}),
+    "a stream": (stream(8), {}),
 }
 
 
@@ -82,12 +76,15 @@ def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
 
 
 class Peeks(Net):
-    """Looks at a batch wherever it can."""
+    """Looks at a batch wherever it can, and reads and sets attributes of the loader."""
 
     def peek(self) -> None:
         loaders: Any = self.trainer.train_dataloader
         for loader in loaders if isinstance(loaders, list) else [loaders]:
             assert next(iter(loader)) is not None
+            assert loader.batch_sampler is not None
+            with pytest.raises(ValueError, match="batch_size attribute should not be set after"):
+                loader.batch_size = 3
 
     on_train_start = on_train_epoch_start = peek
 
