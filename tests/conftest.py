@@ -1,4 +1,4 @@
-"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts."""
+"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts, a small disk."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.disks import small_disk
 from tests.harness.leaks import Snapshot
 from tests.harness.network import Network, network, why_unavailable
 from tests.harness.processes import MARK
@@ -79,10 +80,21 @@ def shared_dir() -> Iterator[Path]:
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
     """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none, but never in CI."""
-    reason = why_unavailable()
+    _skip_but_in_ci(why_unavailable())
+    with network("host-a", "host-b") as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
+    _skip_but_in_ci(None if os.geteuid() == 0 else "mounting a file system needs root")
+    with small_disk(tmp_path / "disk", 4) as directory:
+        yield directory
+
+
+def _skip_but_in_ci(reason: str | None) -> None:
     if reason is not None and os.environ.get("CI"):
         pytest.fail(f"CI must run this test: {reason}")
     if reason is not None:
         pytest.skip(reason)
-    with network("host-a", "host-b") as hosts:
-        yield hosts
