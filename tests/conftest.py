@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.disks import small_disk
 from tests.harness.leaks import Snapshot
 from tests.harness.network import Network, network, why_unavailable
 from tests.harness.processes import MARK
@@ -89,8 +89,11 @@ def two_hosts() -> Iterator[Network]:
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
     _skip_but_in_ci(None if os.geteuid() == 0 else "mounting a file system needs root")
-    with small_disk(tmp_path / "disk", 4) as directory:
-        yield directory
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
 
 
 def _skip_but_in_ci(reason: str | None) -> None:
