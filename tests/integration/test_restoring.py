@@ -36,11 +36,9 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
 class TwoOptimizers(Net):
-    """SGD for one half and Adam for the other, stepped by hand."""
+    """SGD for one weight and Adam for the others, stepped by hand."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> None:
         self.manual_backward(self.loss(batch))
