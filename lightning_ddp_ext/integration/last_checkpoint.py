@@ -32,7 +32,8 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
     found = newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
     if found is None:
         return args
-    rank_zero_info(f"ckpt_path='last' is {found}")
+    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
+        rank_zero_info(f"ckpt_path='last' is {found}")
     return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
 
