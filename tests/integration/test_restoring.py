@@ -262,9 +262,7 @@ def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     resumed, _ = on_ranks("ours", run_again, tmp_path, kept, False)
     assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}
     again, other = on_ranks("ours", run_again, tmp_path, cut_off, False)
-    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), (
-        "last-v1.ckpt is of the end of an epoch"
-    )
+    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), "last-v1.ckpt is of an epoch's end"
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
     path = cut_off / "preempted.ckpt"
