@@ -50,8 +50,8 @@ fast: venv ## Tests without processes, and one run of each main promise (a minut
 gpu: venv ## What needs CUDA; says so where there is none
 	$(BIN)/python -m pytest -m gpu
 
-soak: venv ## 300 faults in real runs, one after another (half an hour); SEED= of the first one, COUNT=
-	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults -k survived --verbose
+soak: venv ## 300 faults in real runs, one after another, and as many killed saves (half an hour); SEED= of the first one, COUNT=
+	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py -k 'survived or killed' --verbose
 
 coverage: venv ## All tests, and which lines they reach: takes a quarter longer
 	$(BIN)/python -m pytest --cov -m "not gpu" --numprocesses 3 --dist worksteal

@@ -1,4 +1,4 @@
-"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts."""
+"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts, a small disk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -79,10 +80,24 @@ def shared_dir() -> Iterator[Path]:
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
     """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none, but never in CI."""
-    reason = why_unavailable()
+    _skip_but_in_ci(why_unavailable())
+    with network("host-a", "host-b") as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
+    _skip_but_in_ci(None if os.geteuid() == 0 else "mounting a file system needs root")
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    yield directory
+    subprocess.run(["umount", "--lazy", directory], check=True)
+
+
+def _skip_but_in_ci(reason: str | None) -> None:
     if reason is not None and os.environ.get("CI"):
         pytest.fail(f"CI must run this test: {reason}")
     if reason is not None:
         pytest.skip(reason)
-    with network("host-a", "host-b") as hosts:
-        yield hosts

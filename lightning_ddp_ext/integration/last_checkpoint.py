@@ -1,6 +1,7 @@
 """What ``ckpt_path="last"`` stands for: the newest whole file among the last checkpoints and the stop checkpoint.
 
-Each rank looks on its own disk before the ranks have met; later all restore what rank 0 has found.
+Each rank looks on its own disk before the ranks have met; later all restore what rank 0 has found. Rank 0 alone reads
+the files to tell whether they are whole.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn
 refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints")
 
 
-def with_last_checkpoint(args: tuple[Any, ...], trainer: Any) -> tuple[Any, ...]:
+def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool) -> tuple[Any, ...]:
     """The arguments of a function of the Trainer's, with a path in place of ``ckpt_path="last"``.
 
     They stay as they are where nothing whole is found: then Lightning says that there is nothing, or reading says what
@@ -27,10 +28,12 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any) -> tuple[Any, ...]
     """
     if trainer is None or "last" not in [arg for arg in args if isinstance(arg, str)]:
         return args
-    found = newest_whole(candidates(trainer))
+    newest_first = sorted(candidates(trainer), key=_modified, reverse=True)
+    found = newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
     if found is None:
         return args
-    rank_zero_info(f"ckpt_path='last' is {found}")
+    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
+        rank_zero_info(f"ckpt_path='last' is {found}")
     return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
 
@@ -48,9 +51,8 @@ def candidates(trainer: Any) -> set[str]:
     return {path for path in paths if locate(path).fs.exists(locate(path).path)}
 
 
-def newest_whole(paths: set[str]) -> str | None:
-    """The newest of these files that is whole; files that are passed over are named."""
-    newest_first = sorted(paths, key=_modified, reverse=True)
+def newest_whole(newest_first: list[str]) -> str | None:
+    """The first of these files that is whole; files that are passed over are named."""
     if len(newest_first) == 1:
         return newest_first[0]  # there is nothing else to take, and it is checked when it is read
     for path in newest_first:

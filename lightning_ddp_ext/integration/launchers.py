@@ -77,7 +77,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
-        args = with_last_checkpoint(args, trainer)
+        args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
         return supervised(function, *args, harmless=_HARMLESS, **kwargs)
 
     def _start(self, trainer: Any) -> None:
@@ -203,7 +203,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
             # each overwriting the others'. Lightning thinks of it for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        args = with_last_checkpoint(args, trainer)
+        args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == process_idx == 0)
         work = partial(supervised, function, harmless=_HARMLESS)
         queue: Any = _ResultsQueue(return_queue, self._child.results_file)
         try:

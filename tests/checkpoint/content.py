@@ -23,15 +23,6 @@ def numbers(*shape: int, start: float = 0.0) -> Tensor:
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
-class Owner:
-    """An object of its own class that has a tensor."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 class Tagged(Tensor):
     """A subclass of tensors."""
 
@@ -85,7 +76,6 @@ def unusual() -> dict[str, Any]:
             "quantized": torch.quantize_per_tensor(numbers(80, 100), 40.0, 3, torch.quint8),
             "per channel": torch.quantize_per_channel(leaf.detach(), scales, zeros, 0, torch.qint8),
             "module": module,
-            "owner": Owner(numbers(5000)),
         }
 
 
@@ -99,7 +89,7 @@ def facts(value: Any) -> Any:
         return type(value), [facts(each) for each in value]
     if isinstance(value, nn.Module):
         return type(value), facts([*value.parameters(), *value.buffers()])
-    return type(value), facts(value.tensor) if isinstance(value, Owner) else value
+    return type(value), value
 
 
 def _of_tensor(tensor: Tensor) -> tuple[Any, ...]:

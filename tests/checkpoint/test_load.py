@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +36,38 @@ def test_all_but_weights_is_read_into_memory_of_the_process(mode: Mode, tmp_path
     assert [name for name in expected if not same(value[name], expected[name])] == []
 
 
-def test_weights_stay_in_the_file_until_they_are_dropped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_path: Path) -> None:
     """What is only copied into a model takes no memory; what is kept elsewhere, or as extra state, has its own."""
     path, weight = tmp_path / "it.ckpt", numbers(MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
-    content = {"state_dict": {**weights, **extra}, "kept": weight[5:]}
+    content = weights.copy() if is_plain else {"state_dict": {**weights, **extra}, "kept": weight[5:]}
     saved(path, content)
     value = restored(path, map_weights=True)
     assert mapped(path)
     assert same(value, content)
     for name in weights:
-        del value["state_dict"][name], content["state_dict"][name]
+        for each in (value, content):
+            del each.get("state_dict", each)[name]
     assert not mapped(path)
     os.truncate(path, 0)
     assert same(value, content)
 
 
-def test_a_plain_state_dict_is_mapped_too(tmp_path: Path) -> None:
-    """A file of `torch.save(model.state_dict())` is nothing but weights."""
-    path, weights = tmp_path / "it.ckpt", {"a": numbers(MAPPED), "b": numbers(3)}
-    saved(path, weights)
+def test_a_tensor_is_the_record_of_its_name(tmp_path: Path) -> None:
+    """Also where one of its size, which nothing refers to, stands some whole pages before it."""
+    written, path, content = tmp_path / "it.ckpt", tmp_path / "crafted.ckpt", {"a": numbers(MAPPED)}
+    size = saved(written, content).tensor_data[0].size
+    decoy = {"it/data/x": bytes(size), "it/filler": bytes(-(size + 2 * (30 + len("it/filler"))) % 4096)}
+    with zipfile.ZipFile(written) as source, zipfile.ZipFile(path, "w") as target:
+        records = {name: source.read(name) for name in source.namelist()}
+        first, second = ({f"it/{name}": records.pop(f"it/{name}")} for name in ("data.pkl", "data/0"))
+        for name, data in {**first, **decoy, **second, **records}.items():
+            target.writestr(name, data)
     value = restored(path, map_weights=True)
     assert mapped(path)
-    assert same(value, weights)
-    value.clear()
-    assert not mapped(path)
+    assert same(value, content)
 
 
 class Once:
@@ -86,7 +93,7 @@ def test_views_still_share(tmp_path: Path) -> None:
     base = numbers(10)
     content = {"whole": base, "part": base[3:], "again": base}
     saved(tmp_path / "it.ckpt", content)
-    value = restored(tmp_path / "it.ckpt")
+    value = restored(tmp_path / "it.ckpt", "broadcast")
     assert same(value, content)
     value["whole"][5] = -1
     assert value["part"][2] == -1

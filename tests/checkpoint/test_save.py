@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, same
 from tests.harness.damage import without_checksums
-from tests.harness.disks import make_read_only, small_disk, why_no_disks
 
 
 @pytest.fixture(params=["relative", "file", "memory"])
@@ -126,13 +126,11 @@ def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int,
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["directory", "file"]
 
 
-@pytest.mark.skipif(why_no_disks() is not None, reason=str(why_no_disks()))
-def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_named(disk: Path, tmp_path: Path) -> None:
     """A read-only one, and a directory of somebody else's: each with what to do."""
-    with small_disk(tmp_path / "disk", 1) as disk:
-        make_read_only(disk)
-        with pytest.raises(CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"):
-            write({}, disk / "it.ckpt")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with pytest.raises(CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"):
+        write({}, disk / "it.ckpt")
     path = tmp_path / "it.ckpt"
     write({}, path)
     os.seteuid(65534)

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint.load import Mode
 from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
@@ -91,27 +89,13 @@ def test_an_old_file_is_read_or_refused(weights_only: bool, tmp_path: Path) -> N
             outcome(copy, weights_only=True)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from([b"", b"PK\3\4", b"\x80", b"\x80\2", b"PK\5\6"]), st.binary(max_size=80))
-def test_garbage_is_refused(path: Path, beginning: bytes, rest: bytes) -> None:
-    """Bytes that nobody has saved are never taken for a checkpoint, and never raise anything else."""
-    garbage = path.with_name("garbage.ckpt")
-    garbage.write_bytes(beginning + rest)
-    assert isinstance(outcome(garbage), CheckpointError)
-
-
 def test_records_that_torch_would_not_read_are_refused(path: Path, tmp_path: Path) -> None:
-    """One that is said to be a directory, and those of an archive that another program has packed again."""
+    """Those of an archive that another program has packed again."""
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "z.ckpt", "w", zipfile.ZIP_DEFLATED) as target:
         for name in source.namelist():
             target.writestr(name, source.read(name))
-        attributes = source.start_dir + 38
-    content = bytearray(path.read_bytes())
-    content[attributes] ^= 0x10
-    (tmp_path / "d.ckpt").write_bytes(content)
-    for name in ("z.ckpt", "d.ckpt"):
-        with pytest.raises(DamagedCheckpointError, match="has no proper header"):
-            open_archive(tmp_path / name)
+    with pytest.raises(DamagedCheckpointError, match="has no proper header"):
+        open_archive(tmp_path / "z.ckpt")
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,3 @@ def save(path: Path, **entries: Any) -> Path:
     }
     torch.save({**content, **entries}, path)
     return path
-
-
-class WouldRun:
-    """Makes a directory when it is unpickled."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.directory),)

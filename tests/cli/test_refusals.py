@@ -77,9 +77,3 @@ def test_what_cannot_be_read_is_told_in_one_sentence(
     assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert says in ended.stderr
     assert says in checkpoint(command, "--json", spelling).document["error"]
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify", "clean"])
-def test_a_command_without_its_argument_is_refused(command: str) -> None:
-    """Status 2, as for any command line that is not understood."""
-    assert checkpoint(command).status == 2

@@ -8,8 +8,8 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.cli.command import WouldRun, checkpoint, save
-from tests.harness.damage import flip, without_checksums
+from tests.cli.command import checkpoint, save
+from tests.harness.damage import WouldRun, flip, without_checksums
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch.serialization import set_crc32_options
 
@@ -21,6 +22,16 @@ def flip(path: Path, record: str) -> Path:
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     return path
+
+
+class WouldRun:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.directory),)
 
 
 @contextmanager

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ddp_ext import RankZeroCheckpointIO
-from tests.harness.damage import flip, without_checksums
+from tests.harness.damage import WouldRun, flip, without_checksums
 from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks
-from tests.integration.checkpointing import Net, train_and_save, trainer_for
-
-MODES = pytest.mark.parametrize(("kind", "mode"), [("ours", "map"), ("stock", "broadcast")])
+from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_ranks, weights
+from tests.integration.checkpointing import MODES, Net, train_and_save, trainer_for
 
 
 @pytest.fixture
@@ -30,16 +29,6 @@ def path(tmp_path: Path) -> Path:
     """The checkpoint of a short run."""
     train_and_save(tmp_path / "it.ckpt")
     return tmp_path / "it.ckpt"
-
-
-class WouldRun:
-    """Runs a command when it is unpickled."""
-
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (self.command,)
 
 
 def directory(path: Path) -> None:
@@ -72,6 +61,9 @@ def with_overlapping_records(path: Path, claims: int) -> Path:
 
 WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
     (lambda path: flip(path, "data/0"), "DamagedCheckpointError", "is damaged: state_dict.tied, state_dict.layers.0.w"),
+    # Of two records of equal size, side by side, each rank checks one.
+    (lambda path: flip(path, "data/1"), "DamagedCheckpointError", "is damaged: state_dict.layers.0.bias differs"),
+    (lambda path: flip(path, "data/2"), "DamagedCheckpointError", "is damaged: state_dict.layers.1.weight differs"),
     (lambda path: flip(path, "data.pkl"), "DamagedCheckpointError", "is damaged: data.pkl differs"),
     (lambda path: with_overlapping_records(path, 30), "DamagedCheckpointError", "is damaged: records data/"),
     (lambda path: os.truncate(path, path.stat().st_size // 2), "DamagedCheckpointError", "was probably cut off"),
@@ -85,9 +77,9 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
         "add_safe_globals([argparse.Namespace])",
     ),
     (
-        lambda path: with_entry(path, "state_dict", WouldRun(f"touch {path.parent}/it-ran")),
+        lambda path: with_entry(path, "state_dict", WouldRun(path.parent / "it-ran")),
         "UnsafeCheckpointError",
-        "holds posix.system",
+        "holds posix.mkdir",
     ),
     (lambda path: with_weight(path, 2, 3), "CheckpointMismatchError", "size mismatch for layers.3.bias"),
     (with_weight, "CheckpointMismatchError", 'Missing key(s) in state_dict: "layers.3.bias"'),
@@ -102,8 +94,9 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
 def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[str]:
     """What each file is refused with, one after another in one process."""
     found = []
+    weights_only = True if kind == "stock" else None  # which is torch's own default
     for path in files:
-        trainer = trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode, weights_only=True))
+        trainer = trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode, weights_only=weights_only))
         with pytest.raises(Exception) as caught:  # noqa: PT011
             trainer.test(Net(), ckpt_path=path, verbose=False)
         found.append(f"{caught.type.__name__}: {caught.value}")
@@ -145,33 +138,39 @@ def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, 
 
 
 class Strikes:
-    """Raises on one rank, or kills it, when it is unpickled."""
+    """Raises on one rank, or kills it, when rank 0 unpickles it before it is sent, or when all do so after that."""
 
-    def __init__(self, victim: int, is_killed: bool) -> None:
-        self.state = victim, is_killed
+    def __init__(self, victim: int, is_killed: bool, moment: str) -> None:
+        self.state = victim, is_killed, moment
 
-    def __setstate__(self, state: dict[str, tuple[int, bool]]) -> None:
-        self.state = victim, is_killed = state["state"]  # rank 0 sends it on
-        if os.environ.get("RANK") != str(victim):
+    def __setstate__(self, state: dict[str, tuple[int, bool, str]]) -> None:
+        victim, is_killed, moment = state["state"]
+        self.state = victim, is_killed, "before" if moment == "after" else moment
+        if moment != "before" or os.environ.get("RANK") != str(victim):
             return
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         raise OSError("the disk is gone")
 
 
-def read_together(rank: int, world_size: int, directory: Path, path: Path) -> None:
-    io = RankZeroCheckpointIO(restore="broadcast", weights_only=False)
+def read_together(rank: int, world_size: int, directory: Path, path: Path, moment: str) -> None:
+    if rank == 0 and moment == "during":
+        dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    io = RankZeroCheckpointIO(restore="broadcast")
     trainer = make_trainer(make_strategy("ours", directory), plugins=[io], devices=3)
-    trainer.test(Net(), ckpt_path=path, verbose=False)
+    trainer.test(Net(), ckpt_path=path, verbose=False, weights_only=False)
 
 
-@pytest.mark.parametrize(("victim", "is_killed"), [(0, False), (2, True)])
+@pytest.mark.parametrize(
+    ("victim", "is_killed", "moment"),
+    [(0, False, "before"), (0, True, "during"), (0, True, "after"), (2, True, "after")],
+)
 def test_a_rank_that_fails_while_others_restore_ends_all(
-    victim: int, is_killed: bool, path: Path, tmp_path: Path
+    victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path
 ) -> None:
-    """Before rank 0 sends, or when another one unpacks: all end within seconds, and say because of whom."""
-    with_entry(path, "strikes", Strikes(victim, is_killed))
-    outcomes = launch_ranks(read_together, 3, tmp_path, path, env=by_hand_env(3), time_limit=25)
+    """Before, while or after rank 0 sends: all end within seconds, and say because of whom."""
+    with_entry(path, "strikes", Strikes(victim, is_killed, moment))
+    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3), time_limit=25)
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code != 0
         if is_killed and rank == victim:
@@ -190,6 +189,10 @@ def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:
 
 
 def test_the_plugin_serves_a_stock_strategy_alone(path: Path, tmp_path: Path) -> None:
-    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and saves, also to other stores."""
+    """`Trainer(strategy="ddp", plugins=[RankZeroCheckpointIO()])` tests, trains and saves, also to other stores.
+
+    What it saves is what `load_from_checkpoint` takes.
+    """
     on_ranks("stock", use_the_plugin_alone, tmp_path, path)
-    assert_same(torch.load(tmp_path / "stock" / "alone.ckpt")["state_dict"], torch.load(path)["state_dict"])
+    alone = Net.load_from_checkpoint(tmp_path / "stock" / "alone.ckpt")
+    assert_same(weights(alone), torch.load(path)["state_dict"])

@@ -9,14 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_ddp_ext import RankZeroCheckpointIO
+from tests.checkpoint.content import MAPPED, mapped
 from tests.harness.training import KINDS, At, Kind, assert_same, on_ranks, weights
 from tests.integration.checkpointing import (
+    MODES,
     Keeper,
     Net,
     checkpoint_callback,
@@ -28,28 +33,55 @@ from tests.integration.checkpointing import (
 from tests.integration.stopping import signalled
 
 BOTH = pytest.mark.parametrize("kind", KINDS)
-MODES = pytest.mark.parametrize(("kind", "mode"), [("ours", "map"), ("stock", "broadcast")])
 
 
-def resumed(kind: Kind, directory: Path, path: Path, mode: Any) -> tuple[dict[str, Any], int]:
-    """Everything when training begins, and the steps at its end."""
-    options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"])}
+class TwoOptimizers(Net):
+    """SGD for one weight and Adam for the others, stepped by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return torch.optim.SGD([first], lr=0.01, momentum=0.9), torch.optim.Adam(others, lr=0.01)
+
+
+def resumed(kind: Kind, directory: Path, path: Path, mode: Any, model: Any) -> tuple[dict[str, Any], int]:
+    """Everything when training begins, and the steps at its end; with `auto`, rank 0 alone has the file."""
+    if mode == "auto":
+        os.chdir(path.parent if os.environ["RANK"] == "0" else directory)
+        path = Path(path.name)
+    plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+    options = {"max_epochs": 2, "devices": int(os.environ["WORLD_SIZE"]), "plugins": plugins}
     trainer = trainer_for(kind, directory, RankZeroCheckpointIO(restore=mode), [Keeper()], **options)
-    return fit_from(trainer, path), trainer.global_step
+    return fit_from(trainer, path, model()), trainer.global_step
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(
-    ("kind", "world_size", "mode"),
-    [("ours", 2, "map"), ("stock", 2, "map"), ("ours", 4, "broadcast")],
+    ("kind", "world_size", "mode", "model"),
+    [
+        ("ours", 2, "map", Net),
+        ("stock", 2, "map", TwoOptimizers),
+        ("ours", 2, "auto", Net),
+        ("ours", 4, "broadcast", Net),
+    ],
 )
-def test_a_run_continues_with_all_that_was_saved(kind: Kind, world_size: int, mode: str, tmp_path: Path) -> None:
-    """Weights, optimisers, schedules, progress and every kind of tensor are on each rank what they were."""
-    before = train_and_save(tmp_path / "it.ckpt")
-    results = on_ranks(kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, world_size=world_size)
+def test_a_run_continues_with_all_that_was_saved(
+    kind: Kind, world_size: int, mode: str, model: Any, tmp_path: Path
+) -> None:
+    """Weights, optimisers, schedules, scaler, progress and every kind of tensor are on each rank what they were."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
+    before = train_and_save(tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)])
+    results = on_ranks(kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, model, world_size=world_size)
     for state, steps in results:
         assert_same(state, before)
-        assert steps == before["step"] + 8 // world_size
+        assert steps == before["step"] + len(before["optimizers"]) * 8 // world_size
 
 
 class SwapsWeights(Net):
@@ -93,6 +125,37 @@ def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path:
         assert_same({name: lenient[name] for name in before}, before)
 
 
+class LooksOn(L.Callback):
+    """Reads what is about to be loaded."""
+
+    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["state_dict"]
+
+
+def large(model: Net) -> Net:
+    """Larger than what is read rather than mapped."""
+    model.register_buffer("large", torch.zeros(MAPPED))
+    return model
+
+
+def seen_mapped(kind: Kind, directory: Path, path: Path) -> list[bool]:
+    """Whether the file is mapped once the model is loaded, and later, without hooks, with the model's, with another."""
+    seen: list[bool] = []
+    for model, callbacks in ((Net(), []), (SwapsWeights(), []), (Net(), [LooksOn()])):
+        large(model).register_load_state_dict_post_hook(lambda *_: seen.append(mapped(path)))
+        trainer_for(kind, directory, None, callbacks).test(model, ckpt_path=path, verbose=False)
+        seen.append(mapped(path))
+    return seen
+
+
+@BOTH
+def test_weights_are_mapped_while_they_are_loaded(kind: Kind, tmp_path: Path) -> None:
+    """What takes no memory for long is mapped; where a hook might keep it, it is read."""
+    train_and_save(tmp_path / "it.ckpt", large(Net()))
+    for seen in on_ranks(kind, seen_mapped, tmp_path, tmp_path / "it.ckpt"):
+        assert seen == [True, False, False, False, False, False]
+
+
 class Silent(Net):
     """Logs nothing: Lightning's `log` cannot be compiled."""
 
@@ -115,23 +178,32 @@ def test_a_compiled_model_is_restored_and_saved(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "ours" / "compiled.ckpt")["state_dict"].keys() == before["weights"].keys()
 
 
-def from_state_dict(kind: Kind, directory: Path, path: Path) -> dict[str, Any]:
+def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Everything when training begins; and what is logged, about that and the other uses of the file."""
+    told: list[str] = []
+    rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
     state = fit_from(trainer_for(kind, directory, max_epochs=1), path)
-    model = Net()
-    trainer_for(kind, directory).test(model, ckpt_path=path, verbose=False)
-    assert_same(state["weights"], weights(model))
-    return state
+    for use in ("validate", "test", "predict"):
+        model = Net()
+        getattr(trainer_for(kind, directory), use)(model, ckpt_path=path)
+        assert_same(state["weights"], weights(model))
+    return state, [line for line in told if line.startswith(f"{path} is a plain state dict: its weights are loaded")]
 
 
 @BOTH
 def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
-    """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model, gives a run its weights."""
+    """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model, gives a run its weights.
+
+    So it does for validation, test and predictions, and the log says what starts anew.
+    """
     torch.manual_seed(1)
     saved = weights(Net())
     torch.save({f"module._orig_mod.{name}": value for name, value in saved.items()}, tmp_path / "plain.pt")
-    for state in on_ranks(kind, from_state_dict, tmp_path, tmp_path / "plain.pt"):
+    results = on_ranks(kind, from_state_dict, tmp_path, tmp_path / "plain.pt")
+    for state, _ in results:
         assert_same(state["weights"], saved)
         assert state["step"] == 0
+    assert [len(told) for _, told in results] == [4, 0]
 
 
 def last_on_rank_zero(kind: Kind, directory: Path) -> dict[str, Any]:
@@ -151,16 +223,24 @@ def test_last_is_what_rank_zero_finds(kind: Kind, tmp_path: Path) -> None:
         assert_same(state, before)
 
 
+def fail_to_read(*_: Any) -> bytes:
+    raise OSError("this rank's disk is gone")
+
+
 def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
-    """One and the same command line; the first time, rank 1 gets a SIGTERM after some batches."""
+    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later."""
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
         ModelCheckpoint(kept, save_last=True),
     ]
-    if is_stopped and os.environ["RANK"] == "1":
-        callbacks.append(signalled("on_train_batch_end", 5))
-    trainer = trainer_for(kind, directory, None, callbacks, max_epochs=10)  # long enough to agree on a stop
+    if os.environ["RANK"] == "1":
+        if is_stopped:
+            callbacks.append(signalled("on_train_batch_end", 5))
+        else:
+            os.pread = fail_to_read
+    io = RankZeroCheckpointIO(restore="broadcast")
+    trainer = trainer_for(kind, directory, io, callbacks, max_epochs=10)  # long enough to agree on a stop
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
         warnings.simplefilter("always")
         trainer.fit(Net(), ckpt_path="last")
@@ -171,17 +251,18 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
 def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     """The same command line, run again, resumes from the newest whole file, and rank 0 names one that is not whole.
 
-    The stop checkpoint is newer than `last.ckpt`.
+    The stop checkpoint is newer than `last.ckpt`. Rank 0 alone reads both to find out.
     """
     kept, cut_off = tmp_path / "kept", tmp_path / "cut off"
     stopped, _ = on_ranks("ours", run_again, tmp_path, kept, True)
     assert (stopped["from"], stopped["to"] > 5) == (0, True)
     shutil.copytree(kept, cut_off)
+    (cut_off / "last.ckpt").rename(cut_off / "last-v1.ckpt")
     os.truncate(cut_off / "preempted.ckpt", (kept / "preempted.ckpt").stat().st_size // 2)
     resumed, _ = on_ranks("ours", run_again, tmp_path, kept, False)
     assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}
     again, other = on_ranks("ours", run_again, tmp_path, cut_off, False)
-    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), "last.ckpt is of the end of an epoch"
+    assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), "last-v1.ckpt is of an epoch's end"
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
     path = cut_off / "preempted.ckpt"

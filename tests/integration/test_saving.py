@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +10,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.disks import small_disk, why_no_disks
+from lightning_ddp_ext import DDPExtError, DDPExtStrategy, OptionError, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
-from tests.harness.training import KINDS, At, Kind, Net, make_trainer, on_ranks, weights
-from tests.integration.checkpointing import checkpoint_callback, trainer_for
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
-    reason = why_no_disks()
-    if reason is not None and os.environ.get("CI"):
-        pytest.fail(f"CI must run this test: {reason}")
-    if reason is not None:
-        pytest.skip(reason)
-    with small_disk(tmp_path / "disk", 4) as directory:
-        yield directory
+from tests.harness.training import KINDS, At, Kind, Net, make_strategy, make_trainer, on_ranks, weights
+from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
 
 
 class Ballast(L.Callback):
@@ -103,6 +88,8 @@ class MissingValue(dict[str, Any]):
     def items(self) -> Any:
         raise KeyError("???")
 
+    __iter__ = keys = values = items
+
     def __reduce__(self) -> Any:
         return MissingValue, ()
 
@@ -138,18 +125,18 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
 
 
 def remembered(kind: Kind, directory: Path, place: Path, background: bool, failing: tuple[int, ...]) -> dict[str, Any]:
-    """What the callback remembers of three epochs, of which some did not fit the disk."""
+    """What the callback remembers of four epochs, of which some did not fit the disk."""
     io = RankZeroCheckpointIO(on_save_error="warn", background=background)
-    options = {"monitor": "epoch", "mode": "max", "save_last": True}
+    options = {"monitor": "epoch", "mode": "max", "save_last": not background}
     callback = checkpoint_callback("stock", dirpath=place, filename="{epoch}", **options)
-    trainer_for(kind, directory, io, [callback, Ballast(failing)], max_epochs=3).fit(Net())
+    trainer_for(kind, directory, io, [callback, Ballast(failing)], max_epochs=4).fit(Net())
     kept = [Path(path).name for path in callback.best_k_models]
     return {"best": Path(callback.best_model_path).name, "k": kept, "last": Path(callback.last_model_path).name}
 
 
 @pytest.mark.parametrize(
     ("kind", "background", "failing", "kept"),
-    [("stock", False, (1,), 2), ("ours", True, (1, 2), 0)],
+    [("stock", False, (1,), 3), ("ours", True, (1, 3), 2)],
 )
 def test_the_save_that_failed_is_the_one_that_is_forgotten(
     kind: Kind, background: bool, failing: tuple[int, ...], kept: int, disk: Path, tmp_path: Path
@@ -159,9 +146,9 @@ def test_the_save_that_failed_is_the_one_that_is_forgotten(
     Every file that the callback remembers is there, and no other.
     """
     one, other = on_ranks(kind, remembered, tmp_path, disk, background, failing)
-    name = f"epoch={kept}.ckpt"
-    assert one == other == {"best": name, "k": [name], "last": "last.ckpt"}
-    assert sorted(path.name for path in disk.iterdir()) == [name, "last.ckpt"]
+    name, last = f"epoch={kept}.ckpt", "" if background else "last.ckpt"
+    assert one == other == {"best": name, "k": [name], "last": last}
+    assert {path.name for path in disk.iterdir()} == {name, last or name}
     assert all(torch.load(path)["epoch"] == kept for path in disk.iterdir())
 
 
@@ -198,14 +185,17 @@ def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[
 
     io = RankZeroCheckpointIO(background=True)
     callback = checkpoint_callback(kind, dirpath=place, filename="{step}", every_n_train_steps=1, **options)
-    trainer_for(kind, directory, io, [callback, Looks()], max_epochs=3).fit(Net())
+    trainer = trainer_for(kind, directory, io, [callback, Looks(), Ballast((3,))], max_epochs=3)
+    trainer.fit(Net())
+    trainer.save_checkpoint(directory / "large.ckpt")
+    trainer.test(Net(), ckpt_path=directory / "large.ckpt", verbose=False)
     return seen
 
 
 @pytest.mark.lowest
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
-    """Nothing is removed before its successor is on the disk; a link never points at nothing."""
+    """Nothing is removed before its successor is on the disk; a link never points at nothing; what is read is there."""
     place = tmp_path / "kept"
     options = {"save_last": "link"} if kind == "stock" else {}
     seen = on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
@@ -224,19 +214,36 @@ def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
             mine = trainer.current_epoch if trainer.global_rank == 0 else -trainer.current_epoch
             module.log("score", float(mine), rank_zero_only=False)
 
-    callback = RankZeroCheckpoint(directory / "best", "{epoch}-{score:.1f}", monitor="score", save_top_k=2)
-    trainer_for(kind, directory, None, [Scores(), callback], max_epochs=4).fit(Net())
+    options = {"save_top_k": 2, "save_weights_only": True}
+    callback = RankZeroCheckpoint(directory / "best", "{epoch}-{score:.1f}", monitor="score", **options)
+    other = RankZeroCheckpoint(directory / "other", "{epoch}", every_n_epochs=3)
+    trainer_for(kind, directory, None, [Scores(), callback, other], max_epochs=4).fit(Net())
     return {name: value for name, value in callback.state_dict().items() if name != "dirpath"}
 
 
 @pytest.mark.lowest
 def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
-    """Which checkpoint is best, and what it is called, does not depend on whom you ask."""
+    """Which checkpoint is best, and what it is called, does not depend on whom you ask; another callback saves, too."""
     one, other = on_ranks("stock", best_by_rank, tmp_path)
     assert one == other
     assert Path(one["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
     names = ["epoch=0-score=0.0.ckpt", "epoch=1-score=1.0.ckpt"]
     assert sorted(path.name for path in (tmp_path / "stock" / "best").iterdir()) == names
+    assert "optimizer_states" not in torch.load(one["best_model_path"])
+    assert "optimizer_states" in torch.load(tmp_path / "stock" / "other" / "epoch=2.ckpt")
+
+
+@pytest.mark.lowest
+def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
+    """Without a strategy of several ranks it saves as well; where the Trainer has another IO, that is an error."""
+    callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO(background=True))
+    options = {"devices": 1, "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
+    trainer, other = (make_trainer("auto", plugins=plugins, **options) for plugins in ([], [RankZeroCheckpointIO()]))
+    trainer.fit(Net())
+    assert isinstance(trainer.strategy.checkpoint_io, RankZeroCheckpointIO)
+    assert torch.load(callback.best_model_path)["epoch"] == 0
+    with pytest.raises(OptionError, match="would take the place of the RankZeroCheckpointIO that the Trainer has"):
+        other.fit(Net())
 
 
 @pytest.mark.lowest
@@ -272,28 +279,26 @@ class Waits:
         return Waits, ()
 
 
-class Slow(L.Callback):
-    """Has rank 0 save what takes until the test lets it."""
-
-    def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.is_global_zero:
-            checkpoint["slow"] = Waits()
-
-
-def saves_slowly(rank: int, world_size: int, directory: Path) -> None:
+def saves_slowly(rank: int, world_size: int, directory: Path, save_deadline: float) -> None:
     save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
-    trainer_for("ours", directory, None, [Slow(), save], max_epochs=1).fit(Net())
+    strategy = make_strategy("ours", directory, save_deadline=save_deadline)
+    make_trainer(strategy, callbacks=[Keeper(Waits()), save], max_epochs=1).fit(Net())
 
 
-def test_a_save_is_finished_when_another_rank_dies(tmp_path: Path) -> None:
-    """It needs nothing of the others, so rank 0 finishes it before it ends because of them."""
-    with RankProcesses(saves_slowly, 2, tmp_path, env=by_hand_env(2), time_limit=60) as ranks:
+@pytest.mark.parametrize(("save_deadline", "is_finished"), [(60, True), (1, False)])
+def test_a_save_is_finished_when_another_rank_dies(save_deadline: float, is_finished: bool, tmp_path: Path) -> None:
+    """It needs nothing of the others, so rank 0 finishes it before it ends because of them; or ends at the deadline."""
+    with RankProcesses(saves_slowly, 2, tmp_path, save_deadline, env=by_hand_env(2), time_limit=60) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
         ranks.wait_for_output("this rank finishes the checkpoint that it is writing", rank=0)
-        ranks.release(0)
+        if is_finished:
+            ranks.release(0)
         outcome, _ = ranks.wait()
-    assert outcome.error is not None
-    assert "rank 1" in outcome.error.message
-    assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
-    assert not list(tmp_path.glob(".ddpx-*.partial"))
+    assert outcome.exit_code != 0
+    assert (tmp_path / "it.ckpt").exists() == is_finished
+    if is_finished:
+        assert outcome.error is not None
+        assert "rank 1" in outcome.error.message
+        assert torch.load(tmp_path / "it.ckpt", weights_only=False)["global_step"] == 4
+        assert not list(tmp_path.glob(".ddpx-*.partial"))
