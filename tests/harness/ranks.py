@@ -24,7 +24,7 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,6 @@ class RankProcesses:
         time_limit: seconds within which all must have ended.
         env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
         namespaces: one place per rank (a host of ``network``), or None for the test's own.
-        start: the order in which ranks are started.
     """
 
     def __init__(
@@ -93,21 +92,19 @@ class RankProcesses:
         time_limit: float = 30.0,
         env: Environment | None = None,
         namespaces: Sequence[Place | None] | None = None,
-        start: Iterable[int] | None = None,
         **kwargs: Any,
     ) -> None:
         self._world_size, self._time_limit = world_size, time_limit
         self._call = pickle.dumps((function, args, kwargs))
         self._env = env or {}
         self._places = namespaces or [None] * world_size
-        self._order = start or range(world_size)
         self._ranks: dict[int, Rank] = {}
 
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
         try:
-            for rank in self._order:
+            for rank in range(self._world_size):
                 self._ranks[rank] = Rank(
                     rank,
                     self._world_size,
