@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_ddp_ext.errors import DisagreementError, DuplicateRankError, RendezvousError, StoreError
@@ -92,6 +93,11 @@ def expect_welcome(*processes: Process) -> None:
 
 def tcp() -> TcpEndpoint:
     return TcpEndpoint(Tcp("127.0.0.1", free_port()))
+
+
+def listeners() -> set[Any]:
+    """The addresses at which this process listens."""
+    return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
 
 
 @pytest.fixture(params=["tcp", "file"])
@@ -179,8 +185,11 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
 
 
 def test_strangers_do_not_disturb_a_start() -> None:
-    """Port scanners, say, ranks beyond their own world, and however many that say nothing."""
-    listens = threading.Event()
+    """Port scanners, say, ranks beyond their own world, and however many that say nothing.
+
+    At a loopback address only those of this host reach rank 0 and its store.
+    """
+    listens, before = threading.Event(), listeners()
 
     class Told(TcpEndpoint):
         def publish(self, address: Address) -> None:
@@ -189,6 +198,7 @@ def test_strangers_do_not_disturb_a_start() -> None:
     endpoint = Told(Tcp("127.0.0.1", free_port()))
     zero = Process(0, 2, endpoint)
     assert listens.wait(LONG)
+    assert {address.ip for address in listeners() - before} == {"127.0.0.1"}
     beyond = asdict(Hello(RankInfo(7), 4, "", {}))
     strangers = []
     for sent in (

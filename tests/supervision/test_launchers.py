@@ -10,11 +10,15 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.scripts import Script, start_script
 from tests.supervision.model import who
 
@@ -26,11 +30,9 @@ STRATEGIES = ("ddp_ext", "ddp_ext_spawn")
 
 
 @contextlib.contextmanager
-def train(
-    *what: str, strategy: str = "ddp_ext", launcher: tuple[str, ...] = ("python",), ends_within: float = 15.0
-) -> Iterator[Script]:
+def train(*what: str, strategy: str = "ddp_ext", ends_within: float = 15.0, **options: Any) -> Iterator[Script]:
     """The training script under way; fails unless all of its processes end so many seconds after the first."""
-    with start_script(SCRIPT, strategy, *what, launcher=launcher, time_limit=100.0) as script:
+    with start_script(SCRIPT, strategy, *what, time_limit=100.0, **options) as script:
         yield script
         script.wait()
         script.expect_no_survivors(ends_within)
@@ -137,10 +139,23 @@ def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
     assert "RankDiedError" not in done.output
 
 
-def test_the_launching_rank_waits_for_those_that_still_work() -> None:
+def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
     """Rank 0 has started the others and ends after them; one that works on after ``fit`` is no orphan."""
-    with train("lingers") as script:
+    with train("lingers", env={"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}) as script:
         done = script.wait()
         assert script.survivors() == []
     assert done.returncode == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
+    assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
+
+
+@pytest.mark.slow
+def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that has ended says for which rank it waits, and kills it when it has waited long enough."""
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
+    with subprocess.Popen(["sleep", "99"]) as child:
+        ChildScripts([child], at_most=0.1).wait()
+    assert child.returncode == -signal.SIGKILL
+    assert f"waiting for local rank 1 (pid {child.pid}) to end, too" in capsys.readouterr().err
