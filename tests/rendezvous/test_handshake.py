@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -179,9 +180,18 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
     ours.publish(replace(address, nonce="of a killed run"))
     lost = Process(1, 2, ours, init_timeout=2.0, pid=7)
     # The last attempt may have had no time for an answer.
-    found = r"\((another run answers there|it accepted, but is silent)\); check that rank 0 is started"
-    assert re.search(found, same_error(StoreError, lost))
+    found = r"\((another run answers there|it accepted, but is silent); pid {} on host {} has published its address"
+    assert re.search(found.format(os.getpid(), socket.gethostname()), same_error(StoreError, lost))
     results(*running)
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Rank 0 says which one, why, and what to do."""
+    path = tmp_path / "removed" / "run"
+    assert same_error(StoreError, Process(0, 2, FileEndpoint(str(path)))) == (
+        f"init_method 'file://{path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write its address "
+        "there: No such file or directory; make the directory, free space on its disk, or choose another file"
+    )
 
 
 def test_strangers_do_not_disturb_a_start() -> None:
