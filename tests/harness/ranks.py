@@ -152,10 +152,11 @@ class RankProcesses:
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank, timeout)
         return values.pop(0)
 
-    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> None:
-        """Wait until the rank has written ``text``; errors as for ``wait_for``."""
+    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> str:
+        """Wait until the rank has written ``text``, and return all that it has written; errors as for ``wait_for``."""
         outcome = self._ranks[rank].outcome
         self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank, timeout)
+        return outcome.output
 
     def wait(self, *ranks: int) -> list[Outcome]:
         """Wait for the end of these ranks (none named: of all); return how they ended, in that order."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
 
 
 def started_as() -> int | None:
     """The rank of a process that was started as one, where that can be told before anything is imported."""
-    if multiprocessing.current_process().name.startswith("SpawnProcess-"):
-        return int(multiprocessing.current_process().name.partition("-")[2]) - 1
+    found = re.match(r"SpawnProcess-(?:.*:)?(\d+)$", multiprocessing.current_process().name)
+    if found:
+        return int(found[1]) - 1
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 

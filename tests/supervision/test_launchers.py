@@ -1,7 +1,8 @@
 """How runs end that a launcher has started: after a failure, after the kill of any process, and well.
 
-Scripts here are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where
-nothing is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
+The script, or the launcher that starts it, is a process of the harness, which has imported everything; the ranks that
+it starts are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where nothing
+is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
 """
 
 from __future__ import annotations
@@ -9,40 +10,69 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch.distributed.run
 
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
-from tests.harness.scripts import Script, start_script
+from tests.harness.processes import MARK, marked, name_of, wait_until_gone
+from tests.harness.ranks import Environment, RankProcesses
+from tests.harness.scripts import start_script
 from tests.supervision.model import who
 
-SCRIPT = Path(__file__).with_name("script.py")
+SCRIPT = str(Path(__file__).with_name("script.py"))
+ROOT = str(Path(__file__).parents[2])
+WORKERS = ("--standalone", "--nproc-per-node=2")
+TORCHRUN = (torch.distributed.run.__file__, *WORKERS)
 
 
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
-STRATEGIES = ("ddp_ext", "ddp_ext_spawn")
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def be_the_script(rank: int, world_size: int, *command: str) -> None:
+    """A process in which a script runs, with its arguments."""
+    sys.argv = list(command)
+    runpy.run_path(command[0], run_name="__main__")
 
 
 @contextlib.contextmanager
-def train(*what: str, strategy: str = "ddp_ext", ends_within: float = 15.0, **options: Any) -> Iterator[Script]:
-    """The training script under way; fails unless all of its processes end so many seconds after the first."""
-    with start_script(SCRIPT, strategy, *what, time_limit=100.0, **options) as script:
+def train(
+    *what: str,
+    strategy: str = "ddp_ext",
+    launcher: tuple[str, ...] = (),
+    ends_within: float = 15.0,
+    env: Environment | None = None,
+) -> Iterator[RankProcesses]:
+    """The training script under way; fails unless all that it has started ends so many seconds after the first."""
+    mark = f"{os.environ[MARK]}/script"
+    env = {**(env or {}), "PYTHONPATH": ROOT, MARK: mark}
+    command = (*launcher, SCRIPT, strategy, *what)
+    with RankProcesses(be_the_script, 1, *command, env=env, time_limit=100.0) as script:
         yield script
-        script.wait()
-        script.expect_no_survivors(ends_within)
+        (outcome,) = script.wait()
+        left = [name_of(process) for process in wait_until_gone(lambda: marked(mark), ends_within)]
+        assert not left, f"{left}\n{outcome.story()}"
 
 
-def wait_for_ranks(script: Script) -> dict[int, int]:
+def wait_for_ranks(script: RankProcesses) -> dict[int, int]:
     """Wait until both ranks are in the third step; their process ids by rank."""
     for rank in range(2):
-        script.wait_for_line(rf"^rank {rank} in step 3$", timeout=80.0)
-    return script.rank_pids()
+        output = script.wait_for_output(f"rank {rank} in step 3\n", 0, timeout=80.0)
+    return pids_of_ranks(output)
+
+
+def pids_of_ranks(output: str) -> dict[int, int]:
+    """The process ids of the ranks that have said who they are."""
+    lines = re.findall(r"^harness: rank (\d) is process (\d+)$", output, re.MULTILINE)
+    return {int(rank): int(pid) for rank, pid in lines}
 
 
 def lines_of(stderr: str) -> list[str]:
@@ -62,33 +92,40 @@ def told(culprit: int, pids: dict[int, int]) -> str:
 def test_the_traceback_is_printed_once() -> None:
     """The run fails, the other rank prints one line, and the rank that failed its traceback."""
     with train("fails") as script:
-        done = script.wait()
-    lines = lines_of(done.stderr)
-    assert done.returncode == 1
-    assert [line for line in lines if line.startswith("[rank")] == [told(1, script.rank_pids())], done.output
+        (done,) = script.wait()
+    lines = lines_of(done.output)
+    assert done.exit_code == 1
+    assert [line for line in lines if line.startswith("[rank")] == [told(1, pids_of_ranks(done.output))], done.output
     assert lines.count('    raise BoomError("no such layer")') == 1, done.output
     assert lines.count("tests.supervision.model.BoomError: no such layer") == 1, done.output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_of_a_rank_ends_all_and_is_named(victim: int) -> None:
-    """The other rank ends, with its workers, names the one that died, and the script ends."""
+def test_a_kill_of_a_rank_ends_all_and_is_named() -> None:
+    """The launching rank names the one that died, whose workers end, too."""
     with train("endless", "with-workers") as script:
         pids = wait_for_ranks(script)
-        os.kill(pids[victim], signal.SIGKILL)
-        death = f"{who(victim, pids[victim])} died: its process ended unexpectedly; every rank stops."
-        script.wait_for_line(re.escape(f"[rank {1 - victim}] RankDiedError: {death}"))
-        done = script.wait()
-    assert done.returncode == (-signal.SIGKILL if pids[victim] == script.pid else 1), done.output
+        os.kill(pids[1], signal.SIGKILL)
+        (done,) = script.wait()
+    death = f"{who(1, pids[1])} died: its process ended unexpectedly; every rank stops."
+    assert f"[rank 0] RankDiedError: {death}" in done.output
+    assert done.exit_code == 1
 
 
-def test_a_kill_of_the_launching_process_ends_all() -> None:
-    """Ranks that are left alone say why they end."""
-    with train("endless", launcher=TORCHRUN) as script:
-        wait_for_ranks(script)
+@pytest.mark.parametrize(
+    ("launcher", "line"),
+    [
+        (("python",), r"^\[rank 1\] RankDiedError: rank 0 \(host .+, pid {}\) died: its process ended unexpectedly;"),
+        (("torchrun", *WORKERS), r"the process that launched this one \(pid {}\) is gone, so this one ends, too$"),
+    ],
+)
+def test_a_kill_of_the_launching_process_ends_all(launcher: tuple[str, ...], line: str) -> None:
+    """Ranks that are left alone end, with their workers, and say why."""
+    with start_script(SCRIPT, "ddp_ext", "endless", "with-workers", launcher=launcher, time_limit=100.0) as script:
+        for rank in range(2):
+            script.wait_for_line(rf"^rank {rank} in step 3$", timeout=80.0)
         os.kill(script.pid, signal.SIGKILL)
-        line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
-        script.wait_for_line(line, timeout=60.0)
+        script.wait_for_line(line.format(script.pid), timeout=60.0)
+        script.expect_no_survivors(15.0)
 
 
 @pytest.mark.parametrize(
@@ -101,29 +138,28 @@ def test_a_kill_of_the_launching_process_ends_all() -> None:
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
     """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
     with train("stays", strategy=strategy) as script:
-        script.wait_for_line("^rank 1 begins$", timeout=60.0)
-        pids = script.rank_pids()
-        script.kill(1)
-        done = script.wait()
-    assert done.returncode == 1
-    assert f"local {who(1, pids[1])} {verdict}" in lines_of(done.stderr)[-1], done.output
+        pid = pids_of_ranks(script.wait_for_output("rank 1 begins\n", 0, timeout=60.0))[1]
+        os.kill(pid, signal.SIGKILL)
+        (done,) = script.wait()
+    assert done.exit_code == 1
+    assert f"local {who(1, pid)} {verdict}" in lines_of(done.output)[-1], done.output
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_ext_spawn"])
 def test_ranks_that_are_orphaned_while_they_start_end(strategy: str) -> None:
     """A rank whose launcher is killed while it imports ends when it has imported this package."""
     with train(strategy=strategy, ends_within=60.0) as script:
-        script.wait_for_line("^rank 1 begins$", timeout=60.0)
-        os.kill(script.pid, signal.SIGKILL)
+        script.wait_for_output("rank 1 begins\n", 0, timeout=60.0)
+        script.kill(0)
 
 
 def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
     """Ctrl-C reaches all processes of a run at once; they stop together, and none takes that for a death."""
     with train("endless") as script:
         wait_for_ranks(script)
-        os.killpg(script.pid, signal.SIGINT)
-        done = script.wait()
-    assert done.returncode == 130
+        os.killpg(script.pids[0], signal.SIGINT)
+        (done,) = script.wait()
+    assert done.exit_code == 130
     assert done.output.count("all ranks stop after step") == 1
     assert "Error" not in done.output
 
@@ -132,19 +168,19 @@ def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
     """The agent passes SIGTERM on to its ranks; they stop together, save, and none is taken for dead."""
     with train("endless", launcher=TORCHRUN) as script:
         wait_for_ranks(script)
-        os.kill(script.pid, signal.SIGTERM)
-        done = script.wait()
-    assert done.returncode != 0
+        script.kill(0, signal.SIGTERM)
+        (done,) = script.wait()
+    assert done.exit_code != 0
     assert done.output.count("saved to") == 1
     assert "RankDiedError" not in done.output
 
 
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
     """Rank 0 has started the others and ends after them; one that works on after ``fit`` is no orphan."""
-    with train("lingers", env={"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}) as script:
-        done = script.wait()
-        assert script.survivors() == []
-    assert done.returncode == 0, done.output
+    env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
+    with train("lingers", env=env, ends_within=0.0) as script:
+        (done,) = script.wait()
+    assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
 
