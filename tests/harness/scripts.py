@@ -32,7 +32,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,12 @@ def run_on_ranks(
     forks its ranks. Returns what all of them have printed, rank by rank; fails unless each ends with ``returncode``.
     """
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
-    outcomes = launch_ranks(_be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
+    outcomes = launch_ranks(be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
     return output_of_all(outcomes, exit_code=returncode)
 
 
-def _be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
+def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
+    """What rank processes call that run a script."""
     os.chdir(cwd)
     sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
@@ -172,14 +173,13 @@ class Script:
             assert self._read(deadline), self._told(f"no line with {pattern!r} within {timeout} s")
         return found
 
-    def rank_pids(self) -> dict[int, int]:
-        """Process ids of the ranks that have printed a line ``harness: rank 1 is process 4242``, whole and flushed."""
-        lines = re.findall(r"^harness: rank (\d+) is process (\d+)$", self.output, re.MULTILINE)
-        return {int(rank): int(pid) for rank, pid in lines}
-
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to the process of a rank; to the script or launcher itself: ``os.kill(script.pid, …)``."""
-        os.kill(self.rank_pids()[rank], signal_number)
+        """Send a signal to a rank that has printed ``harness: rank 1 is process 4242``, a whole line, and flushed it.
+
+        To the script or launcher itself: ``os.kill(script.pid, …)``.
+        """
+        pid = re.findall(rf"^harness: rank {rank} is process (\d+)$", self.output, re.MULTILINE)[-1]
+        os.kill(int(pid), signal_number)
 
     def wait(self) -> Script:
         """Wait for the script's own end.
@@ -199,13 +199,9 @@ class Script:
         self._read_rest()
         return self
 
-    def survivors(self, seconds: float = 0.0) -> Collection[psutil.Process]:
-        """Processes of the script that are still there after ``seconds``, or none as soon as none is."""
-        return wait_until_gone(lambda: marked(self._mark), seconds)
-
     def expect_no_survivors(self, seconds: float = _SECONDS_TO_END) -> None:
         """Fail if a process of the script is still there after ``seconds``."""
-        names = [name_of(process) for process in self.survivors(seconds)]
+        names = [name_of(process) for process in wait_until_gone(lambda: marked(self._mark), seconds)]
         assert not names, self._told("\n".join([f"still there {seconds} s after the end of the script:", *names]))
 
     def close(self) -> None:
@@ -252,7 +248,7 @@ class Script:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGABRT)  # Python writes its stacks (PYTHONFAULTHANDLER) and dies
                 process.send_signal(signal.SIGCONT)  # a stopped process would never hear of it
-        self.survivors(_SECONDS_TO_END)
+        wait_until_gone(lambda: marked(self._mark), _SECONDS_TO_END)
 
     def _told(self, what: str) -> str:
         return f"{what}\n--- output of the script ---\n{self.output.rstrip() or '(nothing)'}"

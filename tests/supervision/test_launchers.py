@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,24 +23,12 @@ import torch.distributed.run
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.processes import MARK, marked, name_of, wait_until_gone
 from tests.harness.ranks import Environment, RankProcesses
-from tests.harness.scripts import start_script
+from tests.harness.scripts import be_the_script, start_script
 from tests.supervision.model import who
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
-ROOT = str(Path(__file__).parents[2])
 WORKERS = ("--standalone", "--nproc-per-node=2")
 TORCHRUN = (torch.distributed.run.__file__, *WORKERS)
-
-
-@pytest.fixture(autouse=True)
-def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def be_the_script(rank: int, world_size: int, *command: str) -> None:
-    """A process in which a script runs, with its arguments."""
-    sys.argv = list(command)
-    runpy.run_path(command[0], run_name="__main__")
 
 
 @contextlib.contextmanager
@@ -53,26 +41,28 @@ def train(
 ) -> Iterator[RankProcesses]:
     """The training script under way; fails unless all that it has started ends so many seconds after the first."""
     mark = f"{os.environ[MARK]}/script"
-    env = {**(env or {}), "PYTHONPATH": ROOT, MARK: mark}
-    command = (*launcher, SCRIPT, strategy, *what)
-    with RankProcesses(be_the_script, 1, *command, env=env, time_limit=100.0) as script:
+    env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
+    first, *argv = (*launcher, SCRIPT, strategy, *what)
+    with (
+        tempfile.TemporaryDirectory() as cwd,
+        RankProcesses(be_the_script, 1, Path(first), argv, cwd, env=env, time_limit=100.0) as script,
+    ):
         yield script
         (outcome,) = script.wait()
         left = [name_of(process) for process in wait_until_gone(lambda: marked(mark), ends_within)]
         assert not left, f"{left}\n{outcome.story()}"
 
 
-def wait_for_ranks(script: RankProcesses) -> dict[int, int]:
-    """Wait until both ranks are in the third step; their process ids by rank."""
+def wait_for_ranks(script: RankProcesses) -> None:
+    """Wait until both ranks are in the third step."""
     for rank in range(2):
-        output = script.wait_for_output(f"rank {rank} in step 3\n", 0, timeout=80.0)
-    return pids_of_ranks(output)
+        script.wait_for_output(f"rank {rank} in step 3\n", 0, timeout=80.0)
 
 
-def pids_of_ranks(output: str) -> dict[int, int]:
-    """The process ids of the ranks that have said who they are."""
-    lines = re.findall(r"^harness: rank (\d) is process (\d+)$", output, re.MULTILINE)
-    return {int(rank): int(pid) for rank, pid in lines}
+def wait_for_rank_one(script: RankProcesses) -> int:
+    """Wait until rank 1 has begun, before it imports anything; its process id."""
+    output = script.wait_for_output("rank 1 begins as process", 0, timeout=60.0)
+    return int(re.findall(r"^rank 1 begins as process (\d+)$", output, re.MULTILINE)[0])
 
 
 def lines_of(stderr: str) -> list[str]:
@@ -83,19 +73,19 @@ def lines_of(stderr: str) -> list[str]:
     ]
 
 
-def told(culprit: int, pids: dict[int, int]) -> str:
-    """The line of the rank that did not fail."""
-    failed = f"{who(culprit, pids[culprit])} failed, so this rank stops: BoomError: no such layer"
-    return f"[rank {1 - culprit}] RankFailedError: {failed}"
+def told(pid: int) -> str:
+    """The line of rank 0 when rank 1 has failed."""
+    return f"[rank 0] RankFailedError: {who(1, pid)} failed, so this rank stops: BoomError: no such layer"
 
 
 def test_the_traceback_is_printed_once() -> None:
     """The run fails, the other rank prints one line, and the rank that failed its traceback."""
     with train("fails") as script:
+        pid = wait_for_rank_one(script)
         (done,) = script.wait()
     lines = lines_of(done.output)
     assert done.exit_code == 1
-    assert [line for line in lines if line.startswith("[rank")] == [told(1, pids_of_ranks(done.output))], done.output
+    assert [line for line in lines if line.startswith("[rank")] == [told(pid)], done.output
     assert lines.count('    raise BoomError("no such layer")') == 1, done.output
     assert lines.count("tests.supervision.model.BoomError: no such layer") == 1, done.output
 
@@ -103,10 +93,11 @@ def test_the_traceback_is_printed_once() -> None:
 def test_a_kill_of_a_rank_ends_all_and_is_named() -> None:
     """The launching rank names the one that died, whose workers end, too."""
     with train("endless", "with-workers") as script:
-        pids = wait_for_ranks(script)
-        os.kill(pids[1], signal.SIGKILL)
+        wait_for_ranks(script)
+        pid = wait_for_rank_one(script)
+        os.kill(pid, signal.SIGKILL)
         (done,) = script.wait()
-    death = f"{who(1, pids[1])} died: its process ended unexpectedly; every rank stops."
+    death = f"{who(1, pid)} died: its process ended unexpectedly; every rank stops."
     assert f"[rank 0] RankDiedError: {death}" in done.output
     assert done.exit_code == 1
 
@@ -138,7 +129,7 @@ def test_a_kill_of_the_launching_process_ends_all(launcher: tuple[str, ...], lin
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
     """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
     with train("stays", strategy=strategy) as script:
-        pid = pids_of_ranks(script.wait_for_output("rank 1 begins\n", 0, timeout=60.0))[1]
+        pid = wait_for_rank_one(script)
         os.kill(pid, signal.SIGKILL)
         (done,) = script.wait()
     assert done.exit_code == 1
@@ -149,7 +140,7 @@ def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict:
 def test_ranks_that_are_orphaned_while_they_start_end(strategy: str) -> None:
     """A rank whose launcher is killed while it imports ends when it has imported this package."""
     with train(strategy=strategy, ends_within=60.0) as script:
-        script.wait_for_output("rank 1 begins\n", 0, timeout=60.0)
+        wait_for_rank_one(script)
         script.kill(0)
 
 
