@@ -3,7 +3,7 @@ r"""Run a script as a user would, in processes of its own.
 ::
 
     done = run_script(source, launcher=("torchrun", "--nproc-per-node=2"))     # to its end
-    assert done.returncode == 0 and "epoch 3" in done.stdout
+    assert done.returncode == 0 and "epoch 3" in done.output
 
     with start_script(source) as script:                                       # for faults
         script.wait_for_line("in step 3")
@@ -128,15 +128,15 @@ class Script:
             env=_environment(env, self._mark),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._printed: list[tuple[str, bytes]] = []
+        self._printed = b""
         self._selector = selectors.DefaultSelector()
-        for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
-            assert pipe is not None
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
-            self._selector.register(pipe, selectors.EVENT_READ, name)
+        pipe = self._process.stdout
+        assert pipe is not None
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+        self._selector.register(pipe, selectors.EVENT_READ, "output")
 
     @property
     def pid(self) -> int:
@@ -151,20 +151,12 @@ class Script:
     @property
     def output(self) -> str:
         """What has been printed so far, to stdout and stderr in the order in which it came."""
-        return self._text("stdout", "stderr")
-
-    @property
-    def stdout(self) -> str:
-        """What has been printed so far to stdout."""
-        return self._text("stdout")
-
-    @property
-    def stderr(self) -> str:
-        """What has been printed so far to stderr."""
-        return self._text("stderr")
+        while self._read(0.0):
+            pass
+        return self._printed.decode(errors="replace")
 
     def wait_for_line(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
-        """Wait for a line, of stdout or stderr, that contains the pattern; lines that have come already count.
+        """Wait for a line that contains the pattern; lines that have come already count.
 
         Fails after ``timeout`` seconds, or at once if all of the script's output has come without it.
         """
@@ -223,7 +215,7 @@ class Script:
         for key, _ in ready:
             if key.data is not None:
                 data = os.read(key.fd, _PIPE_SIZE)
-                self._printed.append((key.data, data))
+                self._printed += data
                 if not data:
                     self._forget(key.fileobj)
         return bool(ready)
@@ -237,11 +229,6 @@ class Script:
     def _forget(self, pipe: Any) -> None:
         self._selector.unregister(pipe)
         pipe.close()
-
-    def _text(self, *names: str) -> str:
-        while self._read(0.0):
-            pass
-        return b"".join(data for name, data in self._printed if name in names).decode(errors="replace")
 
     def _end_with_stacks(self) -> None:
         for process in marked(self._mark):

@@ -61,7 +61,7 @@ SCRIPT = """
 
 def reports(done: Script, what: str) -> list[dict[str, Any]]:
     """What the processes have told of ``what``, by rank."""
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    told = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     return sorted((report for report in told if report["what"] == what), key=lambda report: int(report["rank"]))
 
 
