@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
+from tests.harness.network import Host
 from tests.harness.outcomes import Outcome, stories
-from tests.harness.rank_process import Place, announce, hold
+from tests.harness.rank_process import announce, hold
 from tests.harness.rank_server import Rank, start_server
 
 __all__ = [
@@ -91,7 +92,7 @@ class RankProcesses:
         *args: Any,
         time_limit: float = 30.0,
         env: Environment | None = None,
-        namespaces: Sequence[Place | None] | None = None,
+        namespaces: Sequence[Host | None] | None = None,
         **kwargs: Any,
     ) -> None:
         self._world_size, self._time_limit = world_size, time_limit
