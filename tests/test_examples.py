@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -18,7 +17,7 @@ import yaml
 
 from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import launch_ranks
-from tests.harness.scripts import run_on_ranks, run_script, start_script
+from tests.harness.scripts import be_the_script, run_on_ranks, run_script, start_script
 from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -125,11 +124,6 @@ exit $status
 """
 
 
-def be_a_task(rank: int, world_size: int, script: str, directory: Path) -> None:
-    os.chdir(directory)
-    runpy.run_path(script, run_name="__main__")
-
-
 def test_slurm(tmp_path: Path) -> None:
     """A task is warned as the job asks for: both stop, saved; SLURM requeues the job, and it goes on from there."""
     asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
@@ -144,7 +138,7 @@ def test_slurm(tmp_path: Path) -> None:
         script.kill(1, signal.SIGUSR1)
         assert script.wait().returncode == 138, script.output
     assert (tmp_path / "requests").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
-    again = output_of_all(launch_ranks(be_a_task, 2, argv[1], tmp_path, env=by_srun()))
+    again = output_of_all(launch_ranks(be_the_script, 2, Path(argv[1]), (), tmp_path, env=by_srun()))
     begun = re.search(r"2 ranks begin at step (\d+)", again)
     assert begun is not None, again
     assert 0 < int(begun[1]) < 320

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.harness.leaks import Snapshot
 from tests.harness.processes import marked
-from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,27 +103,6 @@ def test_a_hang_ends_at_the_time_limit_with_stacks() -> None:
     assert "in hang_or_stop" in stopped
 
 
-def walk(rank: int, world_size: int) -> str:
-    for step in range(3):
-        announce("step", step)
-    hold("in the middle")
-    return "arrived"
-
-
-def test_ranks_under_control() -> None:
-    """Ranks say where they are, wait to be released, can be killed, and end with their context."""
-    with RankProcesses(walk, 3) as ranks:
-        assert [ranks.wait_for("step", 0) for _ in range(3)] == [0, 1, 2]
-        ranks.wait_for("in the middle", 2)
-        ranks.kill(2)
-        assert ranks.wait(2)[0].exit_code == -signal.SIGKILL
-        with pytest.raises(AssertionError, match=r"rank 2 did not announce 'elsewhere' before its end:\nrank 2"):
-            ranks.wait_for("elsewhere", 2, timeout=60.0)
-        ranks.release(0)
-        assert ranks.wait(0)[0].result == "arrived"
-    assert not any(psutil.pid_exists(pid) for pid in ranks.pids.values())
-
-
 TOY_TEST = """
     import atexit, os, threading
     import pytest
@@ -194,25 +173,6 @@ def test_an_orphan_of_a_script_is_found_and_killed() -> None:
     with pytest.raises(AssertionError, match=r"(?s)still there 5.0 s.*threading.Event.*leaving"):
         run_script(ORPHAN)
     assert not [process for process in marked(os.environ["TEST_HARNESS_MARK"]) if "Event" in str(process.cmdline())]
-
-
-LAUNCHER = """
-    import os, subprocess, sys, threading
-    rank = int(os.environ.get("LOCAL_RANK", 0))
-    if "LOCAL_RANK" not in os.environ:
-        other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
-    print("started as rank", rank, flush=True)
-    if rank == 1:
-        threading.Event().wait()
-    sys.exit(128 - other.wait())
-"""
-
-
-def test_a_script_that_hangs_ends_with_the_stacks_of_its_processes() -> None:
-    """Of the one that was started and of those that it has started."""
-    with pytest.raises(AssertionError, match="had not ended after") as caught:
-        run_script(LAUNCHER, time_limit=1.0)
-    assert str(caught.value).count("Current thread") == 2
 
 
 def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

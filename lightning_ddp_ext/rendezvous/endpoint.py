@@ -33,12 +33,17 @@ _LONGEST_ADDRESS = 1 << 16
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: on ``port`` at any of ``hosts``. If it was published, with a nonce and rank 0's network."""
+    """Where rank 0 listens: on ``port`` at any of ``hosts``.
+
+    If it was published, with a nonce, and with the network, the host's name and the process id of who did that.
+    """
 
     hosts: tuple[str, ...]
     port: int
     nonce: str = ""
     network: str = ""
+    host: str = ""
+    pid: int = 0
 
     def candidates(self, network: str) -> list[str]:
         """The hosts in the order in which a process of ``network`` tries them."""
@@ -55,7 +60,8 @@ class Endpoint:
         """On rank 0: a listening socket and its address. Raises ``StoreError``."""
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
-        return listener, Address(hosts, listener.getsockname()[1], secrets.token_hex(16), network_identity())
+        port, nonce = listener.getsockname()[1], secrets.token_hex(16)
+        return listener, Address(hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid())
 
     def publish(self, address: Address) -> None:
         """On rank 0: let the others find the address."""
@@ -128,16 +134,26 @@ class FileEndpoint(Endpoint):
 
     @override
     def publish(self, address: Address) -> None:
-        """Write the whole file or nothing, so that nobody reads half an address; for this user's eyes only."""
+        """Write the whole file or nothing, so that nobody reads half an address; for this user's eyes only.
+
+        Raises:
+            StoreError: the disk is full, say, or the directory is gone.
+        """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 file.write(_text_of(address))
             os.replace(temporary, self.path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        except OSError as error:
+            raise StoreError(
+                f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write "
+                f"its address there: {error.strerror}; make the directory, free space on its disk, or choose another "
+                "file"
+            ) from None
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
 
 
 class StoreEndpoint(Endpoint):

@@ -58,6 +58,7 @@ class Handshake:
         self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
+        self._published: Address | None = None
         self._rank_zero = ("", 0)
         self._own_address = ""
 
@@ -92,7 +93,7 @@ class Handshake:
             sentence = self._absence()
             if sentence is not None:
                 raise RendezvousError(sentence)
-            address = self._endpoint.look_up(self._deadline)
+            self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
                 self._obstacle = "no rank 0 has published its address there"
             elif any(self._is_rank_zero_at(host, address) for host in address.candidates(self._hello.info.network)):
@@ -152,6 +153,8 @@ class Handshake:
             remedy = "that it sees the same file"
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
+        if self._published is not None and self._published.pid:
+            found = f"{found}; pid {self._published.pid} on host {self._published.host} has published its address there"
         return StoreError(
             f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
             f"check that rank 0 is started, {remedy}, and that no firewall is between"

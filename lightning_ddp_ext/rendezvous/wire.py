@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_MESSAGE = 1 << 20
+MAX_HELLO = 1 << 14
 MAX_UNSENT = 8 << 20
 
 CLOSED = "its process ended unexpectedly"
@@ -53,7 +54,10 @@ class Connection:
                 self.unsent = self.unsent[sent:]
 
     def receive(self) -> list[tuple[str, Message]]:
-        """The messages that have arrived whole; at the end of the connection ``close_reason`` is set."""
+        """The messages that have arrived whole; at the end of the connection ``close_reason`` is set.
+
+        Who is at the other end may be anybody until ``rank`` is known, and so may send no more than a hello.
+        """
         try:
             received = self.socket.recv(1 << 16)
         except BlockingIOError:
@@ -63,15 +67,16 @@ class Connection:
             return []
         if not received:
             self._end(CLOSED)
+        longest = MAX_HELLO if self.rank is None else MAX_MESSAGE
         *lines, self._unread = (self._unread + received).split(b"\n")
         messages = []
         for line in lines:
-            message = decode(line)
+            message = decode(line) if len(line) <= longest else None
             if message is None:
                 self._end(MALFORMED)
                 break
             messages.append(message)
-        if len(self._unread) > MAX_MESSAGE:
+        if len(self._unread) > longest:
             self._end(MALFORMED)
         return messages
 

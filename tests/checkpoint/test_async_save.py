@@ -132,4 +132,4 @@ def test_an_error_that_nobody_asks_for_is_logged() -> None:
     """At the end of the process, which has waited for the save."""
     done = run_script(SCRIPT)
     assert done.returncode == 0
-    assert "no room" in done.stderr
+    assert "no room" in done.output

@@ -66,10 +66,6 @@ class Network:
     def __getitem__(self, index: int) -> Host:
         return self.hosts[index]
 
-    def address(self, index: int) -> str:
-        """The IPv4 address of a host."""
-        return self.hosts[index].address
-
     def cut(self, index: int = 1) -> None:
         """Pull the host's cable out of the switch: from now on packets to and from it are lost without a word."""
         _ip(self.switch, f"link set port{index} nomaster")

@@ -18,19 +18,13 @@ import threading
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol
 
+from tests.harness.network import Host
 from tests.harness.outcomes import RankError
 
 _SECONDS_AFTER_LIMIT = 30.0  # when a rank ends itself, should the test's own process be gone
 _test: Connection | None = None  # the rank's end of the pipe to the test
 _sending = threading.Lock()
-
-
-class Place(Protocol):
-    """Where a rank runs, such as a host of ``network``: its process enters it before anything else."""
-
-    def enter(self) -> None: ...
 
 
 def announce(point: str, value: object = None) -> None:
@@ -51,7 +45,7 @@ def run_rank(
     world_size: int,
     call: bytes,
     *,
-    place: Place | None,
+    place: Host | None,
     environment: dict[str, str],
     cwd: str,
     output: Path,

@@ -24,14 +24,15 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
+from tests.harness.network import Host
 from tests.harness.outcomes import Outcome, stories
-from tests.harness.rank_process import Place, announce, hold
+from tests.harness.rank_process import announce, hold
 from tests.harness.rank_server import Rank, start_server
 
 __all__ = [
@@ -82,7 +83,6 @@ class RankProcesses:
         time_limit: seconds within which all must have ended.
         env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
         namespaces: one place per rank (a host of ``network``), or None for the test's own.
-        start: the order in which ranks are started.
     """
 
     def __init__(
@@ -92,22 +92,20 @@ class RankProcesses:
         *args: Any,
         time_limit: float = 30.0,
         env: Environment | None = None,
-        namespaces: Sequence[Place | None] | None = None,
-        start: Iterable[int] | None = None,
+        namespaces: Sequence[Host | None] | None = None,
         **kwargs: Any,
     ) -> None:
         self._world_size, self._time_limit = world_size, time_limit
         self._call = pickle.dumps((function, args, kwargs))
         self._env = env or {}
         self._places = namespaces or [None] * world_size
-        self._order = start or range(world_size)
         self._ranks: dict[int, Rank] = {}
 
     def __enter__(self) -> RankProcesses:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         start_server()
         try:
-            for rank in self._order:
+            for rank in range(self._world_size):
                 self._ranks[rank] = Rank(
                     rank,
                     self._world_size,
@@ -155,10 +153,11 @@ class RankProcesses:
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank, timeout)
         return values.pop(0)
 
-    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> None:
-        """Wait until the rank has written ``text``; errors as for ``wait_for``."""
+    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> str:
+        """Wait until the rank has written ``text``, and return all that it has written; errors as for ``wait_for``."""
         outcome = self._ranks[rank].outcome
         self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank, timeout)
+        return outcome.output
 
     def wait(self, *ranks: int) -> list[Outcome]:
         """Wait for the end of these ranks (none named: of all); return how they ended, in that order."""

@@ -3,7 +3,7 @@ r"""Run a script as a user would, in processes of its own.
 ::
 
     done = run_script(source, launcher=("torchrun", "--nproc-per-node=2"))     # to its end
-    assert done.returncode == 0 and "epoch 3" in done.stdout
+    assert done.returncode == 0 and "epoch 3" in done.output
 
     with start_script(source) as script:                                       # for faults
         script.wait_for_line("in step 3")
@@ -32,7 +32,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,12 @@ def run_on_ranks(
     forks its ranks. Returns what all of them have printed, rank by rank; fails unless each ends with ``returncode``.
     """
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
-    outcomes = launch_ranks(_be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
+    outcomes = launch_ranks(be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
     return output_of_all(outcomes, exit_code=returncode)
 
 
-def _be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
+def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
+    """What rank processes call that run a script."""
     os.chdir(cwd)
     sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
@@ -127,15 +128,15 @@ class Script:
             env=_environment(env, self._mark),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._printed: list[tuple[str, bytes]] = []
+        self._printed = b""
         self._selector = selectors.DefaultSelector()
-        for name, pipe in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
-            assert pipe is not None
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
-            self._selector.register(pipe, selectors.EVENT_READ, name)
+        pipe = self._process.stdout
+        assert pipe is not None
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+        self._selector.register(pipe, selectors.EVENT_READ, "output")
 
     @property
     def pid(self) -> int:
@@ -150,20 +151,12 @@ class Script:
     @property
     def output(self) -> str:
         """What has been printed so far, to stdout and stderr in the order in which it came."""
-        return self._text("stdout", "stderr")
-
-    @property
-    def stdout(self) -> str:
-        """What has been printed so far to stdout."""
-        return self._text("stdout")
-
-    @property
-    def stderr(self) -> str:
-        """What has been printed so far to stderr."""
-        return self._text("stderr")
+        while self._read(0.0):
+            pass
+        return self._printed.decode(errors="replace")
 
     def wait_for_line(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
-        """Wait for a line, of stdout or stderr, that contains the pattern; lines that have come already count.
+        """Wait for a line that contains the pattern; lines that have come already count.
 
         Fails after ``timeout`` seconds, or at once if all of the script's output has come without it.
         """
@@ -172,14 +165,13 @@ class Script:
             assert self._read(deadline), self._told(f"no line with {pattern!r} within {timeout} s")
         return found
 
-    def rank_pids(self) -> dict[int, int]:
-        """Process ids of the ranks that have printed a line ``harness: rank 1 is process 4242``, whole and flushed."""
-        lines = re.findall(r"^harness: rank (\d+) is process (\d+)$", self.output, re.MULTILINE)
-        return {int(rank): int(pid) for rank, pid in lines}
-
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to the process of a rank; to the script or launcher itself: ``os.kill(script.pid, …)``."""
-        os.kill(self.rank_pids()[rank], signal_number)
+        """Send a signal to a rank that has printed ``harness: rank 1 is process 4242``, a whole line, and flushed it.
+
+        To the script or launcher itself: ``os.kill(script.pid, …)``.
+        """
+        pid = re.findall(rf"^harness: rank {rank} is process (\d+)$", self.output, re.MULTILINE)[-1]
+        os.kill(int(pid), signal_number)
 
     def wait(self) -> Script:
         """Wait for the script's own end.
@@ -199,13 +191,9 @@ class Script:
         self._read_rest()
         return self
 
-    def survivors(self, seconds: float = 0.0) -> Collection[psutil.Process]:
-        """Processes of the script that are still there after ``seconds``, or none as soon as none is."""
-        return wait_until_gone(lambda: marked(self._mark), seconds)
-
     def expect_no_survivors(self, seconds: float = _SECONDS_TO_END) -> None:
         """Fail if a process of the script is still there after ``seconds``."""
-        names = [name_of(process) for process in self.survivors(seconds)]
+        names = [name_of(process) for process in wait_until_gone(lambda: marked(self._mark), seconds)]
         assert not names, self._told("\n".join([f"still there {seconds} s after the end of the script:", *names]))
 
     def close(self) -> None:
@@ -227,7 +215,7 @@ class Script:
         for key, _ in ready:
             if key.data is not None:
                 data = os.read(key.fd, _PIPE_SIZE)
-                self._printed.append((key.data, data))
+                self._printed += data
                 if not data:
                     self._forget(key.fileobj)
         return bool(ready)
@@ -242,17 +230,12 @@ class Script:
         self._selector.unregister(pipe)
         pipe.close()
 
-    def _text(self, *names: str) -> str:
-        while self._read(0.0):
-            pass
-        return b"".join(data for name, data in self._printed if name in names).decode(errors="replace")
-
     def _end_with_stacks(self) -> None:
         for process in marked(self._mark):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGABRT)  # Python writes its stacks (PYTHONFAULTHANDLER) and dies
                 process.send_signal(signal.SIGCONT)  # a stopped process would never hear of it
-        self.survivors(_SECONDS_TO_END)
+        wait_until_gone(lambda: marked(self._mark), _SECONDS_TO_END)
 
     def _told(self, what: str) -> str:
         return f"{what}\n--- output of the script ---\n{self.output.rstrip() or '(nothing)'}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
@@ -111,6 +112,18 @@ def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
     assert outcome.error is not None
     expected = r"interface must be one of host \S+'s: (.*, )?lo(, .*)? \(got 'eth99'\); where it has another name"
     assert re.match(expected, outcome.error.message), outcome.story()
+
+
+def start_with_another_version(rank: int, world_size: int) -> None:
+    torchmetrics.__version__ = f"0.{rank}"
+    make_trainer(DDPExtStrategy()).fit(Net())
+
+
+def test_another_installation_is_refused() -> None:
+    """Every rank says which package differs, and who has which version."""
+    for outcome in launch_ranks(start_with_another_version, 2, env=by_hand_env(2, free_port())):
+        assert outcome.error is not None
+        assert outcome.error.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")
 
 
 def test_an_option_that_this_torch_lacks_is_refused_when_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

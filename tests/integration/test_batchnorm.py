@@ -403,7 +403,7 @@ def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
 def test_groups_have_statistics_of_their_own(two_hosts: Network) -> None:
     """With `process_group=2` two ranks each have the same statistics, with "node" those of one machine."""
     env = {**by_hand_env(4), "LOCAL_RANK": lambda rank: str(rank % 2), "NODE_RANK": lambda rank: str(rank // 2)}
-    init_method, places = f"tcp://{two_hosts.address(0)}:29873", [two_hosts[rank // 2] for rank in range(4)]
+    init_method, places = f"tcp://{two_hosts[0].address}:29873", [two_hosts[rank // 2] for rank in range(4)]
     results = run_ranks(in_groups, 4, init_method, env=env, namespaces=places)
     for means in zip(*results, strict=True):
         assert_same((means[0], means[2]), (means[1], means[3]))

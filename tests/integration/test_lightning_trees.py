@@ -134,7 +134,7 @@ def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> No
     """
     done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"), time_limit=100)
     assert done.returncode == 0, done.output
-    told = [json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{"]
+    told = [json.loads(line) for line in done.output.splitlines() if line[:1] == "{"]
     reports = sorted(told, key=lambda report: report["rank"])
     expected = [(rank, ranks, 4) for rank in range(ranks)]
     assert [(report["rank"], report["world"], report["steps"]) for report in reports] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,23 +154,24 @@ class Measure(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         module.log("ranks", float(dist.get_world_size()))
         module.log("timeout", timeout_of_collectives())
+        module.log("channel", float(any(thread.name == "ddpx-channel" for thread in threading.enumerate())))
 
 
-def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[tuple[float, float]]:
+def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> list[list[float]]:
     """Fit and validate with each start method and number of devices; what each Trainer has seen."""
     found = []
     for number, (start_method, devices) in enumerate(worlds):
         model, strategy = Net(), DDPExtStrategy(start_method=start_method, timeout=60 + number)
         trainer = make_trainer(strategy, devices=devices, max_epochs=1, callbacks=[Measure()])
         trainer.fit(model)
-        found.append((trainer.callback_metrics["ranks"].item(), trainer.callback_metrics["timeout"].item()))
+        found.append([trainer.callback_metrics[name].item() for name in ("ranks", "timeout", "channel")])
         assert sorted(trainer.validate(model, verbose=False)[0]) == ["val_loss"]
     return found
 
 
 def test_worlds_of_other_sizes_in_turn() -> None:
-    """In any order, without a launcher and without an address."""
+    """In any order, without a launcher and without an address; a rank that is alone has no connections to serve."""
     worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
     env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
-    expected = [(float(devices), 60.0 + number) for number, (_, devices) in enumerate(worlds)]
+    expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
     assert run_ranks(fit_in_turn, 1, worlds, env=env, time_limit=90.0) == [expected]

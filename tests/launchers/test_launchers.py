@@ -162,7 +162,7 @@ def test_mpirun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start_method", "methods", "calls"),
-    [("spawn", ("none",), ["fit"]), ("forkserver", ("file",), ["fit"]), ("fork", METHODS, ["fit", "test"])],
+    [("spawn", ("tcp",), ["fit"]), ("forkserver", METHODS, ["fit"]), ("fork", METHODS, ["fit", "test"])],
 )
 def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path) -> None:
     """Ranks can be started from any process, also from one that runs no script, and the init method is theirs.
@@ -187,9 +187,9 @@ def test_torch_distributed_launch(tmp_path: Path) -> None:
 def test_torchrun(tmp_path: Path) -> None:
     """The init method says where ranks meet, also anew after rank 0 was killed; before that the other one names it."""
     runs = Runs(tmp_path, "env", "tcp", "file")
-    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 0)]))
+    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
     output = run_launcher("torch.distributed.run", *words)
-    runs.expect_trained(output, returns=6, launches=[2, 1, 1])
+    runs.expect_trained(output, returns=8, launches=[2, 2, 1])
     assert ranks_that_name(0, output) == [1], output
 
 

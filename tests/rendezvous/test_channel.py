@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.sockets import listen
 from lightning_ddp_ext.rendezvous.wire import (
     CLOSED,
     MALFORMED,
-    MAX_MESSAGE,
+    MAX_HELLO,
     MAX_UNSENT,
     NOT_READING,
     Connection,
@@ -119,11 +119,19 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [b"HTTP/1.1 200 OK\n", b'["a", 1]\n', b"\xff\xfe\n", b'["a", {}\n', b"[" * 9999 + b"\n", b"x" * (MAX_MESSAGE + 1)],
-    ids=["web", "list", "bytes", "half", "deep", "endless"],
+    [
+        b"HTTP/1.1 200 OK\n",
+        b'["a", 1]\n',
+        b"\xff\xfe\n",
+        b'["a", {}\n',
+        b"[" * 9999 + b"\n",
+        encode("a", {"text": "x" * MAX_HELLO}),
+        b"x" * (MAX_HELLO + 1),
+    ],
+    ids=["web", "list", "bytes", "half", "deep", "long", "endless"],
 )
 def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
-    """Messages before it count, however they are cut."""
+    """Messages before it count, however they are cut; from a connection that is no rank's yet they must be short."""
     here, there = socket.socketpair()
     with here, there:
         connection, found = Connection(here), []
@@ -132,12 +140,10 @@ def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
             found += connection.receive()
         assert found == [("a", {}), ("b", {"c": ["\n"]})]
         assert connection.receive() == []
-        sender = threading.Thread(target=there.sendall, args=[encode("good", {}) + sent])
-        sender.start()
+        there.sendall(encode("good", {}) + sent)
+        there.shutdown(socket.SHUT_WR)
         while not connection.close_reason:
             found += connection.receive()
-        there.shutdown(socket.SHUT_RDWR)
-        sender.join()
         assert found[2:] == [("good", {})]
         assert connection.close_reason == MALFORMED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import threading
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_ddp_ext.errors import DisagreementError, DuplicateRankError, RendezvousError, StoreError
@@ -94,6 +96,11 @@ def tcp() -> TcpEndpoint:
     return TcpEndpoint(Tcp("127.0.0.1", free_port()))
 
 
+def listeners() -> set[Any]:
+    """The addresses at which this process listens."""
+    return {each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN}
+
+
 @pytest.fixture(params=["tcp", "file"])
 def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Endpoint:
     return tcp() if request.param == "tcp" else FileEndpoint(str(tmp_path / "run"))
@@ -173,14 +180,26 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
     ours.publish(replace(address, nonce="of a killed run"))
     lost = Process(1, 2, ours, init_timeout=2.0, pid=7)
     # The last attempt may have had no time for an answer.
-    found = r"\((another run answers there|it accepted, but is silent)\); check that rank 0 is started"
-    assert re.search(found, same_error(StoreError, lost))
+    found = r"\((another run answers there|it accepted, but is silent); pid {} on host {} has published its address"
+    assert re.search(found.format(os.getpid(), socket.gethostname()), same_error(StoreError, lost))
     results(*running)
 
 
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    """Rank 0 says which one, why, and what to do."""
+    path = tmp_path / "removed" / "run"
+    assert same_error(StoreError, Process(0, 2, FileEndpoint(str(path)))) == (
+        f"init_method 'file://{path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write its address "
+        "there: No such file or directory; make the directory, free space on its disk, or choose another file"
+    )
+
+
 def test_strangers_do_not_disturb_a_start() -> None:
-    """Port scanners, say, ranks beyond their own world, and however many that say nothing."""
-    listens = threading.Event()
+    """Port scanners, say, ranks beyond their own world, and however many that say nothing.
+
+    At a loopback address only those of this host reach rank 0 and its store.
+    """
+    listens, before = threading.Event(), listeners()
 
     class Told(TcpEndpoint):
         def publish(self, address: Address) -> None:
@@ -189,6 +208,7 @@ def test_strangers_do_not_disturb_a_start() -> None:
     endpoint = Told(Tcp("127.0.0.1", free_port()))
     zero = Process(0, 2, endpoint)
     assert listens.wait(LONG)
+    assert {address.ip for address in listeners() - before} == {"127.0.0.1"}
     beyond = asdict(Hello(RankInfo(7), 4, "", {}))
     strangers = []
     for sent in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -21,7 +22,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, run_ranks
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
 from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
@@ -105,9 +106,12 @@ def process(rank: int, pid: int) -> str:
     return f"rank {rank} (host {HOST}, pid {pid})"
 
 
-def join_and_add(rank: int, world_size: int, where: Tcp | str) -> float:
-    join(request(rank, world_size, where))
-    return add_ones()
+def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) -> tuple[float, bool]:
+    """Join and add ones; whether this process may open as many files as the kernel allows by then."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    join(request((number + 2) % world_size, world_size, where))
+    return add_ones(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
 
 
 def fail_to_join(rank: int, world_size: int, where: Tcp | str) -> bool:
@@ -151,9 +155,13 @@ def pump(source: socket.socket, target: socket.socket) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_meet_in_any_order_and_end_in_good_order(kind: str, tmp_path: Path) -> None:
-    """All are in one group, end with status 0 without leaving by themselves, and no file stays."""
-    with RankProcesses(join_and_add, 3, place(kind, tmp_path), start=(2, 0, 1)) as ranks:
-        assert [(outcome.result, outcome.exit_code) for outcome in ranks.wait()] == [(3.0, 0)] * 3
+    """All are in one group, end with status 0 without leaving by themselves, and no file stays.
+
+    Rank 0, to which all connect, raises its limit of open files.
+    """
+    outcomes = launch_ranks(join_with_few_descriptors, 3, place(kind, tmp_path))
+    assert [outcome.result for outcome in outcomes] == [(3.0, False), (3.0, True), (3.0, False)]
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -247,7 +255,7 @@ def test_a_group_that_fails_in_its_last_barrier_is_not_left_open(tmp_path: Path)
 @pytest.mark.netns
 def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     """Each side names the other one, within the bound."""
-    where = Tcp(two_hosts.address(0), free_port())
+    where = Tcp(two_hosts[0].address, free_port())
     settings = [{"world_size": 3, "init_timeout": 2.0, "timeouts": Timeouts(answer=1.0)}] * 2
     with started(where, settings, namespaces=list(two_hosts)) as ranks:
         ranks.wait_for("connected", 0)
@@ -260,7 +268,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
 @pytest.mark.netns
 def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
     """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
-    where = Tcp(two_hosts.address(0), free_port())
+    where = Tcp(two_hosts[0].address, free_port())
     hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
     settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
     settings[2]["stop"] = "all_reduce"
@@ -310,6 +318,7 @@ def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) ->
             ranks.kill(seat)
         ranks.wait()
     assert path.stat().st_size > 0
+    assert path.stat().st_mode & 0o777 == 0o600, "for this user's eyes only"
     assert [outcome.result for outcome in endings(str(path), [{}, {}], init_timeout=LONG)] == [2.0] * 2
     assert not path.exists()
 

@@ -15,10 +15,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as ddpx
+from lightning_ddp_ext.errors import RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
-from tests.harness.ranks import announce, hold
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import announce
 from tests.harness.training import At, Net, data
+
+HERE = socket.gethostname()
 
 
 class BoomError(ValueError):
@@ -37,11 +41,6 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def hold_in_step() -> None:
-    """Go on when the test says so."""
-    hold("in step")
-
-
 def wait_for_ever() -> None:
     """What no broken connection can wake."""
     threading.Event().wait()
@@ -58,9 +57,18 @@ def announce_step() -> None:
     announce("at work", (dist.get_rank(), os.getpid()))
 
 
-def who(rank: int, pid: int, host: str = socket.gethostname()) -> str:
+def who(rank: int, pid: int, host: str = HERE) -> str:
     """What messages call a rank."""
     return f"rank {rank} (host {host}, pid {pid})"
+
+
+def error_of(told: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE) -> RankFailedError:
+    """What a rank has raised; fails unless it is of this kind and names the culprit."""
+    assert told.error is not None, told.story()
+    error = told.error.exception
+    assert type(error) is kind, told.story()
+    assert (error.rank, error.host, error.pid, told.exit_code) == (culprit, host, pid, 1)
+    return error
 
 
 class Fault(At):
@@ -111,9 +119,8 @@ def fit(
     url: str,
     *faults: Fault,
     model: Net | None = None,
-    endless: bool = False,
     grace: dict[str, float] | None = None,
 ) -> None:
     """One training on a rank that was started by hand."""
     strategy = by_hand(rank, world_size, url, grace=grace)
-    make_trainer(world_size, strategy, *faults, max_epochs=-1 if endless else 1).fit(model or Net())
+    make_trainer(world_size, strategy, *faults).fit(model or Net())

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
 
 
 def started_as() -> int | None:
     """The rank of a process that was started as one, where that can be told before anything is imported."""
-    if multiprocessing.current_process().name.startswith("SpawnProcess-"):
-        return int(multiprocessing.current_process().name.partition("-")[2]) - 1
+    found = re.match(r"SpawnProcess-(?:.*:)?(\d+)$", multiprocessing.current_process().name)
+    if found:
+        return int(found[1]) - 1
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 
@@ -25,7 +27,7 @@ def say(text: str) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not None:
-    say(f"harness: rank {started} is process {os.getpid()}\nrank {started} begins")
+    say(f"rank {started} begins as process {os.getpid()}")
     if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
 
@@ -35,17 +37,12 @@ from tests.harness.training import Net  # noqa: E402
 from tests.supervision import model  # noqa: E402
 
 
-def say_who() -> None:
-    """For the harness, which cannot tell apart the ranks of all launchers."""
-    say(f"harness: rank {dist.get_rank()} is process {os.getpid()}")
-
-
 def say_in_third_step() -> None:
     say(f"rank {dist.get_rank()} in step 3")
 
 
 def main(strategy: str, *what: str) -> None:
-    faults = [model.Fault("setup", say_who), model.Fault("on_train_batch_start", say_in_third_step, earlier=2)]
+    faults = [model.Fault("on_train_batch_start", say_in_third_step, earlier=2)]
     faults += [model.in_step(model.boom, 1)] if "fails" in what else []
     max_epochs = -1 if "endless" in what else 1
     trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -15,19 +14,15 @@ from tests.harness.network import Network
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, hold
 from tests.harness.training import Net
-from tests.supervision.model import IN_THIRD_STEP, by_hand, fit, make_trainer, who
+from tests.supervision.model import HERE, IN_THIRD_STEP, by_hand, error_of, fit, make_trainer, who
 
-HERE, UNEXPECTEDLY = socket.gethostname(), "its process ended unexpectedly"
+UNEXPECTEDLY = "its process ended unexpectedly"
 
 
 def expect_told(told: Outcome, culprit: int, pid: int, host: str = HERE, why: str = UNEXPECTEDLY) -> None:
     """The rank has raised what names the dead one."""
-    assert told.error is not None, told.story()
-    error = told.error.exception
-    assert type(error) is RankDiedError, told.story()
-    assert (error.rank, error.host, error.pid) == (culprit, host, pid)
+    error = error_of(told, RankDiedError, culprit, pid, host)
     assert str(error).startswith(f"{who(culprit, pid, host)} died: {why}; every rank stops.")
-    assert told.exit_code == 1
 
 
 def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from tests.harness.ranks import launch_ranks
 from tests.supervision import model
 from tests.supervision.model import BoomError, Fault, boom, in_step, wait_for_another_ranks_end
+from tests.supervision.test_launchers import lines_of
 
 BOOM = "tests.supervision.model.BoomError: no such layer"
 
@@ -38,17 +38,16 @@ def fit(rank: int, world_size: int, terminal: Path, *faults: Fault) -> None:
     boom()
 
 
-def lines_of(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
-    """What ranks with these faults print, without warnings and what torch puts in front of a traceback's lines."""
+def printed(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
+    """What ranks with these faults print."""
     launch_ranks(fit, world_size, directory / "terminal", *faults)
-    text = re.sub(r"^\[rank\d+\]: ?", "", (directory / "terminal").read_text(), flags=re.MULTILINE)
-    return [line for line in text.splitlines() if line.strip() and "deprecated" not in line]
+    return lines_of((directory / "terminal").read_text())
 
 
 @pytest.mark.parametrize("faults", [[Fault("setup", boom)], []], ids=["in fit", "after fit"])
 def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_path: Path) -> None:
     """Ranks that fail alike print one traceback between them, outside of the Trainer, too."""
-    lines = lines_of(tmp_path, *faults)
+    lines = printed(tmp_path, *faults)
     remark = "BoomError: no such layer (another rank prints the traceback)"
     assert sum(line.startswith("[rank ") and line.endswith(remark) for line in lines) == 2, lines
     assert sum(line.startswith("Traceback") for line in lines) == lines.count(BOOM) == 1, lines
@@ -61,7 +60,7 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
         Fault("on_exception", fail_otherwise, 0),
         in_step(fail_otherwise_once_told, 1),
     ]
-    lines = lines_of(tmp_path, *faults, world_size=2)
+    lines = printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2
     assert "LookupError: no such file" in lines[lines.index(BOOM) :]

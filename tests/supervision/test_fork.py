@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
+
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
@@ -40,7 +42,7 @@ def test_the_first_traceback_is_printed_last_and_once(tmp_path: Path) -> None:
     """The other rank prints one line, and the launching process the traceback of the rank that failed after it."""
     outcome, pids = run_with(tmp_path, in_step(boom, 1))
     lines = lines_of(outcome.output)
-    assert [line for line in lines if line.startswith("[rank")] == [told(1, pids)], outcome.output
+    assert [line for line in lines if line.startswith("[rank")] == [told(pids[1])], outcome.output
     assert lines.count('    raise BoomError("no such layer")') == 1, outcome.output
     assert lines[-1] == "tests.supervision.model.BoomError: no such layer", outcome.output
 
@@ -76,6 +78,15 @@ def test_sigterm_to_the_launching_process_stops_all_ranks_saved(tmp_path: Path) 
     assert outcome.exit_code == 143, outcome.story()
     assert (tmp_path / "preempted.ckpt").exists()
     assert outcome.output.count("all ranks stop after step") == 1
+
+
+def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
+    """Whatever their main threads are doing."""
+    stuck = Fault("on_train_batch_start", model.wait_for_ever, earlier=2)
+    with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, stuck) as launching:
+        ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
+        launching.kill(0)
+        assert psutil.wait_procs(ranks, 15)[1] == []
 
 
 def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """How runs end that a launcher has started: after a failure, after the kill of any process, and well.
 
-Scripts here are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where
-nothing is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
+The script, or the launcher that starts it, is a process of the harness, which has imported everything; the ranks that
+it starts are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where nothing
+is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
 """
 
 from __future__ import annotations
@@ -10,37 +11,58 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 
-from tests.harness.scripts import Script, start_script
+from lightning_ddp_ext.supervision.rank_processes import ChildScripts
+from tests.harness.processes import MARK, marked, name_of, wait_until_gone
+from tests.harness.ranks import Environment, RankProcesses
+from tests.harness.scripts import be_the_script, start_script
 from tests.supervision.model import who
 
-SCRIPT = Path(__file__).with_name("script.py")
-
-
-TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2")
-STRATEGIES = ("ddp_ext", "ddp_ext_spawn")
+SCRIPT = str(Path(__file__).with_name("script.py"))
+WORKERS = ("--standalone", "--nproc-per-node=2")
+TORCHRUN = (torch.distributed.run.__file__, *WORKERS)
 
 
 @contextlib.contextmanager
 def train(
-    *what: str, strategy: str = "ddp_ext", launcher: tuple[str, ...] = ("python",), ends_within: float = 15.0
-) -> Iterator[Script]:
-    """The training script under way; fails unless all of its processes end so many seconds after the first."""
-    with start_script(SCRIPT, strategy, *what, launcher=launcher, time_limit=100.0) as script:
+    *what: str,
+    strategy: str = "ddp_ext",
+    launcher: tuple[str, ...] = (),
+    ends_within: float = 15.0,
+    env: Environment | None = None,
+) -> Iterator[RankProcesses]:
+    """The training script under way; fails unless all that it has started ends so many seconds after the first."""
+    mark = f"{os.environ[MARK]}/script"
+    env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
+    first, *argv = (*launcher, SCRIPT, strategy, *what)
+    with (
+        tempfile.TemporaryDirectory() as cwd,
+        RankProcesses(be_the_script, 1, Path(first), argv, cwd, env=env, time_limit=100.0) as script,
+    ):
         yield script
-        script.wait()
-        script.expect_no_survivors(ends_within)
+        (outcome,) = script.wait()
+        left = [name_of(process) for process in wait_until_gone(lambda: marked(mark), ends_within)]
+        assert not left, f"{left}\n{outcome.story()}"
 
 
-def wait_for_ranks(script: Script) -> dict[int, int]:
-    """Wait until both ranks are in the third step; their process ids by rank."""
+def wait_for_ranks(script: RankProcesses) -> None:
+    """Wait until both ranks are in the third step."""
     for rank in range(2):
-        script.wait_for_line(rf"^rank {rank} in step 3$", timeout=80.0)
-    return script.rank_pids()
+        script.wait_for_output(f"rank {rank} in step 3\n", 0, timeout=80.0)
+
+
+def wait_for_rank_one(script: RankProcesses) -> int:
+    """Wait until rank 1 has begun, before it imports anything; its process id."""
+    output = script.wait_for_output("rank 1 begins as process", 0, timeout=60.0)
+    return int(re.findall(r"^rank 1 begins as process (\d+)$", output, re.MULTILINE)[0])
 
 
 def lines_of(stderr: str) -> list[str]:
@@ -51,42 +73,50 @@ def lines_of(stderr: str) -> list[str]:
     ]
 
 
-def told(culprit: int, pids: dict[int, int]) -> str:
-    """The line of the rank that did not fail."""
-    failed = f"{who(culprit, pids[culprit])} failed, so this rank stops: BoomError: no such layer"
-    return f"[rank {1 - culprit}] RankFailedError: {failed}"
+def told(pid: int) -> str:
+    """The line of rank 0 when rank 1 has failed."""
+    return f"[rank 0] RankFailedError: {who(1, pid)} failed, so this rank stops: BoomError: no such layer"
 
 
 def test_the_traceback_is_printed_once() -> None:
     """The run fails, the other rank prints one line, and the rank that failed its traceback."""
     with train("fails") as script:
-        done = script.wait()
-    lines = lines_of(done.stderr)
-    assert done.returncode == 1
-    assert [line for line in lines if line.startswith("[rank")] == [told(1, script.rank_pids())], done.output
+        pid = wait_for_rank_one(script)
+        (done,) = script.wait()
+    lines = lines_of(done.output)
+    assert done.exit_code == 1
+    assert [line for line in lines if line.startswith("[rank")] == [told(pid)], done.output
     assert lines.count('    raise BoomError("no such layer")') == 1, done.output
     assert lines.count("tests.supervision.model.BoomError: no such layer") == 1, done.output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_kill_of_a_rank_ends_all_and_is_named(victim: int) -> None:
-    """The other rank ends, with its workers, names the one that died, and the script ends."""
+def test_a_kill_of_a_rank_ends_all_and_is_named() -> None:
+    """The launching rank names the one that died, whose workers end, too."""
     with train("endless", "with-workers") as script:
-        pids = wait_for_ranks(script)
-        os.kill(pids[victim], signal.SIGKILL)
-        death = f"{who(victim, pids[victim])} died: its process ended unexpectedly; every rank stops."
-        script.wait_for_line(re.escape(f"[rank {1 - victim}] RankDiedError: {death}"))
-        done = script.wait()
-    assert done.returncode == (-signal.SIGKILL if pids[victim] == script.pid else 1), done.output
-
-
-def test_a_kill_of_the_launching_process_ends_all() -> None:
-    """Ranks that are left alone say why they end."""
-    with train("endless", launcher=TORCHRUN) as script:
         wait_for_ranks(script)
+        pid = wait_for_rank_one(script)
+        os.kill(pid, signal.SIGKILL)
+        (done,) = script.wait()
+    death = f"{who(1, pid)} died: its process ended unexpectedly; every rank stops."
+    assert f"[rank 0] RankDiedError: {death}" in done.output
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line"),
+    [
+        (("python",), r"^\[rank 1\] RankDiedError: rank 0 \(host .+, pid {}\) died: its process ended unexpectedly;"),
+        (("torchrun", *WORKERS), r"the process that launched this one \(pid {}\) is gone, so this one ends, too$"),
+    ],
+)
+def test_a_kill_of_the_launching_process_ends_all(launcher: tuple[str, ...], line: str) -> None:
+    """Ranks that are left alone end, with their workers, and say why."""
+    with start_script(SCRIPT, "ddp_ext", "endless", "with-workers", launcher=launcher, time_limit=100.0) as script:
+        for rank in range(2):
+            script.wait_for_line(rf"^rank {rank} in step 3$", timeout=80.0)
         os.kill(script.pid, signal.SIGKILL)
-        line = rf"the process that launched this one \(pid {script.pid}\) is gone, so this one ends, too$"
-        script.wait_for_line(line, timeout=60.0)
+        script.wait_for_line(line.format(script.pid), timeout=60.0)
+        script.expect_no_survivors(15.0)
 
 
 @pytest.mark.parametrize(
@@ -99,29 +129,28 @@ def test_a_kill_of_the_launching_process_ends_all() -> None:
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
     """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
     with train("stays", strategy=strategy) as script:
-        script.wait_for_line("^rank 1 begins$", timeout=60.0)
-        pids = script.rank_pids()
-        script.kill(1)
-        done = script.wait()
-    assert done.returncode == 1
-    assert f"local {who(1, pids[1])} {verdict}" in lines_of(done.stderr)[-1], done.output
+        pid = wait_for_rank_one(script)
+        os.kill(pid, signal.SIGKILL)
+        (done,) = script.wait()
+    assert done.exit_code == 1
+    assert f"local {who(1, pid)} {verdict}" in lines_of(done.output)[-1], done.output
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp_ext", "ddp_ext_spawn"])
 def test_ranks_that_are_orphaned_while_they_start_end(strategy: str) -> None:
     """A rank whose launcher is killed while it imports ends when it has imported this package."""
     with train(strategy=strategy, ends_within=60.0) as script:
-        script.wait_for_line("^rank 1 begins$", timeout=60.0)
-        os.kill(script.pid, signal.SIGKILL)
+        wait_for_rank_one(script)
+        script.kill(0)
 
 
 def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
     """Ctrl-C reaches all processes of a run at once; they stop together, and none takes that for a death."""
     with train("endless") as script:
         wait_for_ranks(script)
-        os.killpg(script.pid, signal.SIGINT)
-        done = script.wait()
-    assert done.returncode == 130
+        os.killpg(script.pids[0], signal.SIGINT)
+        (done,) = script.wait()
+    assert done.exit_code == 130
     assert done.output.count("all ranks stop after step") == 1
     assert "Error" not in done.output
 
@@ -130,17 +159,30 @@ def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
     """The agent passes SIGTERM on to its ranks; they stop together, save, and none is taken for dead."""
     with train("endless", launcher=TORCHRUN) as script:
         wait_for_ranks(script)
-        os.kill(script.pid, signal.SIGTERM)
-        done = script.wait()
-    assert done.returncode != 0
+        script.kill(0, signal.SIGTERM)
+        (done,) = script.wait()
+    assert done.exit_code != 0
     assert done.output.count("saved to") == 1
     assert "RankDiedError" not in done.output
 
 
-def test_the_launching_rank_waits_for_those_that_still_work() -> None:
+def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
     """Rank 0 has started the others and ends after them; one that works on after ``fit`` is no orphan."""
-    with train("lingers") as script:
-        done = script.wait()
-        assert script.survivors() == []
-    assert done.returncode == 0, done.output
+    env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
+    with train("lingers", env=env, ends_within=0.0) as script:
+        (done,) = script.wait()
+    assert done.exit_code == 0, done.output
     assert "rank 1 is at the end" in done.output.splitlines(), done.output
+    assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
+
+
+@pytest.mark.slow
+def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that has ended says for which rank it waits, and kills it when it has waited long enough."""
+    monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
+    with subprocess.Popen(["sleep", "99"]) as child:
+        ChildScripts([child], at_most=0.1).wait()
+    assert child.returncode == -signal.SIGKILL
+    assert f"waiting for local rank 1 (pid {child.pid}) to end, too" in capsys.readouterr().err
