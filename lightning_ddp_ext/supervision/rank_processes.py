@@ -32,10 +32,12 @@ class ChildScripts:
     Args:
         children: their processes, by local rank from 1 on.
         at_most: seconds that this process waits for them at its end.
+        notice_after: seconds of that in which it says nothing.
     """
 
     children: list[subprocess.Popen[bytes]]
     at_most: float = _AT_MOST
+    notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
         """A sentence on a child that has ended; asked while this process waits for it to connect."""
@@ -51,7 +53,7 @@ class ChildScripts:
     def wait(self) -> None:
         """Wait for the children; not for long after an exception, and never for ever."""
         failed = getattr(sys, "last_value", None) is not None
-        alive = self._alive_after(_END_WITHIN if failed else _NOTICE_AFTER)
+        alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
         if alive and not failed:
             sys.stderr.write(
                 f"this script has ended; waiting for {', '.join(alive)} to end, too, for at most {self.at_most:.0f} s "

@@ -176,13 +176,12 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/store" in done.output
 
 
-@pytest.mark.slow
 def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A script that has ended says for which rank it waits, and kills it when it has waited long enough."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
-        ChildScripts([child], at_most=0.1).wait()
+        ChildScripts([child], at_most=0.1, notice_after=0.1).wait()
     assert child.returncode == -signal.SIGKILL
     assert f"waiting for local rank 1 (pid {child.pid}) to end, too" in capsys.readouterr().err
