@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import lightning as L
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.faults.plan import SIGNALS, Injection
 from tests.harness.ranks import hold
 from tests.harness.training import At, Net, make_trainer
 
+if TYPE_CHECKING:
+    from tests.faults.test_faults import Injection
+
+# What one rank can do to another one; the other kinds a rank does to itself.
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
 STATUS = 3  # of a rank that leaves by sys.exit
 
 
