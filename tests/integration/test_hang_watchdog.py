@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
+from lightning_ddp_ext.supervision.watchdog import OnHang
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
@@ -40,6 +41,10 @@ def hold_in_step() -> None:
 
 def announce_step() -> None:
     announce("in step")
+
+
+def pause() -> None:
+    threading.Event().wait(0.4)
 
 
 class Other:
@@ -69,6 +74,19 @@ class Stuck(Net):
         return self.loss(batch)
 
 
+class Slow(Stuck):
+    """Takes longer for an epoch, and for a validation, than anything may take; but moves."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        pause()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        pause()
+
+    val_dataloader = Stuck.train_dataloader
+
+
 class Samples(torch.utils.data.Dataset[Any]):
     def __init__(self, model: Stuck) -> None:
         self.model, self.rows, self.read = model, data(30), 0
@@ -84,14 +102,22 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 def fit(
-    rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", epochs: int = 1, **options: Any
+    rank: int,
+    world_size: int,
+    directory: Path,
+    model: Stuck,
+    *,
+    kind: Kind = "ours",
+    timeout: float = 1,
+    on_hang: OnHang = "abort",
+    **options: Any,
 ) -> None:
-    watchdog = HangWatchdog(timeout=1, directory=directory / "reports", **options)
+    watchdog = HangWatchdog(timeout, on_hang, directory / "reports")
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         grace = {**strategy.timeouts.grace, "hung": 0.3}
         strategy.timeouts = replace(strategy.timeouts, answer=1.0, grace=grace)
-    settings: dict[str, Any] = {"devices": world_size, "max_epochs": epochs, "limit_val_batches": 0}
+    settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)
 
@@ -130,6 +156,13 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
 
 
+def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
+    """However long an epoch takes, or a validation."""
+    options = {"timeout": 3, "limit_val_batches": 1.0}
+    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), **options, env=by_hand_env(2))
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+
+
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     """It would never look whether the rank is still there."""
     model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
@@ -140,7 +173,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
     model = Stuck("step", announce_step, -1)
-    with RankProcesses(fit, 3, tmp_path, model, epochs=-1, env=by_hand_env(3)) as ranks:
+    with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1, env=by_hand_env(3)) as ranks:
         for rank in range(3):
             ranks.wait_for("in step", rank)
         ranks.kill(0, signal.SIGSTOP)
