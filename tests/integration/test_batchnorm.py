@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -188,6 +189,9 @@ FEATURES = {
     "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
     "configure_model": Feature(Late),
     "compiled layers": Feature(Compiled),
+    # Lightning averages in float32.
+    "SWA": Feature(trainer={"callbacks": [StochasticWeightAveraging(0.01, 2)], "max_epochs": 3}, tolerance=1e-6),
+    "EMA": Feature(trainer={"callbacks": [EMAWeightAveraging(decay=0.5)], "max_epochs": 3}, tolerance=1e-6),
     "validation": Feature(
         Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}, {"broadcast_buffers": False}
     ),

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency, RankFailedError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
@@ -112,6 +113,13 @@ class Manual(Net):
             self.optimizers().step()
 
 
+class Sharded(Net):
+    """Its optimiser has a part of the state on each rank."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+
 class Buffers(Net):
     """Has buffers: a constant one, one of each rank's own, one that is not saved."""
 
@@ -159,6 +167,13 @@ CASES = {
         {1: lambda model: flip(state_of(model)["momentum_buffer"])},
         f"{AFTER_4}optimizer 0: momentum_buffer of layers.3.bias; ",
         batch=4,
+    ),
+    "sharded optimiser state": Case(model=Sharded),
+    "after the last check": Case(
+        {1: flip_weight},
+        "at the end of training, and did not after step 3: rank 1 in parameter layers.0.weight",
+        batch=4,
+        every=3,
     ),
     "state that one rank lacks": Case(
         {1: lambda model: state_of(model).clear()},

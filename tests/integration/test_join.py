@@ -11,12 +11,13 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_ddp_ext import UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import make_strategy, make_trainer
+from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Saver
 
 Lengths = list[int]  # batches of each rank
@@ -170,19 +171,31 @@ def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
     run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60)
 
 
-def refused(rank: int, world_size: int, directory: Path) -> str:
+AVERAGING = {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+OBSTACLES = {
+    "loaders": "a single training loader (got 2); combine their datasets",
+    "layers": "layers that leave out idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
+    "averaging": "gradients that are averaged in every step; leave model_averaging_period out",
+}
+
+
+def refused(rank: int, world_size: int, directory: Path) -> list[str]:
     warnings.simplefilter("ignore")
-    loader = DataLoader(Batches([3, 2], rank), batch_size=None)
-    strategy = make_strategy("ours", directory, uneven_inputs="join")
-    with pytest.raises(UnevenInputsError) as caught:
-        make_trainer(strategy, use_distributed_sampler=False).fit(Net([loader, loader], "sized"))
-    return str(caught.value)
+    loader, messages = DataLoader(Batches([3, 2], rank), batch_size=None), []
+    for obstacle in OBSTACLES:
+        net = Net([loader, loader] if obstacle == "loaders" else loader, "sized")
+        options: dict[str, Any] = AVERAGING if obstacle == "averaging" else {}
+        strategy = make_strategy("ours", directory, uneven_inputs="join", **options)
+        # Not before: DDP refuses the layer on the CPU.
+        convert = At("on_train_start", lambda trainer: nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model))
+        callbacks = [convert] if obstacle == "layers" else []
+        with pytest.raises(UnevenInputsError) as caught:
+            make_trainer(strategy, use_distributed_sampler=False, callbacks=callbacks).fit(net)
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> None:
     """Before the first step, on every rank, with what to do."""
-    expected = (
-        "uneven_inputs='join' needs a single training loader (got 2); combine their datasets, "
-        "or choose 'stop_at_shortest'"
-    )
+    expected = [f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'" for needed in OBSTACLES.values()]
     assert run_ranks(refused, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]

@@ -58,6 +58,7 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "max_time": lambda: {"max_time": timedelta(microseconds=1), "max_epochs": -1},
     "accumulation": lambda: {"callbacks": [callbacks.GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 3},
     "stochastic average": lambda: {"callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
+    "moving average": lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]},
 }
 
 
