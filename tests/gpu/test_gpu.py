@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Net, make_trainer, weights
@@ -45,12 +45,8 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 
 def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrategy:
     """Two ranks on one device, over gloo."""
-    return DDPExtStrategy(
-        f"file://{directory}/meet",
-        parallel_devices=[torch.device(device)] * 2,
-        process_group_backend="gloo",
-        **options,
-    )
+    chosen = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": "gloo", **options}
+    return DDPExtStrategy(f"file://{directory}/meet", **chosen)
 
 
 def trainer_on(chosen: Any, **options: Any) -> L.Trainer:
@@ -104,19 +100,46 @@ def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> d
     options = {"callbacks": [checkpoint], "enable_checkpointing": True, "devices": world_size, "accelerator": "gpu"}
     trainer = make_trainer(ours, **options)
     trainer.fit(model)
-    backend = dist.get_backend()
+    assert dist.get_backend() == "nccl"
     again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
     again.fit(model, ckpt_path=checkpoint.last_model_path)
-    return {"weights": on_cpu(weights(model)), "step": again.global_step, "backend": backend}
+    again.predict(model)
+    return {"weights": on_cpu(weights(model)), "step": again.global_step, "predicted": gather_predictions(again)}
 
 
 def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
-    """Training, saving and resuming, with one rank per GPU."""
+    """Training, saving, resuming, and predictions on rank 0, with one rank per GPU."""
     ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
     variables = by_hand_env(gpus, port=free_port())
     stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
     torch.testing.assert_close(ours, stock, **TOLERANCE)
-    assert ours[0]["backend"] == "nccl"
+
+
+class Parts(Net):
+    """Has its parameters, all of one type of device as DDP asks, on its rank's first device; computes on both."""
+
+    def configure_model(self) -> None:
+        self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        self.layers.to(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device == self.first
+        hidden = self.layers[:2](x).to(self.second)
+        out: Tensor = self.layers[3](self.layers[2](hidden).to(self.first))
+        return out
+
+
+def train_on_two_devices(rank: int, world_size: int, directory: Path, first: str) -> dict[str, Tensor]:
+    L.seed_everything(1)
+    model, devices = Parts(), [torch.device(first), torch.device("cpu")] * 2
+    trainer_on(strategy(directory, parallel_devices=devices, devices_per_rank=2)).fit(model)
+    return on_cpu(weights(model))
+
+
+def test_a_rank_with_a_gpu_and_the_cpu_learns_as_on_the_cpu(tmp_path: Path) -> None:
+    """Batches go to the first of its devices."""
+    on_gpu, on_host = (on_ranks(train_on_two_devices, 2, tmp_path, first) for first in (GPU, "cpu"))
+    torch.testing.assert_close(on_gpu, on_host, **TOLERANCE)
 
 
 class Boom(Exception):
