@@ -22,7 +22,7 @@ from torchmetrics import MeanMetric
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import Net, make_trainer, weights
+from tests.harness.training import At, Net, make_trainer, weights
 
 pytestmark = pytest.mark.gpu
 
@@ -93,28 +93,6 @@ def test_two_ranks_on_one_gpu_learn_as_on_the_cpu(sync: bool, tmp_path: Path) ->
     torch.testing.assert_close(first["layers.0.weight"], second["layers.0.weight"], rtol=0, atol=0)
 
 
-def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> dict[str, Any]:
-    L.seed_everything(1)
-    model, checkpoint = Measured(), ModelCheckpoint(directory / kind, save_last=True)
-    ours = DDPExtStrategy(f"file://{directory}/meet") if kind == "ours" else DDPStrategy()
-    options = {"callbacks": [checkpoint], "enable_checkpointing": True, "devices": world_size, "accelerator": "gpu"}
-    trainer = make_trainer(ours, **options)
-    trainer.fit(model)
-    assert dist.get_backend() == "nccl"
-    again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
-    again.fit(model, ckpt_path=checkpoint.last_model_path)
-    again.predict(model)
-    return {"weights": on_cpu(weights(model)), "step": again.global_step, "predicted": gather_predictions(again)}
-
-
-def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
-    """Training, saving, resuming, and predictions on rank 0, with one rank per GPU."""
-    ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
-    variables = by_hand_env(gpus, port=free_port())
-    stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
-    torch.testing.assert_close(ours, stock, **TOLERANCE)
-
-
 class Parts(Net):
     """Has its parameters, all of one type of device as DDP asks, on its rank's first device; computes on both."""
 
@@ -140,6 +118,30 @@ def test_a_rank_with_a_gpu_and_the_cpu_learns_as_on_the_cpu(tmp_path: Path) -> N
     """Batches go to the first of its devices."""
     on_gpu, on_host = (on_ranks(train_on_two_devices, 2, tmp_path, first) for first in (GPU, "cpu"))
     torch.testing.assert_close(on_gpu, on_host, **TOLERANCE)
+
+
+def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> dict[str, Any]:
+    L.seed_everything(1)
+    model, checkpoint = Measured(), ModelCheckpoint(directory / kind, save_last=True)
+    ours = DDPExtStrategy(f"file://{directory}/meet") if kind == "ours" else DDPStrategy()
+    options = {"callbacks": [checkpoint], "enable_checkpointing": True, "devices": world_size, "accelerator": "gpu"}
+    trainer = make_trainer(ours, **options)
+    trainer.fit(model)
+    backend = dist.get_backend()
+    again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
+    again.fit(model, ckpt_path=checkpoint.last_model_path)
+    again.predict(model)
+    learned = {"weights": on_cpu(weights(model)), "step": again.global_step, "predicted": gather_predictions(again)}
+    return {"learned": learned, "backend": backend}
+
+
+def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
+    """Training, saving, resuming, and predictions on rank 0, with one rank per GPU."""
+    ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
+    variables = by_hand_env(gpus, port=free_port())
+    stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
+    torch.testing.assert_close(*([rank["learned"] for rank in ranks] for ranks in (ours, stock)), **TOLERANCE)
+    assert ours[0]["backend"] == "nccl"
 
 
 class Boom(Exception):
@@ -182,14 +184,12 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
     """Save in mid-training, train on, and restore on another device what was saved."""
     at_save: dict[str, Tensor] = {}
 
-    class Note(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if trainer.global_step == 2:
-                at_save.update(parameters(module))
-                trainer.save_checkpoint(directory / "it.ckpt")
+    def save(trainer: L.Trainer) -> None:
+        at_save.update(parameters(trainer.lightning_module))
+        trainer.save_checkpoint(directory / "it.ckpt")
 
-    plugin = RankZeroCheckpointIO(background=background)
-    trainer_on(strategy(directory), callbacks=[Note()], plugins=[plugin]).fit(Net())
+    after_step_2, plugin = At("on_train_batch_end", save, earlier=1), RankZeroCheckpointIO(background=background)
+    trainer_on(strategy(directory), callbacks=[after_step_2], plugins=[plugin]).fit(Net())
     content = torch.load(directory / "it.ckpt", weights_only=True, map_location="cpu")
     saved = {name: content["state_dict"][name] for name in at_save}
     torch.testing.assert_close(saved, at_save, rtol=0, atol=0)
@@ -197,12 +197,11 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
     model = Net()
     momenta: list[Tensor] = []
 
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-            momenta.extend(state["momentum_buffer"] for state in trainer.optimizers[0].state.values())
-            torch.testing.assert_close(parameters(module), at_save, rtol=0, atol=0)
+    def look(trainer: L.Trainer) -> None:
+        momenta.extend(state["momentum_buffer"] for state in trainer.optimizers[0].state.values())
+        torch.testing.assert_close(parameters(model), at_save, rtol=0, atol=0)
 
-    trainer = trainer_on(strategy(directory, restored_on), callbacks=[Look()], max_epochs=2)
+    trainer = trainer_on(strategy(directory, restored_on), callbacks=[At("on_train_start", look)], max_epochs=2)
     trainer.fit(model, ckpt_path=directory / "it.ckpt")
     return bool(momenta) and all(str(momentum.device) == restored_on for momentum in momenta)
 

@@ -61,7 +61,7 @@ class Editor:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=90)
         self._file = self._socket.makefile("rwb")
         self._sent = 0
-        self._events: list[dict[str, Any]] = []
+        self._unread: list[dict[str, Any]] = []
 
     def send(self, command: str, **arguments: Any) -> int:
         self._sent += 1
@@ -72,29 +72,24 @@ class Editor:
         return self._sent
 
     def request(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return self.response(self.send(command, **arguments))
-
-    def response(self, number: int) -> dict[str, Any]:
-        while True:
-            message = self._read()
-            if message["type"] == "response" and message["request_seq"] == number:
-                assert message["success"], message
-                body: dict[str, Any] = message.get("body", {})
-                return body
-            self._events.append(message)
+        response = self._wait_for("request_seq", self.send(command, **arguments))
+        assert response["success"], response
+        body: dict[str, Any] = response.get("body", {})
+        return body
 
     def event(self, name: str) -> dict[str, Any]:
-        while True:
-            for message in self._events:
-                if message.get("event") == name:
-                    self._events.remove(message)
-                    body: dict[str, Any] = message.get("body", {})
-                    return body
-            self._events.append(self._read())
+        body: dict[str, Any] = self._wait_for("event", name).get("body", {})
+        return body
 
     def close(self) -> None:
         self._file.close()
         self._socket.close()
+
+    def _wait_for(self, key: str, value: object) -> dict[str, Any]:
+        while not (found := [message for message in self._unread if message.get(key) == value]):
+            self._unread.append(self._read())
+        self._unread.remove(found[0])
+        return found[0]
 
     def _read(self) -> dict[str, Any]:
         length = int(self._file.readline().split(b":")[1])
