@@ -171,31 +171,41 @@ def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
     run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60)
 
 
-AVERAGING = {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
-OBSTACLES = {
-    "loaders": "a single training loader (got 2); combine their datasets",
-    "layers": "layers that leave out idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
-    "averaging": "gradients that are averaged in every step; leave model_averaging_period out",
-}
+class Pulls(Net):
+    """Takes batches from an iterator."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> Tensor:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
 
 
 def refused(rank: int, world_size: int, directory: Path) -> list[str]:
     warnings.simplefilter("ignore")
-    loader, messages = DataLoader(Batches([3, 2], rank), batch_size=None), []
-    for obstacle in OBSTACLES:
-        net = Net([loader, loader] if obstacle == "loaders" else loader, "sized")
-        options: dict[str, Any] = AVERAGING if obstacle == "averaging" else {}
+    loader = DataLoader(Batches([3, 2], rank), batch_size=None)
+    averaging = {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+    # Not before: DDP refuses the layer on the CPU.
+    convert = At("on_train_start", lambda trainer: nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model))
+    cases: list[tuple[Net, dict[str, Any], list[L.Callback]]] = [
+        (Net([loader, loader], "sized"), {}, []),
+        (Pulls(loader, "sized"), {}, []),
+        (Net(loader, "sized"), {}, [convert]),
+        (Net(loader, "sized"), averaging, []),
+    ]
+    found = []
+    for net, options, callbacks in cases:
         strategy = make_strategy("ours", directory, uneven_inputs="join", **options)
-        # Not before: DDP refuses the layer on the CPU.
-        convert = At("on_train_start", lambda trainer: nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model))
-        callbacks = [convert] if obstacle == "layers" else []
         with pytest.raises(UnevenInputsError) as caught:
             make_trainer(strategy, use_distributed_sampler=False, callbacks=callbacks).fit(net)
-        messages.append(str(caught.value))
-    return messages
+        found.append(str(caught.value))
+    return found
 
 
 def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> None:
     """Before the first step, on every rank, with what to do."""
-    expected = [f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'" for needed in OBSTACLES.values()]
+    needed = [
+        "a single training loader (got 2); combine their datasets",
+        "a training_step that takes a batch (it takes dataloader_iter); take batch",
+        "layers that leave out idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
+        "gradients that are averaged in every step; leave model_averaging_period out",
+    ]
+    expected = [f"uneven_inputs='join' needs {each}, or choose 'stop_at_shortest'" for each in needed]
     assert run_ranks(refused, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]
