@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, HangWatchdog
 from lightning_ddp_ext.errors import RankHungError
-from lightning_ddp_ext.supervision.watchdog import OnHang
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
@@ -54,6 +53,8 @@ class Other:
 class Stuck(Net):
     """Hangs on one rank, or all (-1), at a place in its third step."""
 
+    timeout = 1.0  # of the watchdog
+
     def __init__(self, place: str = "", hang: Callable[[], None] = wait_for_ever, rank: int = 1, **loader: Any) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 1))
@@ -76,6 +77,8 @@ class Stuck(Net):
 
 class Slow(Stuck):
     """Takes longer for an epoch, and for a validation, than anything may take; but moves."""
+
+    timeout = 3.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pause()
@@ -101,18 +104,8 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
 
-def fit(
-    rank: int,
-    world_size: int,
-    directory: Path,
-    model: Stuck,
-    *,
-    kind: Kind = "ours",
-    timeout: float = 1,
-    on_hang: OnHang = "abort",
-    **options: Any,
-) -> None:
-    watchdog = HangWatchdog(timeout, on_hang, directory / "reports")
+def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", **options: Any) -> None:
+    watchdog = HangWatchdog(model.timeout, options.pop("on_hang", "abort"), directory / "reports")
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         grace = {**strategy.timeouts.grace, "hung": 0.3}
@@ -158,8 +151,7 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
 
 def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
     """However long an epoch takes, or a validation."""
-    options = {"timeout": 3, "limit_val_batches": 1.0}
-    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), **options, env=by_hand_env(2))
+    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0, env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
 
 
