@@ -65,14 +65,8 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
 @pytest.mark.parametrize(
     ("selection", "told"),
     [
-        (
-            {"include": ["stem", "backbone.*"]},
-            r"^include='backbone\.\*' fits no BatchNorm layer; choose among stem.1",
-        ),
-        (
-            {"exclude": ["stem", nn.Linear]},
-            r"^exclude=Linear fits no .* head, or modules that they are in\n",
-        ),
+        ({"include": ["stem", "backbone.*"]}, r"^include='backbone\.\*' fits no BatchNorm layer; choose among stem.1"),
+        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear fits no .* head, or modules that they are in\n"),
         ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
         ({"predicate": "stem.*"}, r"^predicate must be a function .*\(got 'stem.\*'\); for patterns there are"),

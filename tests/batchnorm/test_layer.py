@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lightning_ddp_ext import SyncBatchNorm
 from lightning_ddp_ext.batchnorm.statistics import Running, Statistics
@@ -28,6 +29,7 @@ def use(rank: int, world_size: int, directory: Path) -> None:
         refuses_inputs_that_cannot_be(share)
         refuses_one_value(rank)
         is_quiet_about_infinity(share)
+        makes_one_collective_each_way(share)
         with pytest.raises(
             BatchNormError, match=r"^a BatchNorm layer synchronises, and so cannot be differentiated tw"
         ):
@@ -72,8 +74,23 @@ def is_quiet_about_infinity(share: Tensor) -> None:
     assert input.grad is not None
 
 
+def makes_one_collective_each_way(share: Tensor) -> None:
+    layer, outputs = SyncBatchNorm(3), list[Tensor]()
+    passes = {
+        "forward": lambda: outputs.append(layer(share.clone().requires_grad_())),
+        "backward": lambda: outputs[0].sum().backward(),
+    }
+    for name, run in passes.items():
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            run()
+        assert sum("gloo:" in event.name for event in recorded.events()) == 1, name
+
+
 def test_what_it_does_alone_and_what_it_refuses(tmp_path: Path) -> None:
-    """Evaluation, and training outside of a layer's group, wait for nobody; a refusal is every rank's."""
+    """Evaluation, and training outside of a layer's group, wait for nobody; a refusal is every rank's.
+
+    A forward pass makes one collective, and a backward pass one.
+    """
     run_ranks(use, 2, tmp_path)
 
 

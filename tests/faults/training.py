@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import lightning as L
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.faults.plan import SIGNALS, Injection
 from tests.harness.ranks import hold
 from tests.harness.training import At, Net, make_trainer
 
+if TYPE_CHECKING:
+    from tests.faults.test_faults import Injection
+
+# What one rank can do to another one; the other kinds a rank does to itself.
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
+# What of the strategy's limits is short, by the moment or the kind of a fault.
+LIMITS = {"begin": {"init_timeout": 5.0}, "stop": {"timeout": 4.0}, "cut": {"heartbeat_timeout": 5.0}}
 STATUS = 3  # of a rank that leaves by sys.exit
 
 
@@ -105,12 +112,8 @@ def train(
     L.seed_everything(7 if checkpoint is None else 8, verbose=False)
     net = Net()
     options: dict[str, Any] = {"init_method": url, "rank": rank, "world_size": world_size}
-    if plan is not None and plan.is_unmet:
-        options["init_timeout"] = 5.0
-    if plan is not None and plan.kind == "stop":
-        options["timeout"] = 4.0
-    if plan is not None and plan.kind == "cut":
-        options["heartbeat_timeout"] = 5.0
+    if plan is not None:
+        options |= LIMITS.get("begin" if plan.is_unmet else plan.kind, {})
     trainer = make_trainer(
         DDPExtStrategy(checkpoint_io=StruckIO(fault), **options),
         devices=world_size,

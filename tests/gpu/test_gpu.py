@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion
+from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import Net, make_trainer, weights
+from tests.harness.training import At, Net, make_trainer, weights
 from tests.integration.continuing import Numbers, Training, generations
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +47,8 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 
 def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrategy:
     """Two ranks on one device, over gloo."""
-    return DDPExtStrategy(
-        f"file://{directory}/meet",
-        parallel_devices=[torch.device(device)] * 2,
-        process_group_backend="gloo",
-        **options,
-    )
+    chosen = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": "gloo", **options}
+    return DDPExtStrategy(f"file://{directory}/meet", **chosen)
 
 
 def trainer_on(chosen: Any, **options: Any) -> L.Trainer:
@@ -99,6 +95,33 @@ def test_two_ranks_on_one_gpu_learn_as_on_the_cpu(sync: bool, tmp_path: Path) ->
     torch.testing.assert_close(first["layers.0.weight"], second["layers.0.weight"], rtol=0, atol=0)
 
 
+class Parts(Net):
+    """Has its parameters, all of one type of device as DDP asks, on its rank's first device; computes on both."""
+
+    def configure_model(self) -> None:
+        self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
+        self.layers.to(self.first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.device == self.first
+        hidden = self.layers[:2](x).to(self.second)
+        out: Tensor = self.layers[3](self.layers[2](hidden).to(self.first))
+        return out
+
+
+def train_on_two_devices(rank: int, world_size: int, directory: Path, first: str) -> dict[str, Tensor]:
+    L.seed_everything(1)
+    model, devices = Parts(), [torch.device(first), torch.device("cpu")] * 2
+    trainer_on(strategy(directory, parallel_devices=devices, devices_per_rank=2)).fit(model)
+    return on_cpu(weights(model))
+
+
+def test_a_rank_with_a_gpu_and_the_cpu_learns_as_on_the_cpu(tmp_path: Path) -> None:
+    """Batches go to the first of its devices."""
+    on_gpu, on_host = (on_ranks(train_on_two_devices, 2, tmp_path, first) for first in (GPU, "cpu"))
+    torch.testing.assert_close(on_gpu, on_host, **TOLERANCE)
+
+
 def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> dict[str, Any]:
     L.seed_everything(1)
     model, checkpoint = Measured(), ModelCheckpoint(directory / kind, save_last=True)
@@ -109,15 +132,17 @@ def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> d
     backend = dist.get_backend()
     again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
     again.fit(model, ckpt_path=checkpoint.last_model_path)
-    return {"weights": on_cpu(weights(model)), "step": again.global_step, "backend": backend}
+    again.predict(model)
+    learned = {"weights": on_cpu(weights(model)), "step": again.global_step, "predicted": gather_predictions(again)}
+    return {"learned": learned, "backend": backend}
 
 
 def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
-    """Training, saving and resuming, with one rank per GPU."""
+    """Training, saving, resuming, and predictions on rank 0, with one rank per GPU."""
     ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
     variables = by_hand_env(gpus, port=free_port())
     stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
-    torch.testing.assert_close(ours, stock, **TOLERANCE)
+    torch.testing.assert_close(*([rank["learned"] for rank in ranks] for ranks in (ours, stock)), **TOLERANCE)
     assert ours[0]["backend"] == "nccl"
 
 
@@ -172,14 +197,12 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
     """Save in mid-training, train on, and restore on another device what was saved."""
     at_save: dict[str, Tensor] = {}
 
-    class Note(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if trainer.global_step == 2:
-                at_save.update(parameters(module))
-                trainer.save_checkpoint(directory / "it.ckpt")
+    def save(trainer: L.Trainer) -> None:
+        at_save.update(parameters(trainer.lightning_module))
+        trainer.save_checkpoint(directory / "it.ckpt")
 
-    plugin = RankZeroCheckpointIO(background=background)
-    trainer_on(strategy(directory), callbacks=[Note()], plugins=[plugin]).fit(Net())
+    after_step_2, plugin = At("on_train_batch_end", save, earlier=1), RankZeroCheckpointIO(background=background)
+    trainer_on(strategy(directory), callbacks=[after_step_2], plugins=[plugin]).fit(Net())
     content = torch.load(directory / "it.ckpt", weights_only=True, map_location="cpu")
     saved = {name: content["state_dict"][name] for name in at_save}
     torch.testing.assert_close(saved, at_save, rtol=0, atol=0)
@@ -187,12 +210,11 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
     model = Net()
     momenta: list[Tensor] = []
 
-    class Look(L.Callback):
-        def on_train_start(self, trainer: L.Trainer, module: Any) -> None:
-            momenta.extend(state["momentum_buffer"] for state in trainer.optimizers[0].state.values())
-            torch.testing.assert_close(parameters(module), at_save, rtol=0, atol=0)
+    def look(trainer: L.Trainer) -> None:
+        momenta.extend(state["momentum_buffer"] for state in trainer.optimizers[0].state.values())
+        torch.testing.assert_close(parameters(model), at_save, rtol=0, atol=0)
 
-    trainer = trainer_on(strategy(directory, restored_on), callbacks=[Look()], max_epochs=2)
+    trainer = trainer_on(strategy(directory, restored_on), callbacks=[At("on_train_start", look)], max_epochs=2)
     trainer.fit(model, ckpt_path=directory / "it.ckpt")
     return bool(momenta) and all(str(momentum.device) == restored_on for momentum in momenta)
 

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,12 @@ class Feature:
     strategy: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-9
     by: str = "callback"
+    average: Callable[[], L.Callback] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Those of the Trainer."""
+        callbacks = [self.average()] if self.average is not None else []
+        return {"precision": "64-true", "callbacks": callbacks, **self.trainer}
 
 
 FEATURES = {
@@ -188,6 +195,9 @@ FEATURES = {
     "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
     "configure_model": Feature(Late),
     "compiled layers": Feature(Compiled),
+    # Lightning averages in float32, and not before 2.6 in the second way.
+    "SWA": Feature(average=lambda: pl_callbacks.StochasticWeightAveraging(0.01, 1), tolerance=1e-6),
+    "EMA": Feature(average=lambda: pl_callbacks.EMAWeightAveraging(decay=0.5), tolerance=1e-6),
     "validation": Feature(
         Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}, {"broadcast_buffers": False}
     ),
@@ -203,18 +213,15 @@ def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
 
 
 def features_alone(rank: int, world_size: int) -> dict[str, Any]:
-    return {
-        name: learn(feature, trainer_alone(**{"precision": "64-true", **feature.trainer}))
-        for name, feature in FEATURES.items()
-    }
+    return {name: learn(feature, trainer_alone(**feature.options())) for name, feature in FEATURES.items()}
 
 
 def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
     found = {}
     for name in FEATURES if kind == "ours" else ["nothing"]:
         feature = FEATURES[name]
-        options = {"precision": "64-true", **feature.trainer}
-        found[name] = learn(feature, trainer_with(kind, directory, by=feature.by, strategy=feature.strategy, **options))
+        trainer = trainer_with(kind, directory, by=feature.by, strategy=feature.strategy, **feature.options())
+        found[name] = learn(feature, trainer)
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency, RankFailedError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
@@ -160,6 +161,12 @@ CASES = {
         f"{AFTER_4}optimizer 0: momentum_buffer of layers.3.bias; ",
         batch=4,
     ),
+    "after the last check": Case(
+        {1: flip_weight},
+        "at the end of training, and did not after step 3: rank 1 in parameter layers.0.weight",
+        batch=4,
+        every=3,
+    ),
     "state that one rank lacks": Case(
         {1: lambda model: state_of(model).clear()},
         f"{AFTER_4}optimizer 0: momentum_buffer of layers.3.bias (float32 (1,) on rank 0, nothing on rank 1); ",
@@ -217,6 +224,26 @@ def test_rank_zero_replaces_what_differs(tmp_path: Path) -> None:
         same = [key for key in here.weights if not key.startswith(("layers.1.running", "seen", "mask"))]
         if not case.ignore:
             assert_same(*({key: each.weights[key] for key in same} for each in (here, other)))
+
+
+class Sharded(Net):
+    """Its optimiser has a part of the state on each rank."""
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, lr=0.01)
+
+
+def resume_sharded(kind: Kind, directory: Path) -> None:
+    path = directory / "sharded.ckpt"
+    for epochs in (1, 2):
+        trainer = make_trainer(make_strategy(kind, directory), callbacks=[RankConsistency(1)], max_epochs=epochs)
+        trainer.fit(Sharded(), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+
+
+def test_a_sharded_optimiser_is_no_divergence(tmp_path: Path) -> None:
+    """Each rank has the state of other parameters, from the beginning and when a run is resumed."""
+    on_ranks("ours", resume_sharded, tmp_path)
 
 
 class Configured(Net):

@@ -42,12 +42,18 @@ def announce_step() -> None:
     announce("in step")
 
 
+def pause() -> None:
+    threading.Event().wait(0.4)
+
+
 class Other:
     group: Any = None
 
 
 class Stuck(Net):
     """Hangs on one rank, or all (-1), at a place in its third step."""
+
+    timeout = 1.0  # of the watchdog
 
     def __init__(self, place: str = "", hang: Callable[[], None] = wait_for_ever, rank: int = 1, **loader: Any) -> None:
         super().__init__()
@@ -69,6 +75,21 @@ class Stuck(Net):
         return self.loss(batch)
 
 
+class Slow(Stuck):
+    """Takes longer for an epoch, and for a validation, than anything may take; but moves."""
+
+    timeout = 3.0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        pause()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        pause()
+
+    val_dataloader = Stuck.train_dataloader
+
+
 class Samples(torch.utils.data.Dataset[Any]):
     def __init__(self, model: Stuck) -> None:
         self.model, self.rows, self.read = model, data(30), 0
@@ -83,15 +104,13 @@ class Samples(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
 
-def fit(
-    rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", epochs: int = 1, **options: Any
-) -> None:
-    watchdog = HangWatchdog(timeout=1, directory=directory / "reports", **options)
+def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind = "ours", **options: Any) -> None:
+    watchdog = HangWatchdog(model.timeout, options.pop("on_hang", "abort"), directory / "reports")
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
         grace = {**strategy.timeouts.grace, "hung": 0.3}
         strategy.timeouts = replace(strategy.timeouts, answer=1.0, grace=grace)
-    settings: dict[str, Any] = {"devices": world_size, "max_epochs": epochs, "limit_val_batches": 0}
+    settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)
 
@@ -130,6 +149,12 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
 
 
+def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
+    """However long an epoch takes, or a validation."""
+    outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0, env=by_hand_env(2))
+    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
+
+
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     """It would never look whether the rank is still there."""
     model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
@@ -140,7 +165,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
     model = Stuck("step", announce_step, -1)
-    with RankProcesses(fit, 3, tmp_path, model, epochs=-1, env=by_hand_env(3)) as ranks:
+    with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1, env=by_hand_env(3)) as ranks:
         for rank in range(3):
             ranks.wait_for("in step", rank)
         ranks.kill(0, signal.SIGSTOP)

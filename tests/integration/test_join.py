@@ -11,12 +11,13 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_ddp_ext import UnevenInputsError
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import make_strategy, make_trainer
+from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Saver
 
 Lengths = list[int]  # batches of each rank
@@ -180,11 +181,20 @@ class Pulls(Net):
 def refused(rank: int, world_size: int, directory: Path) -> list[str]:
     warnings.simplefilter("ignore")
     loader = DataLoader(Batches([3, 2], rank), batch_size=None)
+    averaging = {"ddp_comm_state": PostLocalSGDState(None, None, 2), "model_averaging_period": 2}
+    # Not before: DDP refuses the layer on the CPU.
+    convert = At("on_train_start", lambda trainer: nn.SyncBatchNorm.convert_sync_batchnorm(trainer.model))
+    cases: list[tuple[Net, dict[str, Any], list[L.Callback]]] = [
+        (Net([loader, loader], "sized"), {}, []),
+        (Pulls(loader, "sized"), {}, []),
+        (Net(loader, "sized"), {}, [convert]),
+        (Net(loader, "sized"), averaging, []),
+    ]
     found = []
-    for net in (Net([loader, loader], "sized"), Pulls(loader, "sized")):
-        strategy = make_strategy("ours", directory, uneven_inputs="join")
+    for net, options, callbacks in cases:
+        strategy = make_strategy("ours", directory, uneven_inputs="join", **options)
         with pytest.raises(UnevenInputsError) as caught:
-            make_trainer(strategy, use_distributed_sampler=False).fit(net)
+            make_trainer(strategy, use_distributed_sampler=False, callbacks=callbacks).fit(net)
         found.append(str(caught.value))
     return found
 
@@ -194,6 +204,8 @@ def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> Non
     needed = [
         "a single training loader (got 2); combine their datasets",
         "a training_step that takes a batch (it takes dataloader_iter); take batch",
+        "layers that leave out idle ranks (layers.1 is torch's SyncBatchNorm); use sync_batchnorm=True",
+        "gradients that are averaged in every step; leave model_averaging_period out",
     ]
     expected = [f"uneven_inputs='join' needs {each}, or choose 'stop_at_shortest'" for each in needed]
     assert run_ranks(refused, 2, tmp_path, env=by_hand_env(2)) == [expected, expected]

@@ -134,8 +134,8 @@ class Logs(Net):
 def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
     """Of an epoch of 4 steps each, by kind; those that a fit needs anyway are taken off."""
 
-    def counted(model: Net) -> Counter[str]:
-        trainer = make_trainer(make_strategy(kind, directory), max_epochs=1, limit_val_batches=0)
+    def counted(model: Net, **options: Any) -> Counter[str]:
+        trainer = make_trainer(make_strategy(kind, directory), max_epochs=1, limit_val_batches=0, **options)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             trainer.fit(model)
         return Counter(event.name.removeprefix("gloo:") for event in recorded.events() if "gloo:" in event.name)
@@ -143,6 +143,7 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
     counted(Logs(1))  # opens groups
     nothing = counted(Logs(0))
     return {
+        "two steps": nothing - counted(Logs(0), limit_train_batches=2),
         "step": counted(Logs(10)) - nothing,
         "more": counted(Logs(40)) - nothing,
         "epoch": counted(Logs(10, on_step=False, on_epoch=True)) - nothing,
@@ -150,8 +151,12 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """Whatever the number of values, and with no barrier, also not for an epoch's values; stock makes two for each."""
+    """Whatever the number of values, and with no barrier, also not for an epoch's values; stock makes two for each.
+
+    Nor is there stock's broadcast of whether there was a signal.
+    """
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
+    assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
     # Of the first step there is one that tells whether anything is logged, even if nothing is.
     assert ours["step"] == ours["more"] == {"all_gather": 3}

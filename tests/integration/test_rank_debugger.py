@@ -11,6 +11,7 @@ import re
 import select
 import socket
 import termios
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,14 +42,15 @@ class Secretive(Net):
         return loss
 
 
-def train(rank: int, world_size: int, directory: Path, terminal: str | None = None, is_interrupted: bool = True) -> Any:
-    """The weights after an epoch; with a terminal that all ranks share, or with none."""
+def train(rank: int, world_size: int, directory: Path, terminal: str | None = None, is_attached: bool = False) -> Any:
+    """The weights after an epoch; with a terminal that all ranks share, or none; with an editor, in little time."""
     with suppress(OSError), open("/dev/tty") as tests_own:
         fcntl.ioctl(tests_own, termios.TIOCNOTTY)
     os.dup2(os.open(terminal or os.devnull, os.O_RDWR | os.O_NOCTTY), 0)
     torch.manual_seed(1)
-    model, strategy = Secretive(is_interrupted), make_strategy("ours", directory, timeout=20)
-    make_trainer(strategy, max_epochs=1, callbacks=[HangWatchdog(timeout=20)]).fit(model)
+    timeout, debuggers = (2, [RankDebugger(1)]) if is_attached else (20, [])
+    model, strategy = Secretive(not is_attached), make_strategy("ours", directory, timeout=timeout)
+    make_trainer(strategy, max_epochs=1, callbacks=[*debuggers, HangWatchdog(timeout=timeout)]).fit(model)
     return weights(model)
 
 
@@ -59,7 +61,7 @@ class Editor:
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=90)
         self._file = self._socket.makefile("rwb")
         self._sent = 0
-        self._events: list[dict[str, Any]] = []
+        self._unread: list[dict[str, Any]] = []
 
     def send(self, command: str, **arguments: Any) -> int:
         self._sent += 1
@@ -70,29 +72,24 @@ class Editor:
         return self._sent
 
     def request(self, command: str, **arguments: Any) -> dict[str, Any]:
-        return self.response(self.send(command, **arguments))
-
-    def response(self, number: int) -> dict[str, Any]:
-        while True:
-            message = self._read()
-            if message["type"] == "response" and message["request_seq"] == number:
-                assert message["success"], message
-                body: dict[str, Any] = message.get("body", {})
-                return body
-            self._events.append(message)
+        response = self._wait_for("request_seq", self.send(command, **arguments))
+        assert response["success"], response
+        body: dict[str, Any] = response.get("body", {})
+        return body
 
     def event(self, name: str) -> dict[str, Any]:
-        while True:
-            for message in self._events:
-                if message.get("event") == name:
-                    self._events.remove(message)
-                    body: dict[str, Any] = message.get("body", {})
-                    return body
-            self._events.append(self._read())
+        body: dict[str, Any] = self._wait_for("event", name).get("body", {})
+        return body
 
     def close(self) -> None:
         self._file.close()
         self._socket.close()
+
+    def _wait_for(self, key: str, value: object) -> dict[str, Any]:
+        while not (found := [message for message in self._unread if message.get(key) == value]):
+            self._unread.append(self._read())
+        self._unread.remove(found[0])
+        return found[0]
 
     def _read(self) -> dict[str, Any]:
         length = int(self._file.readline().split(b":")[1])
@@ -124,6 +121,7 @@ def read_secret(editor: Editor) -> str:
     assert (frame["name"], frame["line"]) == ("training_step", line)
     scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
     variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
+    threading.Event().wait(3)  # a user thinks, for longer than any time limit of the run
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
     editor.request("continue", threadId=thread)
     return str(next(each["value"] for each in variables if each["name"] == "secret"))
@@ -132,8 +130,8 @@ def read_secret(editor: Editor) -> str:
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
     """The editor reads that rank's variable, and training ends with the weights that it has without a debugger."""
     port = free_port()
-    env = {**by_hand_env(2), "DDPX_DEBUG_RANK": "1", "DDPX_DEBUG_PORT": str(port)}
-    with RankProcesses(train, 2, tmp_path, None, False, env=env, time_limit=100) as ranks:
+    env = {**by_hand_env(2), "DDPX_DEBUG_PORT": str(port)}
+    with RankProcesses(train, 2, tmp_path, None, True, env=env, time_limit=100) as ranks:
         ranks.wait_for_output(f"[rank 1] waits for a debugger at 127.0.0.1:{port} ", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
@@ -159,7 +157,7 @@ def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) ->
         for rank in range(2):
             ranks.wait_for("at its breakpoint", rank)
         while len(asked) < 4:
-            assert select.select([terminal], [], [], 60)[0], [output, ranks.output(0), ranks.output(1)]
+            assert select.select([terminal], [], [], 60)[0], output
             output += os.read(terminal, 1 << 16).decode()
             for who in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
                 asked.append(who)

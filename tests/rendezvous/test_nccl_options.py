@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 
 from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import OptionError
-from lightning_ddp_ext.rendezvous.nccl_options import apply, misspelt
-from tests.harness.ranks import by_hand_env, run_ranks
+from lightning_ddp_ext.rendezvous.nccl_options import apply
+from tests.harness.outcomes import output_of_all
+from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import Net, make_trainer
 
 SETTINGS: list[tuple[str, Any, str, str]] = [
@@ -65,14 +67,6 @@ def test_the_environment_must_not_say_something_else() -> None:
         apply(None, "eth1", {"NCCL_SOCKET_IFNAME": "eth0"})
 
 
-def test_misspelt_variables_are_named_with_the_nearest() -> None:
-    """One that is like no other may be somebody's own."""
-    nearest = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT")
-    environ = {f"{name}S": "1" for name in nearest}
-    sentences = misspelt({**environ, "NCCL_OWN": "1", "NCCL_DEBUG": "INFO"})
-    assert [sentence.rsplit(" ", 1)[-1] for sentence in sentences] == [f"{name}?" for name in nearest]
-
-
 def train(rank: int, world_size: int, directory: Path) -> list[str]:
     strategy = DDPExtStrategy(f"file://{directory}/meet", nccl=NCCLOptions(debug="WARN"), interface="lo")
     make_trainer(strategy).fit(Net())
@@ -80,5 +74,10 @@ def train(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_a_strategy_sets_them_for_its_group(tmp_path: Path) -> None:
-    """Gloo takes the interface, too."""
-    assert run_ranks(train, 2, tmp_path, env=by_hand_env(2)) == [["lo", "WARN"]] * 2
+    """Gloo takes the interface, too. Misspelt ones are warned of once; one like no other may be somebody's own."""
+    nearest = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT")
+    misspelt = {f"{name}S": "1" for name in nearest}
+    outcomes = launch_ranks(train, 2, tmp_path, env={**by_hand_env(2), **misspelt, "NCCL_OWN": "1"})
+    assert [outcome.result for outcome in outcomes] == [["lo", "WARN"]] * 2
+    warnings = re.findall(r"(\w+) in the environment has no effect .*did you mean (\w+)\?", output_of_all(outcomes))
+    assert warnings == [(f"{name}S", name) for name in nearest]

@@ -88,7 +88,6 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        (boom, "BoomError: no such layer"),
         (die, "RankDiedError: {} died: its process ended unexpectedly"),
         (interrupt, "RankFailedError: {} failed, so this rank stops: KeyboardInterrupt"),
     ],
