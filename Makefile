@@ -17,6 +17,8 @@ LOWEST_OF := sed -n '/^dependencies/,/^cli/p' pyproject.toml | grep -o '[A-Za-z_
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)
+# Twice the cores of a small machine: tests wait for processes, and for limits to pass.
+PARALLEL  := --numprocesses 4 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
 
 # What a surrounding environment, job or launcher may have set, and would send Python or the ranks astray.
@@ -42,10 +44,10 @@ docs: venv ## Build the documentation into site/ (to read it: python3 -m http.se
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: lint types ## Lint, types, and all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" --numprocesses 3 --dist worksteal --durations 10
+	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) --durations 10
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
-	$(BIN)/python -m pytest -m "unit or lowest" --numprocesses 3 --dist worksteal --durations 10
+	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
 
 gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there is none
 	$(BIN)/python -m pytest -m gpu
@@ -56,7 +58,7 @@ soak: venv ## 300 faults in real runs, one after another, and as many killed sav
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py -k 'survived or killed' --verbose
 
 coverage: venv ## All tests, and which lines they reach: takes a quarter longer
-	$(BIN)/python -m pytest --cov -m "not gpu" --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --cov -m "not gpu" $(PARALLEL)
 
 lint: venv ## Style and formatting
 	$(BIN)/ruff check .
@@ -78,14 +80,14 @@ test-wheel: dist $(WHEEL)/$(INSTALLED) ## The fast tests on the wheel, installed
 	$(WHEEL)/bin/python $(PIP) --no-deps --force-reinstall dist/*.whl
 	rm -rf $(WHEEL)/tests && mkdir $(WHEEL)/tests
 	tar -xzf dist/*.tar.gz -C $(WHEEL)/tests --strip-components 1 --exclude 'lightning_ddp_ext-*/lightning_ddp_ext'
-	cd $(WHEEL)/tests && ../bin/python -m pytest -m "unit or lowest" --numprocesses 3 --dist worksteal
+	cd $(WHEEL)/tests && ../bin/python -m pytest -m "unit or lowest" $(PARALLEL)
 
 test-lowest: $(LOWEST)/$(INSTALLED) ## A cheap subset of the tests on the lowest supported versions (see compatibility.md)
-	$(LOWEST)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
+	$(LOWEST)/bin/python -m pytest -m lowest $(PARALLEL)
 
 test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (LIGHTNING_NEXT= another requirement)
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
-	$(NEXT)/bin/python -m pytest -m lowest --numprocesses 3 --dist worksteal
+	$(NEXT)/bin/python -m pytest -m lowest $(PARALLEL)
 
 bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (an hour, on a machine without other work)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
