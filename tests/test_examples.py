@@ -116,7 +116,7 @@ def program(path: Path, text: str) -> None:
 SRUN = """
 for rank in 0 1; do
     SLURM_PROCID=$rank SLURM_LOCALID=$rank "$@" &
-    echo "harness: rank $rank is process $!"
+    echo "task $rank is process $!"
 done
 status=0
 for task in $(jobs -p); do wait $task || status=$?; done
@@ -134,8 +134,9 @@ def test_slurm(tmp_path: Path) -> None:
     job = by_srun() | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
     argv = (EXAMPLES / "slurm.sbatch", str(EXAMPLES / "background_checkpoints.py"))
     with start_script(*argv, env=job, cwd=tmp_path, launcher=("bash",), time_limit=TIME_LIMIT / 2) as script:
+        task = script.wait_for_line(r"^task 1 is process (\d+)$", timeout=TIME_LIMIT / 2)
         script.wait_for_line("2 ranks begin at step 0", timeout=TIME_LIMIT / 2)
-        script.kill(1, signal.SIGUSR1)
+        os.kill(int(task[1]), signal.SIGUSR1)
         assert script.wait().returncode == 138, script.output
     assert (tmp_path / "requests").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
     again = output_of_all(launch_ranks(be_the_script, 2, Path(argv[1]), (), tmp_path, env=by_srun()))

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
@@ -43,39 +42,11 @@ class Mixed(Squared, nn.BatchNorm2d):
     pass
 
 
-class Split(nn.BatchNorm2d):
-    """Another layer for the lower half of the images."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.second = nn.BatchNorm2d(num_features)
-
-    def forward(self, input: Tensor) -> Tensor:
-        first, second = input.chunk(2, dim=2)
-        return torch.cat([super().forward(first), self.second(second)], dim=2)
-
-
 class Functional(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         if self.training and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
-
-
-class NormAct(Functional):
-    """A twin of timm's ``BatchNormAct2d``: dropout and activation come after a BatchNorm that it spells out itself."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.drop, self.act = nn.Tanh(), nn.ReLU()
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.act(self.drop(super().forward(input)))
-        return output
-
-
-# What our built-in converter for timm goes by.
-NormAct.__module__, NormAct.__qualname__, NormAct.__name__ = "timm.layers.norm_act", "BatchNormAct2d", "BatchNormAct2d"
 
 
 def hooked(layer: nn.Module) -> nn.Module:

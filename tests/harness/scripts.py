@@ -7,7 +7,7 @@ r"""Run a script as a user would, in processes of its own.
 
     with start_script(source) as script:                                       # for faults
         script.wait_for_line("in step 3")
-        script.kill(rank=1)
+        os.kill(script.pid, signal.SIGKILL)
         assert script.wait().returncode == 1
 
     printed = run_on_ranks(path, cwd=tmp_path)                                 # where start and end do not matter
@@ -164,14 +164,6 @@ class Script:
         while not (found := re.search(pattern, self.output, re.MULTILINE)):
             assert self._read(deadline), self._told(f"no line with {pattern!r} within {timeout} s")
         return found
-
-    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to a rank that has printed ``harness: rank 1 is process 4242``, a whole line, and flushed it.
-
-        To the script or launcher itself: ``os.kill(script.pid, …)``.
-        """
-        pid = re.findall(rf"^harness: rank {rank} is process (\d+)$", self.output, re.MULTILINE)[-1]
-        os.kill(int(pid), signal_number)
 
     def wait(self) -> Script:
         """Wait for the script's own end.

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 
 from tests.checkpoint.content import kinds, same
 from tests.harness import training
-from tests.harness.training import At, Kind, make_strategy, make_trainer
+from tests.harness.training import Kind, make_strategy, make_trainer
 
 # Lightning copies the state of a callback, which cannot be done with some tensors.
 KEPT = {name: tensor for name, tensor in kinds().items() if name not in ("csr", "bsc")}
@@ -69,14 +69,6 @@ def train_and_save(path: Path, model: L.LightningModule | None = None, plugins: 
     trainer.fit(Net() if model is None else model)
     trainer.save_checkpoint(path)
     return everything(trainer)
-
-
-def fit_from(trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None) -> dict[str, Any]:
-    """Train from a checkpoint, and return everything as it was when training began."""
-    states: list[dict[str, Any]] = []
-    trainer.callbacks.append(At("on_train_start", lambda trainer: states.append(everything(trainer))))  # type: ignore[attr-defined]
-    trainer.fit(Net() if model is None else model, ckpt_path=path)
-    return states[0]
 
 
 def checkpoint_callback(kind: Kind, **options: Any) -> ModelCheckpoint:

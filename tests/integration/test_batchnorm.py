@@ -106,13 +106,41 @@ class Compiled(Joint):
         self.layers = torch.compile(self.layers, backend="aot_eager")
 
 
+class Split(nn.BatchNorm2d):
+    """Another layer for the lower half of the images."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.second = nn.BatchNorm2d(num_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        first, second = input.chunk(2, dim=2)
+        return torch.cat([super().forward(first), self.second(second)], dim=2)
+
+
+class NormAct(kinds.Functional):
+    """A twin of timm's ``BatchNormAct2d``: dropout and activation come after a BatchNorm that it spells out itself."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__(num_features)
+        self.drop, self.act = nn.Tanh(), nn.ReLU()
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+# What our built-in converter for timm goes by.
+NormAct.__module__, NormAct.__qualname__, NormAct.__name__ = "timm.layers.norm_act", "BatchNormAct2d", "BatchNormAct2d"
+
+
 class Odd(Joint):
     """Has layers of all kinds: derived, hooked, shared, in evaluation, and timm's, which needs no registration."""
 
     def __init__(self) -> None:
         super().__init__()
         shared = nn.BatchNorm2d(8)
-        layers = [kinds.Scaled(8), kinds.Decorated(8), kinds.Mixed(8), kinds.Split(8), kinds.NormAct(8), shared]
+        layers = [kinds.Scaled(8), kinds.Decorated(8), kinds.Mixed(8), Split(8), NormAct(8), shared]
         layers += [kinds.hooked(nn.BatchNorm2d(8)), nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval()]
         self.layers = nn.Sequential(
             nn.Linear(4, 32),

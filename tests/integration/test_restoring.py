@@ -26,13 +26,20 @@ from tests.integration.checkpointing import (
     Net,
     checkpoint_callback,
     everything,
-    fit_from,
     train_and_save,
     trainer_for,
 )
 from tests.integration.stopping import signalled
 
 BOTH = pytest.mark.parametrize("kind", KINDS)
+
+
+def fit_from(trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None) -> dict[str, Any]:
+    """Train from a checkpoint, and return everything as it was when training began."""
+    states: list[dict[str, Any]] = []
+    trainer.callbacks.append(At("on_train_start", lambda trainer: states.append(everything(trainer))))  # type: ignore[attr-defined]
+    trainer.fit(Net() if model is None else model, ckpt_path=path)
+    return states[0]
 
 
 class TwoOptimizers(Net):
