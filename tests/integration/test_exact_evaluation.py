@@ -224,7 +224,6 @@ def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found
     return found
 
 
-@pytest.mark.lowest
 def test_same_as_on_one_process(tmp_path: Path) -> None:
     """All values on every rank are those of one process, and every rank has made equally many steps."""
     (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1), time_limit=60)
