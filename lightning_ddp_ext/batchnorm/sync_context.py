@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -15,6 +17,7 @@ from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
 
 _PASSES = ("forward", "backward")
 _HEADER = 2  # the layer's index, and that of the pass
+_AWAKE = 0.002  # seconds; a small exchange between ranks that come together takes half of that
 
 _is_idle = False
 
@@ -28,6 +31,19 @@ def set_idle(idle: bool) -> None:
     """Have this rank's synchronised layers take part with empty batches, or with its own again."""
     global _is_idle
     _is_idle = idle
+
+
+def _wait_for(work: dist.Work | None) -> None:
+    """Wait for an exchange; a short one is over before this thread has slept, as waking up takes a third of its time.
+
+    Meanwhile the processor belongs to whoever else wants it, torch's own threads first of all.
+    """
+    if work is None:  # this rank is not in the group
+        return
+    moment = time.monotonic() + _AWAKE
+    while not work.is_completed() and time.monotonic() < moment:
+        os.sched_yield()
+    work.wait()
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,8 @@ class SyncContext:
         received = np.empty((self.world_size, len(message)))
         # With a list of tensors torch copies everything once more.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(torch.from_numpy(received).view(-1), torch.from_numpy(message), group=self.process_group)
+        into = torch.from_numpy(received).view(-1)
+        _wait_for(gather(into, torch.from_numpy(message), group=self.process_group, async_op=True))
         if (received[:, :_HEADER] != message[:_HEADER]).any():
             self._refuse(received[:, :_HEADER].astype(int).tolist())
         return received[:, _HEADER : len(numbers)]
