@@ -51,8 +51,8 @@ fast: venv ## Tests without processes, and one run of each main promise (a minut
 
 gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there is none
 	$(BIN)/python -m pytest -m gpu
-	@! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	    $(BIN)/python benchmarks/batchnorm.py layers collectives
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(BIN)/python benchmarks/batchnorm.py layers collectives; fi
 
 soak: venv ## 300 faults in real runs, one after another, and as many killed saves (half an hour); SEED= of the first one, COUNT=
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py -k 'survived or killed' --verbose

@@ -33,13 +33,11 @@ def set_idle(idle: bool) -> None:
     _is_idle = idle
 
 
-def _wait_for(work: dist.Work | None) -> None:
+def _wait_for(work: dist.Work) -> None:
     """Wait for an exchange; a short one is over before this thread has slept, as waking up takes a third of its time.
 
     Meanwhile the processor belongs to whoever else wants it, torch's own threads first of all.
     """
-    if work is None:  # this rank is not in the group
-        return
     moment = time.monotonic() + _AWAKE
     while not work.is_completed() and time.monotonic() < moment:
         os.sched_yield()
