@@ -7,7 +7,7 @@ from datetime import timedelta
 from numbers import Real
 from typing import overload
 
-from lightning_ddp_ext.errors import DurationError
+from lightning_ddp_ext.errors import ConfigurationError
 
 # torch counts timeouts in milliseconds and adds them to a clock of 64-bit nanoseconds, which ends after 292 years.
 SHORTEST = timedelta(milliseconds=1)
@@ -26,7 +26,8 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
         field: the argument's name, as the message shall show it.
 
     Raises:
-        DurationError: ``value`` is not a number or ``timedelta``, or not between a millisecond and a hundred years.
+        ConfigurationError: ``value`` is not a number or ``timedelta``, or not between a millisecond and a hundred
+            years.
 
     >>> to_timedelta(90, field="init_timeout")
     datetime.timedelta(seconds=90)
@@ -35,12 +36,12 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
         return None
     seconds = _seconds(value, field)
     if math.isnan(seconds) or seconds < SHORTEST.total_seconds():
-        raise DurationError(
+        raise ConfigurationError(
             f"{field} must be a positive number of seconds, at least 0.001 (got {value!r});"
             f" write {field}=60 for a minute"
         )
     if seconds > LONGEST.total_seconds():
-        raise DurationError(
+        raise ConfigurationError(
             f"{field} must be at most {LONGEST.days} days (got {value!r}); write {field}=timedelta(days=365) for a year"
         )
     return value if isinstance(value, timedelta) else timedelta(seconds=seconds)
@@ -54,7 +55,7 @@ def _seconds(value: object, field: str) -> float:
             return float(value)
         except OverflowError:
             return -math.inf if value < 0 else math.inf
-    raise DurationError(
+    raise ConfigurationError(
         f"{field} must be seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
         f" write {field}=60 or {field}=timedelta(minutes=1)"
     )

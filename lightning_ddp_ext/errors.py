@@ -4,39 +4,24 @@
 
     DDPExtError
     ├── ConfigurationError (ValueError)      a value that the user chose cannot work
-    │   ├── InitMethodError                  init_method, DDPX_INIT_METHOD, run_id
-    │   ├── WorldError                       rank, world_size, local_rank, devices, num_nodes
-    │   ├── DurationError                    timeout, init_timeout
-    │   ├── OptionError                      an argument that does not exist, or that this torch lacks
-    │   ├── SamplerError                     an argument of a sampler, or a state that is not its own
-    │   └── ConversionError                  layers that were named, or a converter
-    ├── RendezvousError (RuntimeError)       the ranks could not find each other
-    │   ├── StoreError                       the store cannot be opened, reached or believed
-    │   ├── MissingRanksError                ranks that did not come within init_timeout
-    │   ├── DuplicateRankError               two processes that claim one rank
-    │   └── DisagreementError                ranks that want different things
+    ├── RendezvousError (RuntimeError)       the ranks could not connect
+    │   └── MissingRanksError                some ranks did not connect within init_timeout
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
-    │   ├── CheckpointSaveError (OSError)    not written; what stood at the path before is still there
-    │   ├── CheckpointNotFoundError (FileNotFoundError)    no rank that should see the file does
-    │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint at all
+    │   ├── CheckpointSaveError (OSError)    not written; an existing file is left untouched
+    │   ├── CheckpointNotFoundError (FileNotFoundError)    a rank that has to read the file does not see it
+    │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   ├── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    │   └── CheckpointMismatchError          keys or shapes are not the model's
-    ├── SamplingError (RuntimeError)         data cannot be shared out among the ranks as was asked
-    │   ├── ResumeError                      an epoch cannot be continued where it was left
-    │   ├── UnevenInputsError                ranks have different numbers of training batches
-    │   └── ExactEvaluationError             samples cannot be evaluated or predicted once each
-    ├── BatchNormError (RuntimeError)        statistics of all ranks cannot be had
-    │   ├── BatchNormInputError (ValueError) an input of the wrong kind, or one value a channel on all ranks
-    │   └── BatchNormMismatchError           ranks are in different layers
-    ├── DivergenceError (RuntimeError)       ranks that should be alike are not
-    ├── LogMismatchError (RuntimeError)      ranks have logged different values that are reduced together
-    └── RankFailedError (RuntimeError)       another rank raised, and so this one stopped
-        ├── RankDiedError                    another rank's process, host or network is gone
-        ├── RankAbsentError                  a rank does not come to a call that every rank must make
-        ├── RankMismatchError                a rank makes another call than the others
-        ├── RankHungError                    nothing moves any more, because of a rank that is stuck
-        └── RankLeftError                    another rank has ended while this one still needed it
+    │   └── CheckpointMismatchError          keys or shapes differ from the model's
+    ├── SamplingError (RuntimeError)         data cannot be shared out among the ranks as requested
+    │   └── ResumeError                      an epoch cannot be continued where it was left
+    ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
+    ├── DivergenceError (RuntimeError)       ranks differ in weights or in what they log
+    ├── NonFiniteError (RuntimeError)        a loss or a gradient is NaN or infinite
+    └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
+        ├── RankDiedError                    another rank's process was killed, or its host is unreachable
+        ├── RankAbsentError                  a rank did not make the call that the others made
+        └── RankHungError                    no rank makes progress, because of a rank that is stuck
 
 A message says field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
 the error in the documentation.
@@ -61,46 +46,18 @@ class DDPExtError(Exception):
 
 
 class ConfigurationError(DDPExtError, ValueError):
-    """A value that the user chose cannot work; nothing has been started yet."""
-
-
-class InitMethodError(ConfigurationError):
-    """``init_method``, ``run_id`` or their environment variables are wrong."""
-
-
-class WorldError(ConfigurationError):
-    """Rank, world size, local rank, devices or nodes do not fit together."""
-
-
-class DurationError(ConfigurationError):
-    """A timeout is not a positive number of seconds."""
-
-
-class OptionError(ConfigurationError, TypeError):
-    """An argument of that name does not exist; also a ``TypeError``, as for any Python call."""
-
-
-class SamplerError(ConfigurationError):
-    """An argument of a sampler cannot work, or the state that it was given is another sampler's."""
-
-
-class ConversionError(ConfigurationError):
-    """BatchNorm layers cannot be converted as was asked: a name that no layer has, say."""
+    """A value that the user chose cannot work; the message names the argument or variable, and a value that works."""
 
 
 class RendezvousError(DDPExtError, RuntimeError):
-    """The ranks could not find each other."""
-
-
-class StoreError(RendezvousError):
-    """The store of an init method cannot be opened, cannot be reached, or is somebody else's."""
+    """The ranks could not connect, or their settings differ; raised on every rank that connected."""
 
 
 class MissingRanksError(RendezvousError):
-    """Some ranks did not come within ``init_timeout``.
+    """Some ranks did not connect within ``init_timeout``.
 
     Attributes:
-        missing: the ranks that did not come, ascending.
+        missing: the missing ranks, ascending.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
@@ -108,16 +65,8 @@ class MissingRanksError(RendezvousError):
         self.missing = missing
 
 
-class DuplicateRankError(RendezvousError):
-    """Two processes claim one rank; raised on every rank."""
-
-
-class DisagreementError(RendezvousError):
-    """Ranks have different world sizes, init methods or versions; raised on every rank."""
-
-
 class GroupInUseError(DDPExtError, RuntimeError):
-    """This process already belongs to a process group, and what is asked for now does not fit it."""
+    """This process already belongs to a process group that does not fit the requested one."""
 
 
 class CheckpointError(DDPExtError, RuntimeError):
@@ -125,10 +74,10 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written. What stood at the path before is untouched.
+    """A checkpoint could not be written. An existing file at the path is left untouched.
 
     Attributes:
-        path: where it was to be.
+        path: the path of the checkpoint.
         errno: the system's number of the error, if it came from the system.
     """
 
@@ -145,14 +94,14 @@ class CheckpointSaveError(CheckpointError, OSError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no such file, on rank 0 or on another rank that has to read it by itself."""
+    """The file does not exist, on rank 0 or on another rank that has to read it by itself."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A file is truncated or has been altered, or is no checkpoint.
+    """A file is truncated, altered or not a checkpoint.
 
     Attributes:
-        damaged: names of the tensors or records whose content is not what was written, as far as they are known.
+        damaged: names of the records whose content differs from what was written, as far as they are known.
     """
 
     def __init__(self, message: str, damaged: tuple[str, ...] = ()) -> None:
@@ -169,38 +118,22 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class SamplingError(DDPExtError, RuntimeError):
-    """Data cannot be shared out among the ranks as was asked."""
+    """Data cannot be shared out among the ranks as requested: uneven training batches, predictions that overlap."""
 
 
 class ResumeError(SamplingError):
-    """An epoch cannot be continued at the place where the checkpoint has left it."""
-
-
-class UnevenInputsError(SamplingError):
-    """The ranks have different numbers of training batches, and would wait for one another."""
-
-
-class ExactEvaluationError(SamplingError):
-    """Samples cannot be evaluated or predicted exactly once each."""
+    """An epoch cannot be continued at the place where the checkpoint left it."""
 
 
 class BatchNormError(DDPExtError, RuntimeError):
-    """A BatchNorm layer cannot have the statistics of all ranks' batches together."""
-
-
-class BatchNormInputError(BatchNormError, ValueError):
-    """A batch, or the ranks' batches together, cannot be normalised; also a ``ValueError``, as torch raises."""
-
-
-class BatchNormMismatchError(BatchNormError):
-    """Ranks are in different BatchNorm layers, or in different passes; raised on every rank that meets such another."""
+    """A BatchNorm layer cannot normalise with the statistics of all ranks; raised on every rank in that layer."""
 
 
 class DivergenceError(DDPExtError, RuntimeError):
-    """The ranks have different parameters, buffers, optimiser states, models or options; raised on every rank.
+    """The ranks differ in parameters, buffers or optimiser states, or in what they log; raised on every rank.
 
     Attributes:
-        ranks: those that differ from most others, ascending; of equally many, from those with the lowest rank.
+        ranks: the ranks that differ from most others, ascending; in a tie, from those with the lowest rank.
         names: what differs.
     """
 
@@ -210,12 +143,20 @@ class DivergenceError(DDPExtError, RuntimeError):
         self.names = names
 
 
-class LogMismatchError(DDPExtError, RuntimeError):
-    """Ranks have logged different values with ``sync_dist=True``; raised on every rank."""
+class NonFiniteError(DDPExtError, RuntimeError):
+    """A loss or a gradient is NaN or infinite; raised on every rank.
+
+    Attributes:
+        ranks: the ranks where it is, ascending.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class RankFailedError(DDPExtError, RuntimeError):
-    """Another rank raised an exception, and this rank was stopped because of it.
+    """Another rank failed or exited while this rank still needed it, so this rank stops.
 
     Attributes:
         rank: the first rank that failed.
@@ -232,26 +173,18 @@ class RankFailedError(DDPExtError, RuntimeError):
         self.traceback_text = traceback_text
 
     def __reduce__(self) -> tuple[object, ...]:
-        # BaseException's own __reduce__ knows nothing of keyword-only arguments.
+        # BaseException's own __reduce__ does not pass keyword-only arguments.
         make = partial(type(self), rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
         return make, (str(self),)
 
 
 class RankDiedError(RankFailedError):
-    """Another rank's process was killed, or its host or network is gone."""
+    """Another rank's process was killed, or its host or network is unreachable."""
 
 
 class RankAbsentError(RankFailedError):
-    """Some ranks made a call that every rank must make, such as ``trainer.save_checkpoint``; ``rank`` did not."""
-
-
-class RankMismatchError(RankFailedError):
-    """Ranks wait for each other in different calls, such as barriers of different names; ``rank`` is the odd one."""
+    """``rank`` did not make a call that other ranks made and that every rank must make, such as a barrier."""
 
 
 class RankHungError(RankFailedError):
-    """Nothing moves any more, and ``rank`` is why; see ``HangWatchdog``. On that rank, too, once it is awake."""
-
-
-class RankLeftError(RankFailedError):
-    """Another rank had finished and gone while this one still needed it for a collective."""
+    """No rank makes progress because ``rank`` is stuck; see ``HangWatchdog``. Also raised on that rank."""

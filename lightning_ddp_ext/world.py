@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from lightning_ddp_ext.errors import WorldError
+from lightning_ddp_ext.errors import ConfigurationError
 
 Environ = Mapping[str, str]
 
@@ -39,7 +39,7 @@ class World:
         source: who said so, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
-        WorldError: the numbers contradict one another.
+        ConfigurationError: the numbers contradict one another.
 
     >>> World(rank=1, world_size=4, local_rank=1, local_world_size=2, node_rank=0, source="torchrun").describe()
     'rank 1 of 4 (local rank 1, node 0; from torchrun)'
@@ -87,7 +87,7 @@ class World:
         beside = f"world_size {self.world_size}"
         if field in ("local_rank", "node_rank"):
             beside += f" and local_world_size {self.local_world_size}"
-        raise WorldError(
+        raise ConfigurationError(
             f"{field} must be in {low}..{high} for {beside} (got {value}); {remedy} (source: {self.source})"
         )
 
@@ -141,7 +141,8 @@ def read_world(
         devices: processes per node as the Trainer says; used where no variable says so, by default all of the world.
 
     Raises:
-        WorldError: an argument is missing or wrong, or a variable is missing, is no integer, or is out of range.
+        ConfigurationError: an argument is missing or wrong, or a variable is missing, is no integer, or is out of
+            range.
 
     >>> read_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).node_rank
     1
@@ -178,7 +179,7 @@ def read_rank(environ: Environ) -> int | None:
             return world.rank
         is_on_first_node = not _known(environ, "NODE_RANK", "GROUP_RANK")
         return _known(environ, "LOCAL_RANK") or 0 if is_on_first_node else None
-    except WorldError:
+    except ConfigurationError:
         return None
 
 
@@ -191,19 +192,20 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
         num_nodes: nodes as the Trainer says.
 
     Raises:
-        WorldError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than devices.
+        ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than
+            devices.
     """
     if devices * num_nodes != world.world_size:
         per_node = world.local_world_size
         remedy = f"start {devices} processes on each node"
         if world.world_size % per_node == 0:
             remedy = f"write Trainer(devices={per_node}, num_nodes={world.num_nodes}), or {remedy}"
-        raise WorldError(
+        raise ConfigurationError(
             f"devices * num_nodes must equal world_size (got devices={devices} * num_nodes={num_nodes}"
             f" and world_size={world.world_size}, from {world.source}); {remedy}"
         )
     if world.local_rank >= devices:
-        raise WorldError(
+        raise ConfigurationError(
             f"local_rank must be below devices (got local_rank={world.local_rank} from {world.source} and "
             f"devices={devices}); start {devices} processes on each node, or give the Trainer other devices"
         )
@@ -213,7 +215,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
     """The innermost launcher that has left its variables.
 
     Raises:
-        WorldError: a variable that shows it is no integer.
+        ConfigurationError: a variable that shows it is no integer.
     """
     if TORCHRUN.marker in environ:
         return TORCHRUN
@@ -237,7 +239,9 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
     for field in ("rank", "world_size"):
         if field not in arguments:
             alone = ", ".join(f"{name}={value}" for name, value in arguments.items())
-            raise WorldError(f"{field} must be given too (got {alone} alone); write rank=0, world_size=2 on rank 0")
+            raise ConfigurationError(
+                f"{field} must be given too (got {alone} alone); write rank=0, world_size=2 on rank 0"
+            )
     return {**environ, **{field.upper(): str(value) for field, value in arguments.items()}}
 
 
@@ -245,7 +249,7 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     """A World in which what no variable says is worked out as if ranks filled one node after another."""
     for name in (launcher.rank, launcher.world_size, launcher.local_rank):
         if launcher.marker and name not in environ:
-            raise WorldError(
+            raise ConfigurationError(
                 f"{name} must be set beside {launcher.marker}={environ[launcher.marker]!r} (got nothing);"
                 f" start with {launcher.command}, or unset {launcher.marker}"
             )
@@ -284,19 +288,19 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
 def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
-        raise WorldError(f"{field} must be an integer (got {value!r}, of type {kind}); write {field}=1, say")
+        raise ConfigurationError(f"{field} must be an integer (got {value!r}, of type {kind}); write {field}=1, say")
 
 
 def _check_size(field: str, value: int, remedy: str) -> None:
     if value < 1:
-        raise WorldError(f"{field} must be at least 1 (got {value}); {remedy}")
+        raise ConfigurationError(f"{field} must be at least 1 (got {value}); {remedy}")
 
 
 def _integer(environ: Environ, name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise WorldError(
+        raise ConfigurationError(
             f"{name} in the environment must be an integer (got {environ[name]!r}); unset it, or write {name}=1, say"
         ) from None
 

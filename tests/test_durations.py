@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.durations import LONGEST, SHORTEST, to_timedelta
-from lightning_ddp_ext.errors import DurationError
+from lightning_ddp_ext.errors import ConfigurationError
 
 POSITIVE = "must be a positive number of seconds, at least 0.001 (got {!r}); write timeout=60 for a minute"
 BOUNDED = "must be at most 36500 days (got {!r}); write timeout=timedelta(days=365) for a year"
@@ -41,6 +41,6 @@ def test_bounds_and_none_are_taken() -> None:
 def test_what_is_no_duration_is_refused(rule: str, values: tuple[object, ...]) -> None:
     """Field, rule, value and remedy, also for what torch cannot count and what would overflow a clock."""
     for value in values:
-        with pytest.raises(DurationError) as refused:
+        with pytest.raises(ConfigurationError) as refused:
             to_timedelta(value, field="timeout")  # type: ignore[call-overload]
         assert str(refused.value) == f"timeout {rule.format(value)}"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.errors import WorldError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -209,7 +209,7 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
 )
 def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected: str) -> None:
     """Field, rule, value, who said so, and what to do, whether it comes from arguments, variables or the Trainer."""
-    with pytest.raises(WorldError) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         make()
     assert str(refused.value) == expected
 

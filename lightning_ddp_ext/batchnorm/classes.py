@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 
 _OWN = "_ddpx_own_class"  # in a made class: the class that it was made from
 _FUNCTIONS = {"batch_norm", "native_batch_norm"}
@@ -50,7 +50,7 @@ def register_converter(cls: type[_BatchNorm], to_sync: type[SyncBatchNorm]) -> N
             ``forward`` instead of their own; its ``__init__`` is not called.
 
     Raises:
-        ConversionError: ``cls`` is no BatchNorm, or ``to_sync`` no subclass of ``SyncBatchNorm``.
+        ConfigurationError: ``cls`` is no BatchNorm, or ``to_sync`` no subclass of ``SyncBatchNorm``.
 
     >>> import torch
     >>> class NormAct(torch.nn.BatchNorm2d):
@@ -63,9 +63,9 @@ def register_converter(cls: type[_BatchNorm], to_sync: type[SyncBatchNorm]) -> N
     >>> register_converter(NormAct, SyncNormAct)
     """
     if not (isinstance(cls, type) and issubclass(cls, _BatchNorm)):
-        raise ConversionError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
+        raise ConfigurationError(f"cls must be a subclass of BatchNorm (got {cls!r}); other layers are never converted")
     if not (isinstance(to_sync, type) and issubclass(to_sync, SyncBatchNorm)):
-        raise ConversionError(
+        raise ConfigurationError(
             f"to_sync must be a subclass of SyncBatchNorm (got {to_sync!r}); "
             "derive a class from lightning_ddp_ext.SyncBatchNorm, with a forward that calls super().forward(input)"
         )
@@ -109,7 +109,7 @@ def synchronised_class(own: Any, core: type[SyncBatchNorm]) -> type:
     ``own`` adds stays, and its ``super().forward(...)`` reaches ``core``. A registered ``core`` replaces ``forward``.
 
     Raises:
-        ConversionError: Python cannot make one, as with a core that is a subclass of ``own``.
+        ConfigurationError: Python cannot make one, as with a core that is a subclass of ``own``.
     """
     if (own, core) in _made:
         return _made[own, core]
@@ -119,7 +119,7 @@ def synchronised_class(own: Any, core: type[SyncBatchNorm]) -> type:
     try:
         _made[own, core] = type(own)(f"Sync{own.__name__}", (own, core), names)
     except TypeError as error:
-        raise ConversionError(
+        raise ConfigurationError(
             f"no class can be made of {own.__name__} and {core.__name__}: {error}; "
             "register another class with register_converter, or leave its layers out with exclude="
         ) from error
@@ -136,13 +136,13 @@ def restore(layer: Module) -> None:
     """Give a converted layer its own class back; other layers stay as they are.
 
     Raises:
-        ConversionError: the layer has been parametrised since it was converted.
+        ConfigurationError: the layer has been parametrised since it was converted.
     """
     if _OWN in vars(type(layer)):
         object.__setattr__(layer, "__class__", vars(type(layer))[_OWN])
         vars(layer).pop(CONTEXT, None)
     elif hasattr(layer, _OWN):
-        raise ConversionError(
+        raise ConfigurationError(
             f"a {type(layer).__name__} was parametrised while it was synchronised, and cannot be restored; "
             "call torch.nn.utils.parametrize.remove_parametrizations first"
         )

@@ -98,7 +98,7 @@ def convert_sync_batchnorm(
             scripted, parametrised or lazy, or have had their ``forward`` replaced.
 
     Raises:
-        ConversionError: a selector fits no layer, or ``process_group`` makes no sense.
+        ConfigurationError: a selector fits no layer, or ``process_group`` makes no sense.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -155,7 +155,7 @@ def restore_batchnorm(module: ModuleT) -> ModuleT:
         ``module`` itself.
 
     Raises:
-        ConversionError: a layer has been parametrised since it was converted.
+        ConfigurationError: a layer has been parametrised since it was converted.
     """
     for layer in module.modules():
         restore(layer)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.batchnorm.statistics import Running, as_tensor, dense, has_large_offset, mean_and_var, merge
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
-from lightning_ddp_ext.errors import BatchNormInputError
+from lightning_ddp_ext.errors import BatchNormError
 
 
 class SyncBatchNormOnCPU(torch.autograd.Function):
@@ -30,8 +30,8 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """Normalise, and add the batch to the running statistics. Collective.
 
         Raises:
-            BatchNormInputError: all batches together have one value per channel.
-            BatchNormMismatchError: another rank is in another layer.
+            BatchNormError: all batches together have one value per channel.
+            BatchNormError: another rank is in another layer.
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
@@ -41,7 +41,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
             mean, var = mean_and_var(x)
         joint = merge(context.gather("forward", [x.numel() / x.size(1)], mean, var))
         if joint.count == 1:
-            raise BatchNormInputError(
+            raise BatchNormError(
                 f"{context.name} needs more than 1 value per channel in training (the batches of all ranks together "
                 "have 1); use larger batches, or drop the last incomplete one"
             )

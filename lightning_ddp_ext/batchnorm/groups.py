@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
@@ -20,11 +20,11 @@ def check_ranks(ranks: Ranks) -> None:
     """Refuse what cannot stand for a group of ranks.
 
     Raises:
-        ConversionError: it is not ``None``, ``"node"``, a number from 1 on, or a process group.
+        ConfigurationError: it is not ``None``, ``"node"``, a number from 1 on, or a process group.
     """
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
     if not (ranks is None or ranks == "node" or is_number or is_group(ranks)):
-        raise ConversionError(
+        raise ConfigurationError(
             f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r}); "
             "leave it out for all ranks"
         )
@@ -34,13 +34,13 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
     """Return this rank's process group. Collective for ``"node"`` and numbers: every rank must call it.
 
     Raises:
-        ConversionError: ``ranks`` makes no sense, or there is no process group yet to take ranks from.
+        ConfigurationError: ``ranks`` makes no sense, or there is no process group yet to take ranks from.
     """
     check_ranks(ranks)
     if ranks is None or is_group(ranks):
         return ranks  # type: ignore[return-value]
     if not dist.is_initialized():
-        raise ConversionError(
+        raise ConfigurationError(
             f"process_group={ranks!r} needs the ranks, and they have not met yet; "
             "convert after init_process_group, or use the callback SyncBatchNormConversion"
         )

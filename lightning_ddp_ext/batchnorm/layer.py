@@ -14,7 +14,7 @@ from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
 from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import Running
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
-from lightning_ddp_ext.errors import BatchNormInputError, ConversionError
+from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
 
 CONTEXT = "_ddpx_context"  # the attribute that layers get when they are converted
 
@@ -37,9 +37,9 @@ class SyncBatchNorm(_BatchNorm):
         bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
 
     Raises:
-        BatchNormInputError: all batches together have one value per channel (on CPU), or an input has other channels
+        BatchNormError: all batches together have one value per channel (on CPU), or an input has other channels
             than the layer, or is on a device that is neither.
-        BatchNormMismatchError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
+        BatchNormError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
         BatchNormError: a backward pass with ``create_graph=True``, where there are several ranks.
 
     >>> layer = SyncBatchNorm(3)
@@ -63,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         bias: bool = True,
     ) -> None:
         if process_group is not None and not is_group(process_group):
-            raise ConversionError(
+            raise ConfigurationError(
                 f"process_group of a layer must be None or a ProcessGroup (got {process_group!r}); "
                 "'node' and numbers are for convert_sync_batchnorm"
             )
@@ -104,12 +104,12 @@ class SyncBatchNorm(_BatchNorm):
     def _check_channels_and_device(self, input: Tensor) -> None:
         # The kernels for given statistics trust their callers, and read beyond the end of a weight.
         if input.size(1) != self.num_features:
-            raise BatchNormInputError(
+            raise BatchNormError(
                 f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "
                 f"(got one of shape {tuple(input.shape)}); channels are the second dimension"
             )
         if not (input.is_cpu or input.is_cuda):
-            raise BatchNormInputError(
+            raise BatchNormError(
                 f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
                 "convert without it (exclude=)"
             )

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 
 Selector = str | type
 Selection = Selector | Iterable[Selector] | None
@@ -31,10 +31,10 @@ def not_chosen(model: Module, include: Selection, exclude: Selection, predicate:
     """The BatchNorm layers that are not to be converted, and why.
 
     Raises:
-        ConversionError: a selector fits no layer, or is no selector; ``predicate`` is no function.
+        ConfigurationError: a selector fits no layer, or is no selector; ``predicate`` is no function.
     """
     if predicate is not None and not callable(predicate):
-        raise ConversionError(
+        raise ConfigurationError(
             f"predicate must be a function of a layer's name and the layer (got {predicate!r}); "
             "for patterns there are include= and exclude="
         )
@@ -61,7 +61,7 @@ def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
 
 def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
     if not isinstance(selector, (str, type)):
-        raise ConversionError(
+        raise ConfigurationError(
             f"{field} takes patterns of layer names and classes of layers (got {selector!r}); "
             "for anything else there is predicate="
         )
@@ -72,7 +72,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
         names = ", ".join(name or "the module" for name in list(layers.values())[:5])
         more = ", …" if len(layers) > 5 else ""
         shown = repr(selector) if isinstance(selector, str) else selector.__name__
-        raise ConversionError(
+        raise ConfigurationError(
             f"{field}={shown} fits no BatchNorm layer; choose among {names}{more}, or modules that they are in"
         )
     return fitting

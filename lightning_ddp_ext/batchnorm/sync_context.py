@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_ddp_ext.errors import BatchNormError, BatchNormMismatchError
+from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
 _HEADER = 2  # the layer's index, and that of the pass
@@ -81,7 +81,7 @@ class SyncContext:
         """Join the vectors, and return what all ranks have joined, (ranks, n). Collective, on CPU.
 
         Raises:
-            BatchNormMismatchError: another rank is in another layer or pass.
+            BatchNormError: another rank is in another layer or pass.
         """
         numbers = np.concatenate([[self.index, _PASSES.index(which_pass)], *vectors])
         message = np.zeros(max(_HEADER + 1 + 2 * self.num_features, len(numbers)))
@@ -101,7 +101,7 @@ class SyncContext:
             f"rank {rank} is in the {_PASSES[which_pass]} pass of {self.names[index] or 'the layer'}"
             for rank, (index, which_pass) in zip(ranks, headers, strict=True)
         )
-        raise BatchNormMismatchError(
+        raise BatchNormError(
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
             "order, so leave those that only some ranks run out of the conversion (exclude=)"
         )

@@ -17,7 +17,7 @@ from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
 from lightning_ddp_ext.checkpoint.structure import names_by_record
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
-from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, OptionError, UnsafeCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, UnsafeCheckpointError
 
 Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
@@ -76,7 +76,7 @@ def placement(map_location: MapLocation) -> Placement:
     raises :class:`~lightning_ddp_ext.errors.CheckpointError` where there is no such device.
 
     Raises:
-        OptionError: it is neither a device, nor a mapping of devices, nor callable.
+        ConfigurationError: it is neither a device, nor a mapping of devices, nor callable.
     """
     if map_location is None:
         return lambda storage, location: storage
@@ -112,7 +112,7 @@ def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str],
             return location if placed is None else placed
 
         return by_the_user
-    raise OptionError(
+    raise ConfigurationError(
         f"map_location must be a device, its name, a mapping of names such as {{'cuda:0': 'cuda:1'}}, or callable "
         f"(got {map_location!r})"
     )
@@ -122,7 +122,9 @@ def _device(name: Any) -> str:
     try:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
-        raise OptionError(f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ...") from None
+        raise ConfigurationError(
+            f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ..."
+        ) from None
 
 
 def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -> Any:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import LoadOptions, errors_explained, load, placement, read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.snapshot import bytes_of, identity_of, join, split
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive
 from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.ranks import Ranks
 
 # Bytes: small tensors travel together up to this size.
 _TOGETHER = 4 << 20

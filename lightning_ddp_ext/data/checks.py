@@ -6,7 +6,7 @@ import operator
 from typing import Any, get_args
 
 from lightning_ddp_ext.data.partition import Uneven
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 LARGEST = 2**62  # of a length: positions beyond it, which padding reaches, still fit into 64 bits
 
@@ -15,11 +15,11 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
     """``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
 
     Raises:
-        SamplerError: it is no whole number, or outside of ``at_least`` to ``at_most``.
+        ConfigurationError: it is no whole number, or outside of ``at_least`` to ``at_most``.
 
     >>> try:
     ...     whole_number(-1, "seed", remedy="pass seed=0")
-    ... except SamplerError as error:
+    ... except ConfigurationError as error:
     ...     print(error)
     seed must be a whole number, at least 0 (got -1); pass seed=0
     """
@@ -29,7 +29,7 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
         number = None
     if number is None or number < at_least or (at_most is not None and number > at_most):
         bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise SamplerError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
+        raise ConfigurationError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
     return number
 
 
@@ -41,7 +41,7 @@ def seed_of(value: Any) -> int:
 def uneven_of(value: Any) -> Uneven:
     """One of the policies for lengths that the ranks do not divide."""
     if not isinstance(value, str) or value not in get_args(Uneven):
-        raise SamplerError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
+        raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
     return value  # type: ignore[return-value]
 
 
@@ -49,12 +49,12 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     """``len(thing)``.
 
     Raises:
-        SamplerError: it has none, or one that is too large.
+        ConfigurationError: it has none, or one that is too large.
     """
     try:
         length = len(thing)
     except (TypeError, NotImplementedError):
-        raise SamplerError(
+        raise ConfigurationError(
             f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
         ) from None
     return whole_number(length, f"the length of {field}", at_most=LARGEST, remedy=remedy)

@@ -12,20 +12,20 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 
 def mix(*words: int) -> int:
     """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
 
     Raises:
-        SamplerError: a word is negative.
+        ConfigurationError: a word is negative.
 
     >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
     (False, False)
     """
     if any(word < 0 for word in words):
-        raise SamplerError(f"seeds and epochs must not be negative (got {words}); count from 0")
+        raise ConfigurationError(f"seeds and epochs must not be negative (got {words}); count from 0")
     text = ",".join(f"{word:x}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

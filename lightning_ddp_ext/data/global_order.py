@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.data.checks import seed_of, uneven_of, whole_number
 from lightning_ddp_ext.data.partition import Share, Uneven
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
 
@@ -121,7 +121,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Read this epoch's order; if it is another epoch than before, from its beginning.
 
         Raises:
-            SamplerError: ``epoch`` is not a whole number, or negative.
+            ConfigurationError: ``epoch`` is not a whole number, or negative.
         """
         if epoch == self.epoch:
             self._set_wrapped_epoch()
@@ -149,7 +149,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Read this epoch's order from a position of the global order on; pass the same on every rank.
 
         Raises:
-            SamplerError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
+            ConfigurationError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
         remedy = "take it from a state that a sampler of this length has saved"
@@ -169,7 +169,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             Plain numbers, booleans and strings.
 
         Raises:
-            SamplerError: ``consumed`` is negative or no whole number.
+            ConfigurationError: ``consumed`` is negative or no whole number.
         """
         if consumed is None:
             consumed = 0 if self._chunks is None else self._chunks.handed_out
@@ -180,15 +180,17 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Go to the position of a state, saved on any number of ranks.
 
         Raises:
-            SamplerError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
+            ConfigurationError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
         """
         mine = self.identity()
         names = [*mine, "epoch", "position"]
         if not isinstance(state, Mapping) or not state.keys() >= set(names):
-            raise SamplerError(f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned")
+            raise ConfigurationError(
+                f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned"
+            )
         for name, value in mine.items():
             if state[name] != value:
-                raise SamplerError(
+                raise ConfigurationError(
                     f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); build the same"
                     " sampler, over the same data, as the run that saved the state"
                 )
@@ -217,7 +219,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         if rank is None:
             rank = dist.get_rank() if grouped else 0
         if rank >= num_replicas:
-            raise SamplerError(
+            raise ConfigurationError(
                 f"rank must be below num_replicas, {num_replicas} (got {rank});"
                 " leave both out to use those of the process group"
             )

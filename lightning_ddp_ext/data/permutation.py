@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.checks import LARGEST, whole_number
 from lightning_ddp_ext.data.generators import mix
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 ROUNDS = 10
 _TABLE = 1 << 16
@@ -42,7 +42,7 @@ class Permutation:
         key: 0 to 2**64 - 1; see ``data.generators.mix``.
 
     Raises:
-        SamplerError: length or key out of range.
+        ConfigurationError: length or key out of range.
 
     >>> Permutation(10**12, key=7).apply(np.array([0, 1, 999_999_999_999])).tolist()
     [322212786160, 735315487814, 184429750278]
@@ -61,7 +61,7 @@ class Permutation:
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
         """Return what stands at these positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         if positions.size and not (positions.min() >= 0 and positions.max() < self._length):
-            raise SamplerError(
+            raise ConfigurationError(
                 f"positions must be from 0 to {self._length - 1}"
                 f" (got {positions.min()} to {positions.max()}); take them from a Share of this length"
             )

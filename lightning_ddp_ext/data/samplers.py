@@ -14,7 +14,7 @@ from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
@@ -35,7 +35,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
             ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
-        SamplerError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
+        ConfigurationError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
             ``drop_last=True`` with another policy.
 
     >>> sampler = ScalableDistributedSampler(range(10), num_replicas=2, rank=0, seed=3)
@@ -66,12 +66,14 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     ) -> None:
         length = samples_of(dataset)
         if shuffle and length == 0:
-            raise SamplerError(
+            raise ConfigurationError(
                 "dataset must not be empty with shuffle=True (got length 0);"
                 " look for what filters its samples out, or pass shuffle=False"
             )
         if drop_last and uneven_of(uneven) == "exact":
-            raise SamplerError("uneven must be 'drop' with drop_last=True (got 'exact'); leave out one of the two")
+            raise ConfigurationError(
+                "uneven must be 'drop' with drop_last=True (got 'exact'); leave out one of the two"
+            )
         policy: Uneven = "drop" if drop_last else uneven_of(uneven)
         super().__init__(
             dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=policy

@@ -14,7 +14,7 @@ from lightning_ddp_ext.data.epochs import set_epoch_of
 from lightning_ddp_ext.data.generators import mix, seeded, with_wrapped
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 
 class SharedSampler(GlobalOrderSampler):
@@ -28,7 +28,7 @@ class SharedSampler(GlobalOrderSampler):
         num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
 
     Raises:
-        SamplerError: the sampler has no length; when iterated: it yields fewer indices than that.
+        ConfigurationError: the sampler has no length; when iterated: it yields fewer indices than that.
 
     >>> from torch.utils.data import WeightedRandomSampler
     >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
@@ -74,7 +74,7 @@ class SharedSampler(GlobalOrderSampler):
             # A batch sampler may fill one list again and again.
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
         if len(drawn) < length:
-            raise SamplerError(
+            raise ConfigurationError(
                 f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
                 f" correct {type(self._wrapped).__name__}.__len__"
             )
@@ -95,7 +95,7 @@ class DistributedBatchSamplerWrapper(SharedSampler):
             some ranks one more batch.
 
     Raises:
-        SamplerError: the batch sampler has no length; when iterated: it yields fewer batches than that.
+        ConfigurationError: the batch sampler has no length; when iterated: it yields fewer batches than that.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)

@@ -14,7 +14,7 @@ from lightning_ddp_ext.data.checks import LARGEST, length_of, whole_number
 from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -36,8 +36,8 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         dataset: what the indices are for, if its length is to be compared with that of ``weights``.
 
     Raises:
-        SamplerError: weights are empty, negative, not finite, all zero, not of one dimension or not as many as samples;
-            ``num_samples`` is not positive or, without replacement, above the number of positive weights.
+        ConfigurationError: weights are empty, negative, not finite, all zero, not of one dimension or not as many as
+            samples; ``num_samples`` is not positive or, without replacement, above the number of positive weights.
 
     >>> [list(DistributedWeightedSampler([0, 5, 0], 4, num_replicas=2, rank=rank)) for rank in range(2)]
     [[1, 1], [1, 1]]
@@ -64,7 +64,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         )
         positive = np.count_nonzero(self.weights)
         if not replacement and length > positive:
-            raise SamplerError(
+            raise ConfigurationError(
                 f"num_samples must be at most the number of positive weights, {positive}, without replacement"
                 f" (got {length}); draw fewer, or pass replacement=True"
             )
@@ -72,7 +72,7 @@ class DistributedWeightedSampler(GlobalOrderSampler):
         if dataset is not None:
             samples = length_of(dataset, "dataset", "weights belong to samples that have a number")
             if samples != len(self.weights):
-                raise SamplerError(
+                raise ConfigurationError(
                     f"weights must be as many as the dataset has samples, {samples} (got {len(self.weights)});"
                     " pass one weight for each sample"
                 )
@@ -141,19 +141,21 @@ def _validated(weights: Any) -> NDArray[np.float64]:
     try:
         found = np.asarray(weights, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise SamplerError(f"weights must be numbers (got {weights!r}: {error}); pass one for each sample") from None
+        raise ConfigurationError(
+            f"weights must be numbers (got {weights!r}: {error}); pass one for each sample"
+        ) from None
     if found.ndim != 1:
-        raise SamplerError(
+        raise ConfigurationError(
             f"weights must have one dimension (got shape {found.shape}); pass one weight for each sample"
         )
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if wrong.size:
-        raise SamplerError(
+        raise ConfigurationError(
             f"weights must be finite and not negative (got {found[wrong[0]]} for sample {wrong[0]});"
             " give 0 to what is never drawn"
         )
     if not found.any():
-        raise SamplerError(
+        raise ConfigurationError(
             f"weights must have one above zero (got {found.size} of them, and no such one);"
             " give more to what is to be drawn"
         )

@@ -29,7 +29,7 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
         worker: the worker's id, or ``None`` for the rank's main process.
 
     Raises:
-        SamplerError: a number is negative.
+        ConfigurationError: a number is negative.
 
     Example:
         >>> seed_generators(42, epoch=0, rank=1)

@@ -14,12 +14,12 @@ from typing import Any, Literal, get_args
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
-from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, placement
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
 from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.ranks import Ranks
 
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
@@ -56,7 +56,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         on_save_error: ``"raise"``, or ``"warn"`` and train on: errors of saves within ``fit`` cannot be caught.
 
     Raises:
-        OptionError: an argument has a value that does not exist.
+        ConfigurationError: an argument has a value that does not exist.
     """
 
     def __init__(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointError, CheckpointMismatchError, DDPExtError, RankFailedError
+from lightning_ddp_ext.ranks import Ranks, rank_zero_for_all
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
-from lightning_ddp_ext.supervision.rank_zero import rank_zero_for_all
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn

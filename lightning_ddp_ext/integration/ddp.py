@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.reductions.ring import ring_all_reduce
 
 HookName = Literal["fp16_compress", "bf16_compress", "power_sgd", "ring"]
@@ -33,7 +33,9 @@ def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[C
     if hook not in _HOOKS:
         near = difflib.get_close_matches(hook, _HOOKS, n=1)
         remedy = f"did you mean {near[0]!r}?" if near else "or give a function"
-        raise OptionError(f"ddp_comm_hook must be one of {', '.join(map(repr, _HOOKS))} (got {hook!r}); {remedy}")
+        raise ConfigurationError(
+            f"ddp_comm_hook must be one of {', '.join(map(repr, _HOOKS))} (got {hook!r}); {remedy}"
+        )
     if hook == "power_sgd" and state is None:
         state = powerSGD_hook.PowerSGDState(process_group=None)
     return _HOOKS[hook], state
@@ -49,7 +51,9 @@ def register_on_cpu(
         model.register_comm_hook(state=state, hook=hook if wrapper is None else wrapper(hook))
     except (TypeError, ValueError) as error:
         name = getattr(hook, "__name__", repr(hook))
-        raise OptionError(f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there") from error
+        raise ConfigurationError(
+            f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there"
+        ) from error
 
 
 def name_unused(error: BaseException, module: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torchmetrics
 from torch import nn
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import OptionError, WorldError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.world import World, check_devices, read_world
 
@@ -95,7 +95,7 @@ def environment_beside(
         return environment
     try:
         world = read_world(os.environ, **arguments, devices=devices)
-    except WorldError:
+    except ConfigurationError:
         # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
         world = read_world(os.environ, **arguments)
         if world is not None:
@@ -114,7 +114,7 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
         return
     found = (environment.global_rank(), environment.world_size())
     if found != given:
-        raise WorldError(
+        raise ConfigurationError(
             f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, by which this "
             f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
         )
@@ -123,7 +123,7 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
 def ranks_of(devices: int, *, per_rank: int) -> int:
     """The number of ranks that so many devices make; refuse devices that would be left over."""
     if devices % per_rank:
-        raise OptionError(
+        raise ConfigurationError(
             f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
             f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
         )
@@ -137,7 +137,7 @@ def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
             module.to(devices[0])
     for name, parameter in model.named_parameters():
         if parameter.device not in devices:
-            raise OptionError(
+            raise ConfigurationError(
                 f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
                 f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
                 f"({', '.join(map(str, devices))}) in configure_model"

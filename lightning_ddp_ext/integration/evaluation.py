@@ -20,7 +20,7 @@ from lightning_ddp_ext.data.loader import (
     index_sampler_of,
     set_index_sampler,
 )
-from lightning_ddp_ext.errors import ExactEvaluationError
+from lightning_ddp_ext.errors import SamplingError
 
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .idle_steps import IdleSteps
@@ -127,8 +127,8 @@ def _warn_of_repeats(loader: Any) -> None:
         )
 
 
-def _idle_rank_error(batches: tuple[int, ...], where: str) -> ExactEvaluationError:
-    return ExactEvaluationError(
+def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
+    return SamplingError(
         f"every rank needs a batch of its own in every step where {where} (got {batches} batches, by rank); choose a "
         "batch_size that gives all ranks equally many batches, or set exact_evaluation=False"
     )

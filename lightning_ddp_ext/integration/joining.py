@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 
-from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp, check_file
 from lightning_ddp_ext.rendezvous.nccl_options import misspelt
@@ -166,7 +166,7 @@ def _endpoint(strategy: DDPExtStrategy) -> Endpoint:
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
     """The address that ``env://`` stands for; without a port, every process would choose another one."""
     if "MASTER_PORT" not in environ and not _says_by_itself("main_port", environment):
-        raise StoreError(
+        raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
             f"one by one (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both, the same on "
             "every rank, or choose init_method='tcp://HOST:PORT' or 'file:///PATH'"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.multiprocessing
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import GroupInUseError, RankFailedError, WorldError
+from lightning_ddp_ext.errors import ConfigurationError, GroupInUseError, RankFailedError
 from lightning_ddp_ext.rendezvous.process_context import current, leave
 from lightning_ddp_ext.supervision.debugger import NO_LIMIT
 from lightning_ddp_ext.supervision.exception_report import print_line
@@ -158,7 +158,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def _refuse_second_launcher(self) -> None:
         environment, context = self._environment, current()
         if environment.creates_processes_externally:
-            raise WorldError(
+            raise ConfigurationError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process was started as one of "
                 f"them already (rank {environment.global_rank()} of {environment.world_size()}, from "
                 f"{source_of(environment)}); use strategy='ddp_ext' here, or start the script without a launcher"

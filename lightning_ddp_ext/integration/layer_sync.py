@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.conversion import convert, restore_batchnorm
 from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 
@@ -31,7 +31,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
     def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
         """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
         if other is not None and any(choice is not None for choice in (self._ranks, *self._selection.values())):
-            raise ConversionError(
+            raise ConfigurationError(
                 "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "
                 "choose among them; leave sync_batchnorm out"
             )

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.errors import ExactEvaluationError
-from lightning_ddp_ext.supervision.rank_zero import on_every_rank
+from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.ranks import on_every_rank
 
 from .lightning_tree import pl
 
@@ -52,7 +52,7 @@ def gather_predictions(trainer: Any) -> Any:
         list with one entry each, which is ``None`` where nothing was read. On other ranks ``None``.
 
     Raises:
-        ExactEvaluationError: on every rank: there are no predictions, or it is not known which samples they are for, or
+        SamplingError: on every rank: there are no predictions, or it is not known which samples they are for, or
             they have no first dimension by sample, or their structures or shapes differ.
 
     Example::
@@ -94,19 +94,19 @@ def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
 def _explained(work: Callable[[], Any], problem: str) -> Any:
     try:
         return work()
-    except ExactEvaluationError:
+    except SamplingError:
         raise
     except Exception as error:
-        raise ExactEvaluationError(f"{problem}: {type(error).__name__}: {error}; {_REMEDY}") from error
+        raise SamplingError(f"{problem}: {type(error).__name__}: {error}; {_REMEDY}") from error
 
 
 def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
     """Return the number of loaders, and the batches that this rank has predicted."""
     loop, iterables = trainer.predict_loop, trainer.predict_dataloaders
     if iterables is None:
-        raise ExactEvaluationError(_NO_PREDICTIONS)
+        raise SamplingError(_NO_PREDICTIONS)
     if not loop.return_predictions:
-        raise ExactEvaluationError(
+        raise SamplingError(
             "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
@@ -118,7 +118,7 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
             name = type(loader.source if isinstance(loader, DistributedLoader) else loader).__name__
-            raise ExactEvaluationError(
+            raise SamplingError(
                 f"loader {number} must tell which samples a batch holds (got {name}, which does not); "
                 "use a DataLoader over a dataset with indices"
             )
@@ -135,7 +135,7 @@ def _join_ranks(pickled: list[bytes]) -> Any:
 
 def _join_loaders(loaders: int, batches: list[_Batch]) -> Any:
     if not batches:
-        raise ExactEvaluationError(_NO_PREDICTIONS)
+        raise SamplingError(_NO_PREDICTIONS)
     joined = [_join_batches([batch for batch in batches if batch.loader == number]) for number in range(loaders)]
     return joined if loaders > 1 else joined[0]
 
@@ -168,7 +168,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
     for part, size in zip(parts, sizes, strict=True):
         has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
         if not has_rows or len(part) != size or type(part) is not type(first):
-            raise ExactEvaluationError(
+            raise SamplingError(
                 f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
                 f"rows: {len(part) if has_rows else 'none'}); {_REMEDY}"
             )

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
@@ -144,10 +144,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         forward_sync_buffers: torch's newer name of ``broadcast_buffers``; needs a torch that has it.
 
     Raises:
-        InitMethodError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
-        DurationError: a timeout is not positive.
-        WorldError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit together.
-        OptionError: an argument, a value or a comm hook of that name does not exist, here or in the installed torch.
+        ConfigurationError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
+        ConfigurationError: a timeout is not positive.
+        ConfigurationError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit
+            together.
+        ConfigurationError: an argument, a value or a comm hook of that name does not exist, here or in the installed
+            torch.
 
     Example::
 
@@ -230,7 +232,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             **options,
         )
         if devices_per_rank < 1:
-            raise OptionError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
+            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
         check_run_id(run_id)
         self._rank_arguments = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
         read_world({}, **self._rank_arguments)  # refuses what does not fit together
@@ -519,7 +521,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         """Wait for all ranks. Collective: every rank must call it, with the same name.
 
         Raises:
-            RankMismatchError: a rank is in another barrier, or in another call that every rank must make.
+            RankAbsentError: a rank is in another barrier, or in another call that every rank must make.
             RankAbsentError: a rank has gone on without it, or has not come within ``timeout``.
         """
         # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.

@@ -19,7 +19,7 @@ from lightning_ddp_ext.data.digest import digest
 from lightning_ddp_ext.data.loader import DistributedLoader, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import until_longest, until_shortest
-from lightning_ddp_ext.errors import UnevenInputsError
+from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
@@ -65,7 +65,7 @@ class UnevenInputs(IdleSteps):
             return
         lengths = self._lengths_by_rank(loader)
         if min(lengths) < 0 <= max(lengths):
-            raise UnevenInputsError(
+            raise SamplingError(
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
                 f"{lengths}, by rank, where -1 is none), or Lightning waits for ever; give it __len__ on every rank"
             )
@@ -161,7 +161,7 @@ class UnevenInputs(IdleSteps):
         elif self._mode == "join":
             problem = _obstacle_to_join(trainer)
         if problem is not None:
-            self._refuse(UnevenInputsError(problem))
+            self._refuse(SamplingError(problem))
         if any(streams_by_rank):
             _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_ext.errors import LogMismatchError
+from lightning_ddp_ext.errors import DivergenceError
 
 DTYPES = (torch.float32, torch.float64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,7 +54,7 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
         idle_ranks: those whose values do not count.
 
     Raises:
-        LogMismatchError: ranks have different values; on every rank.
+        DivergenceError: ranks have different values; on every rank.
     """
     own = torch.zeros(max(_ROOM, len(values)), dtype=torch.float64, device=device)
     if values:
@@ -84,7 +84,7 @@ def _all_gather(message: Tensor) -> Tensor:
     return received.view(-1, len(message))
 
 
-def _mismatch(values: Sequence[Value]) -> LogMismatchError:
+def _mismatch(values: Sequence[Value]) -> DivergenceError:
     """Say how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
@@ -93,7 +93,7 @@ def _mismatch(values: Sequence[Value]) -> LogMismatchError:
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
     deviations = [f"rank {rank} {_deviation(names, usual)}" for rank, names in enumerate(by_rank) if names != usual]
-    return LogMismatchError(
+    return DivergenceError(
         f"ranks have logged different values with sync_dist=True: {listed(deviations)} (as compared with "
         f"rank{'s' * (len(usual_ranks) > 1)} {listed(usual_ranks)}); every rank must log the same names in the same "
         "order, so log them outside of what only some ranks do, or leave sync_dist out"

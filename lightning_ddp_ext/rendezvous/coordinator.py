@@ -9,11 +9,8 @@ from dataclasses import asdict
 from functools import partial
 
 from lightning_ddp_ext.errors import (
-    DisagreementError,
-    DuplicateRankError,
     MissingRanksError,
     RendezvousError,
-    StoreError,
 )
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -33,8 +30,8 @@ class Coordinator:
     """Waits for all ranks, and answers those that come later.
 
     Raises:
-        StoreError: it cannot listen.
-        DuplicateRankError: another process is rank 0.
+        RendezvousError: it cannot listen.
+        RendezvousError: another process is rank 0.
     """
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
@@ -58,8 +55,8 @@ class Coordinator:
 
         Raises:
             MissingRanksError: some did not connect in time.
-            DuplicateRankError: two processes are one rank.
-            DisagreementError: world sizes, init methods or versions differ.
+            RendezvousError: two processes are one rank.
+            RendezvousError: world sizes, init methods or versions differ.
             RendezvousError: a rank ended or gave up.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
@@ -100,7 +97,7 @@ class Coordinator:
             self._ask_rank_zero_at(left)
         try:
             return self._endpoint.listen()
-        except StoreError:
+        except RendezvousError:
             if left is not None:
                 self._ask_rank_zero_at(left)
             raise
@@ -156,7 +153,7 @@ class Coordinator:
             return _too_late(hello, self._table)
         difference = difference_between(self._hello, hello)
         if difference is not None:
-            return DisagreementError(difference)
+            return RendezvousError(difference)
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
 
@@ -203,9 +200,9 @@ def _raise_limit_of_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _duplicate(one: RankInfo, other: RankInfo) -> DuplicateRankError:
+def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
     first, second = sorted([one, other], key=lambda info: (info.host, info.pid))
-    return DuplicateRankError(
+    return RendezvousError(
         f"two processes claim rank {one.rank}: pid {first.pid} on host {first.host} and pid {second.pid} on host "
         f"{second.host}; give each process its own RANK, or rank="
     )
@@ -214,11 +211,11 @@ def _duplicate(one: RankInfo, other: RankInfo) -> DuplicateRankError:
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     info, size = hello.info, len(table)
     if info.rank >= size:
-        return DisagreementError(
+        return RendezvousError(
             f"this process wants to be rank {info.rank} of {hello.world_size}, but a run of {size} ranks is going on "
             f"at {hello.init_method} (rank 0: {table[0]}); end that run, or choose another init_method for this one"
         )
-    return DuplicateRankError(
+    return RendezvousError(
         f"rank {info.rank} is held by pid {table[info.rank].pid} on host {table[info.rank].host}, in a run that is "
         f"going on at {hello.init_method}; this process (pid {info.pid} on host {info.host}) came late: end that "
         "run, or choose another init_method or rank for this one"

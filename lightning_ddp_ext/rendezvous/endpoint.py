@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from torch.distributed import TCPStore
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
@@ -57,7 +57,7 @@ class Endpoint:
     """Whether all ranks are on this host, so that rank 0 listens on loopback only."""
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """On rank 0: a listening socket and its address. Raises ``StoreError``."""
+        """On rank 0: a listening socket and its address. Raises ``RendezvousError``."""
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
         port, nonce = listener.getsockname()[1], secrets.token_hex(16)
@@ -87,7 +87,7 @@ class TcpEndpoint(Endpoint):
         except socket.gaierror as error:
             raise unresolvable(self.where, error) from None
         except OSError as error:
-            raise StoreError(
+            raise RendezvousError(
                 f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
                 f"{self.where.port}: {error.strerror or error}; stop the program that holds it or choose another port"
             ) from None
@@ -117,10 +117,10 @@ class FileEndpoint(Endpoint):
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):  # replaced while it was read, on a network file system
                 return None
-            raise StoreError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
+            raise RendezvousError(f"init_method 'file://{self.path}': {error.strerror}; choose another file") from None
         address = _address_in(content)
         if content and address is None:
-            raise StoreError(
+            raise RendezvousError(
                 f"init_method 'file://{self.path}': the file holds something else than the address of a rank 0 (it "
                 f"begins with {content[:13]!r}); name a file that does not exist yet"
             )
@@ -128,7 +128,7 @@ class FileEndpoint(Endpoint):
 
     @override
     def withdraw(self, address: Address) -> None:
-        with suppress(OSError, StoreError):
+        with suppress(OSError, RendezvousError):
             if self.look_up(Deadline(0.0)) == address:
                 os.unlink(self.path)
 
@@ -137,7 +137,7 @@ class FileEndpoint(Endpoint):
         """Write the whole file or nothing, so that nobody reads half an address; for this user's eyes only.
 
         Raises:
-            StoreError: the disk is full, say, or the directory is gone.
+            RendezvousError: the disk is full, say, or the directory is gone.
         """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
@@ -146,7 +146,7 @@ class FileEndpoint(Endpoint):
                 file.write(_text_of(address))
             os.replace(temporary, self.path)
         except OSError as error:
-            raise StoreError(
+            raise RendezvousError(
                 f"init_method 'file://{self.path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write "
                 f"its address there: {error.strerror}; make the directory, free space on its disk, or choose another "
                 "file"
@@ -197,9 +197,9 @@ def _address_in(content: bytes) -> Address | None:
         return None
 
 
-def unresolvable(where: Tcp, error: socket.gaierror) -> StoreError:
+def unresolvable(where: Tcp, error: socket.gaierror) -> RendezvousError:
     """The name of rank 0's host is not known here."""
-    return StoreError(
+    return RendezvousError(
         f"init_method '{where}': host {where.host!r} does not resolve on {socket.gethostname()} ({error.strerror}); "
         "give the address of rank 0's host, or a name that every host knows"
     )

@@ -10,23 +10,19 @@ from typing import Any
 from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import (
-    DisagreementError,
-    DuplicateRankError,
     MissingRanksError,
     RendezvousError,
-    StoreError,
 )
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, unresolvable
-from lightning_ddp_ext.rendezvous.peer_event import event_of, reason_of
+from lightning_ddp_ext.rendezvous.peer_event import event_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, table_of
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
-
-_KINDS = {kind.__name__: kind for kind in (DisagreementError, DuplicateRankError, StoreError)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Handshake:
         """Wait until all ranks have connected.
 
         Raises:
-            StoreError: there is no rank 0.
+            RendezvousError: there is no rank 0.
             RendezvousError: one of its kinds; rank 0 has refused the start.
         """
         self._channel.listen("handshake", self._answers.update)
@@ -129,7 +125,7 @@ class Handshake:
         if closed == MALFORMED and not isinstance(self._endpoint, TcpEndpoint):
             return "another program answers there"
         if closed == MALFORMED:
-            raise StoreError(
+            raise RendezvousError(
                 f"what listens at {self._where} is not rank 0: it is another program; choose a port that no other "
                 "program uses, or give the address of rank 0's host"
             )
@@ -141,7 +137,7 @@ class Handshake:
     def _where(self) -> str:
         return f"{self._rank_zero[0]}:{self._rank_zero[1]}"
 
-    def _not_found(self) -> StoreError:
+    def _not_found(self) -> RendezvousError:
         found = self._obstacle
         if isinstance(self._endpoint, TcpEndpoint):
             if isinstance(found, socket.gaierror):
@@ -155,7 +151,7 @@ class Handshake:
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
             found = f"{found}; pid {self._published.pid} on host {self._published.host} has published its address there"
-        return StoreError(
+        return RendezvousError(
             f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
             f"check that rank 0 is started, {remedy}, and that no firewall is between"
         )
@@ -171,7 +167,7 @@ class Handshake:
 
         try:
             return connect_store(self._rank_zero[0], self._answers["heard"], self._deadline, check)
-        except StoreError:
+        except RendezvousError:
             self._await_welcome()  # raises what is known better: a refusal, or the silence of rank 0
             raise
 
@@ -192,8 +188,8 @@ class Handshake:
         if 0 in self._channel.ended:
             raise self._lost("has gone away")
 
-    def _lost(self, what: str) -> StoreError:
-        return StoreError(
+    def _lost(self, what: str) -> RendezvousError:
+        return RendezvousError(
             f"rank 0 at {self._where} {what} after it had accepted {self._hello.info}; look at its output"
         )
 
@@ -227,4 +223,4 @@ def error_in(refused: list[Any]) -> RendezvousError:
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:
         return MissingRanksError(sentence, tuple(missing))
-    return _KINDS.get(kind, RendezvousError)(sentence)
+    return RendezvousError(sentence)

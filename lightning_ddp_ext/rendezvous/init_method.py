@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_ddp_ext.errors import InitMethodError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, sanitise
 
 VARIABLE = "DDPX_INIT_METHOD"
@@ -46,7 +46,7 @@ class Tcp:
     """Rank 0 listens at ``host:port``. An IPv6 address has no brackets here.
 
     Raises:
-        InitMethodError: an empty or malformed host, or a port that is no integer in 1..65535.
+        ConfigurationError: an empty or malformed host, or a port that is no integer in 1..65535.
 
     >>> str(Tcp("::1", 29500))
     'tcp://[::1]:29500'
@@ -58,7 +58,7 @@ class Tcp:
     def __post_init__(self) -> None:
         subject = f"Tcp({self.host!r}, {self.port!r})"
         if not isinstance(self.host, str) or not re.fullmatch(f"{_NAME}|{_IPV6}", self.host):
-            raise InitMethodError(
+            raise ConfigurationError(
                 f"{subject} needs a bare host name or address (got {self.host!r}); write Tcp('10.0.0.1', 29500)"
             )
         _check_port(self.port, subject, f"write Tcp({self.host!r}, 29500)")
@@ -76,7 +76,7 @@ class File:
         run_id: what names the file in the directory; by default the launcher's name for the run.
 
     Raises:
-        InitMethodError: a path that is empty, relative, or carries a query; an empty run id.
+        ConfigurationError: a path that is empty, relative, or carries a query; an empty run id.
 
     """
 
@@ -99,7 +99,7 @@ class File:
         """The path of the file itself, which ``run_id`` names where this is a directory without a run id of its own.
 
         Raises:
-            InitMethodError: this is a directory, and there is no run id.
+            ConfigurationError: this is a directory, and there is no run id.
 
         >>> File("/shared/runs/").file_for("slurm-77-0-0")
         '/shared/runs/ddpx-slurm-77-0-0.store'
@@ -108,7 +108,7 @@ class File:
             return self.path
         name = self.run_id or run_id
         if not name:
-            raise InitMethodError(
+            raise ConfigurationError(
                 f"init_method '{self}' is a directory and needs a run id to name a file in it (got none);"
                 f" give run_id= or set {RUN_ID_VARIABLE}, the same on every rank"
             )
@@ -122,7 +122,7 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
     """What the argument or ``DDPX_INIT_METHOD`` says; ``None`` where neither does.
 
     Raises:
-        InitMethodError: one of them is malformed, or they differ.
+        ConfigurationError: one of them is malformed, or they differ.
 
     >>> choose(None, {"DDPX_INIT_METHOD": "tcp://10.0.0.1:29500"})
     Tcp(host='10.0.0.1', port=29500)
@@ -130,7 +130,7 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
     given = parse(argument)
     ordered = parse(environ.get(VARIABLE) or None, field=VARIABLE)
     if given is not None and ordered is not None and str(given) != str(ordered):
-        raise InitMethodError(
+        raise ConfigurationError(
             f"init_method must agree with {VARIABLE} (got '{given}' and '{ordered}'); drop one of the two"
         )
     return ordered if given is None else given
@@ -140,7 +140,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     """The init method that a URL stands for; ``None`` and init methods are returned as they are.
 
     Raises:
-        InitMethodError: ``value`` is none of these; the message calls it ``field``.
+        ConfigurationError: ``value`` is none of these; the message calls it ``field``.
 
     >>> parse("file:///shared/run42")
     File(path='/shared/run42', run_id=None)
@@ -148,7 +148,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     if value is None or isinstance(value, Env | Tcp | File):
         return value
     if not isinstance(value, str):
-        raise InitMethodError(
+        raise ConfigurationError(
             f"{field} must be a URL, Env(), Tcp(host, port) or File(path)"
             f" (got {value!r}, of type {type(value).__name__}); write {FORMS}"
         )
@@ -157,12 +157,12 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     scheme = scheme.lower()
     if not separator:
         remedy = f"file://{value}" if value.startswith("/") else FORMS
-        raise InitMethodError(f"{subject} needs a scheme (got none); write {remedy}")
+        raise ConfigurationError(f"{subject} needs a scheme (got none); write {remedy}")
     if scheme not in ("env", "tcp", "file"):
-        raise InitMethodError(f"{subject} has an unknown scheme (got '{scheme}://'); write {FORMS}")
+        raise ConfigurationError(f"{subject} has an unknown scheme (got '{scheme}://'); write {FORMS}")
     address, mark, query = rest.partition("?")
     if mark:
-        raise InitMethodError(
+        raise ConfigurationError(
             f"{subject} must carry no query (got '?{query}'); write {scheme}://{address}, and rank= and world_size= as"
             " arguments of DDPExtStrategy"
         )
@@ -172,36 +172,36 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         _check_path(rest, subject)
         return File(rest)
     if rest:
-        raise InitMethodError(f"{subject} must end after env:// (got {rest!r} behind it); write env://")
+        raise ConfigurationError(f"{subject} must end after env:// (got {rest!r} behind it); write env://")
     return Env()
 
 
 def check_run_id(run_id: object) -> None:
-    """Raise ``InitMethodError`` unless this is ``None`` or a text that can name a file."""
+    """Raise ``ConfigurationError`` unless this is ``None`` or a text that can name a file."""
     if run_id is not None and (not isinstance(run_id, str) or not run_id):
-        raise InitMethodError(f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'")
+        raise ConfigurationError(f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'")
 
 
 def check_file(method: File, *, num_nodes: int) -> None:
     """Refuse a file that cannot be made, or not be seen by all nodes; to be called before it is opened.
 
     Raises:
-        InitMethodError: the directory is missing, cannot be written, or is local to each of several nodes; or what is
-            in the file's place is no plain file, or not ours to write.
+        ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or what
+            is in the file's place is no plain file, or not ours to write.
     """
     path = method.path
     directory = path if method.is_directory else os.path.dirname(path)
     if num_nodes > 1:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
-        raise InitMethodError(
+        raise ConfigurationError(
             f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
             f" make it (mkdir -p {directory}), allow it (chmod u+wx {directory}), or write another path"
         )
     is_there = os.path.exists(path)  # asked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable and not method.is_directory:
-        raise InitMethodError(
+        raise ConfigurationError(
             f"init_method '{method}' needs a plain file that this user can read and write, or none (got {path!r});"
             " remove it, or write another path"
         )
@@ -210,27 +210,27 @@ def check_file(method: File, *, num_nodes: int) -> None:
 def _parse_tcp(rest: str, subject: str) -> Tcp:
     address = re.fullmatch(rf"(?:\[({_IPV6})\]|({_NAME}))(?::([^:/]*))?/?", rest)
     if address is None:
-        raise InitMethodError(
+        raise ConfigurationError(
             f"{subject} must be tcp://HOST:PORT, with brackets around an IPv6 address (got {rest!r} after tcp://);"
             " write tcp://10.0.0.1:29500 or tcp://[::1]:29500"
         )
     host, port = address[1] or address[2], address[3]
     remedy = f"write {Tcp(host, 29500)}"
     if not port:
-        raise InitMethodError(f"{subject} needs a port (got none); {remedy}")
+        raise ConfigurationError(f"{subject} needs a port (got none); {remedy}")
     return Tcp(host, _check_port(int(port) if re.fullmatch("[0-9]{1,9}", port) else port, subject, remedy))
 
 
 def _check_port(port: object, subject: str, remedy: str) -> int:
     if isinstance(port, int) and not isinstance(port, bool) and 1 <= port <= 65535:
         return port
-    raise InitMethodError(f"{subject} needs a port in 1..65535 (got {port!r}); {remedy}")
+    raise ConfigurationError(f"{subject} needs a port in 1..65535 (got {port!r}); {remedy}")
 
 
 def _check_path(path: object, subject: str) -> None:
     if isinstance(path, str) and path.startswith("/") and path.strip("/") and "?" not in path and "\0" not in path:
         return
-    raise InitMethodError(
+    raise ConfigurationError(
         f"{subject} needs an absolute path as text, without '?' and NUL (got {path!r}); write file:///shared/run42"
     )
 
@@ -239,7 +239,7 @@ def _check_shared(method: File, directory: str, num_nodes: int) -> None:
     for local in (*NODE_LOCAL, tempfile.gettempdir()):
         root = os.path.realpath(local)
         if os.path.commonpath([root, directory]) == root:
-            raise InitMethodError(
+            raise ConfigurationError(
                 f"init_method '{method}' needs a directory that all {num_nodes} nodes share (got {directory!r}, and"
                 f" {local} is local to each node); write a path on a shared file system, or tcp://host:29500"
             )

@@ -125,7 +125,7 @@ class NamedBarriers:
 
         Raises:
             RankAbsentError: a rank has gone on without this call, or has not come in time.
-            RankMismatchError: a rank has begun another call instead.
+            RankAbsentError: a rank has begun another call instead.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._context.collective_timeout.total_seconds()):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 
 Level = Literal["LOC", "NVL", "PIX", "PXB", "PHB", "SYS"]
 
@@ -101,7 +101,7 @@ class NCCLOptions:
         high_priority_streams: whether collectives run before other kernels. ``TORCH_NCCL_HIGH_PRIORITY``.
 
     Raises:
-        OptionError: a value is none that NCCL takes.
+        ConfigurationError: a value is none that NCCL takes.
 
     Example::
 
@@ -128,12 +128,12 @@ class NCCLOptions:
         for name in _SETTINGS:
             self._check(name)
         if (self.socket_threads or 1) * (self.sockets_per_thread or 1) > 64:
-            raise OptionError(
+            raise ConfigurationError(
                 "socket_threads times sockets_per_thread must be at most 64 "
                 f"(got {self.socket_threads} × {self.sockets_per_thread})"
             )
         if self.min_channels and self.max_channels and self.min_channels > self.max_channels:
-            raise OptionError(
+            raise ConfigurationError(
                 f"min_channels must not be above max_channels (got {self.min_channels} and {self.max_channels})"
             )
 
@@ -150,7 +150,7 @@ class NCCLOptions:
             parts = str(value).lstrip("^").split(",") if name in _SEVERAL else [value]
             rule = f"one of {', '.join(allowed)}{', with commas between' if name in _SEVERAL else ''}"
         if not all(part in allowed for part in parts):
-            raise OptionError(f"NCCLOptions.{name} must be {rule} (got {value!r})")
+            raise ConfigurationError(f"NCCLOptions.{name} must be {rule} (got {value!r})")
 
     def variables(self) -> dict[str, str]:
         """The environment variables that say the same."""
@@ -166,7 +166,7 @@ def apply(options: NCCLOptions | None, interface: str | None, environ: MutableMa
     """Put the settings, and the network interface for NCCL and gloo, into the environment of this process.
 
     Raises:
-        OptionError: a variable of the environment says something else.
+        ConfigurationError: a variable of the environment says something else.
     """
     wanted = options.variables() if options is not None else {}
     if interface is not None:
@@ -174,7 +174,7 @@ def apply(options: NCCLOptions | None, interface: str | None, environ: MutableMa
     for variable, value in wanted.items():
         if environ.get(variable, value) != value:
             argument = "interface" if variable in _INTERFACE_VARIABLES else "nccl"
-            raise OptionError(
+            raise ConfigurationError(
                 f"{argument}= of the strategy says {variable}={value}, and the environment says "
                 f"{variable}={environ[variable]}; leave one of them out"
             )

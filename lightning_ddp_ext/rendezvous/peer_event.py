@@ -10,22 +10,13 @@ from lightning_ddp_ext.errors import (
     RankDiedError,
     RankFailedError,
     RankHungError,
-    RankLeftError,
-    RankMismatchError,
 )
+from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 
 Kind = Literal["died", "failed", "left", "absent", "mismatched", "hung"]
 
-_LONGEST_REASON = 2000
 _LONGEST_TEXT = 1 << 15
-
-
-class RemoteTraceback(Exception):
-    """The traceback of another rank, as the cause of a :class:`~lightning_ddp_ext.errors.RankFailedError`."""
-
-    def __str__(self) -> str:
-        return f"\n\n{self.args[0]}"
 
 
 @dataclass(frozen=True)
@@ -53,9 +44,9 @@ class PeerEvent:
         kind, sentence = {
             "died": (RankDiedError, died),
             "failed": (RankFailedError, f"{who} failed, so this rank stops: {self.reason}"),
-            "left": (RankLeftError, left),
+            "left": (RankFailedError, left),
             "absent": (RankAbsentError, self.reason),
-            "mismatched": (RankMismatchError, self.reason),
+            "mismatched": (RankAbsentError, self.reason),
             "hung": (RankHungError, f"{self.reason}; every rank stops"),
         }[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
@@ -68,22 +59,3 @@ def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str =
     return PeerEvent(
         kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
     )
-
-
-def shortened(text: str, longest: int) -> str:
-    """The text, or its two ends with a note on what was left out between them."""
-    left_out = len(text) - longest
-    if left_out <= 0:
-        return text
-    half = longest // 2
-    return f"{text[:half]}\n... ({left_out} characters left out) ...\n{text[-half:]}"
-
-
-def reason_of(exception: BaseException) -> str:
-    """Type and text of an exception as other ranks are told, however long the text, also where it cannot be made."""
-    name = type(exception).__name__
-    try:
-        text = str(exception)
-    except Exception:
-        text = "<its __str__ fails>"
-    return shortened(f"{name}: {text}" if text else name, _LONGEST_REASON)

@@ -19,12 +19,13 @@ from torch.distributed import HashStore
 from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
 from lightning_ddp_ext.rank_logger import rank_logger
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel, Listener
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of, reason_of
+from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
-from lightning_ddp_ext.errors import DDPExtError, StoreError
+from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
 
@@ -39,7 +39,7 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
     of its own runs it, and ``check`` may raise meanwhile why there is nothing to wait for.
 
     Raises:
-        StoreError: the store has not answered before the deadline.
+        RendezvousError: the store has not answered before the deadline.
     """
 
     def construct() -> TCPStore:
@@ -51,7 +51,7 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0][:200]
-        raise StoreError(
+        raise RendezvousError(
             f"the store at {host}:{port} cannot be used ({reason}); look at the output of the process that hosts it"
         ) from None
     store.set_timeout(_OPERATION)

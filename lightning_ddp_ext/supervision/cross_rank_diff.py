@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
+from lightning_ddp_ext.ranks import Ranks
 
 DIGEST = " #"  # messages leave out what follows it in a text
 _MOST_NAMED = 8  # differences, ranks or values in one list

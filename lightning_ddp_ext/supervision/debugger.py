@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.request import Request
 
 DEBUG_RANK = "DDPX_DEBUG_RANK"
@@ -30,7 +30,7 @@ class DebuggedRank:
         port: where, on its own host.
 
     Raises:
-        OptionError: one of them is no such number.
+        ConfigurationError: one of them is no such number.
     """
 
     rank: int
@@ -38,18 +38,22 @@ class DebuggedRank:
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 0:
-            raise OptionError(f"the debugged rank must be a whole number from 0 on (got {self.rank!r}); write rank=1")
+            raise ConfigurationError(
+                f"the debugged rank must be a whole number from 0 on (got {self.rank!r}); write rank=1"
+            )
         if type(self.port) is not int or not 0 < self.port < 1 << 16:
-            raise OptionError(f"the debugger's port must be from 1 to 65535 (got {self.port!r}); write port={_PORT}")
+            raise ConfigurationError(
+                f"the debugger's port must be from 1 to 65535 (got {self.port!r}); write port={_PORT}"
+            )
 
     def check(self, world_size: int) -> None:
         """Refuse a rank that does not exist.
 
         Raises:
-            OptionError: there are not so many ranks.
+            ConfigurationError: there are not so many ranks.
         """
         if self.rank >= world_size:
-            raise OptionError(
+            raise ConfigurationError(
                 f"the debugged rank must be one of {world_size}, counted from 0 (got {self.rank}); "
                 f"change {DEBUG_RANK} or RankDebugger(rank=)"
             )
@@ -58,7 +62,7 @@ class DebuggedRank:
         """The same request, without limits to the time that ranks wait for each other or that a host is silent.
 
         Raises:
-            OptionError: there is no such rank.
+            ConfigurationError: there is no such rank.
         """
         self.check(request.world.world_size)
         versions = {**request.versions, DEBUG_RANK: str(self.rank)}  # a rank that does not know is named at the start
@@ -69,7 +73,7 @@ class DebuggedRank:
         """On the debugged rank: wait until a debugger has attached, the first time that this process calls it.
 
         Raises:
-            OptionError: debugpy is not installed, or the port cannot be used.
+            ConfigurationError: debugpy is not installed, or the port cannot be used.
         """
         if rank == self.rank:
             _wait_for_debugger(rank, self.port)
@@ -79,7 +83,7 @@ def read_debugged_rank(environ: Mapping[str, str]) -> DebuggedRank | None:
     """The rank that the environment names, if it does.
 
     Raises:
-        OptionError: a variable is no number.
+        ConfigurationError: a variable is no number.
 
     >>> read_debugged_rank({"DDPX_DEBUG_RANK": "1"})
     DebuggedRank(rank=1, port=5678)
@@ -93,14 +97,14 @@ def debug_port(environ: Mapping[str, str]) -> int:
     """The port that the environment names, or the usual one.
 
     Raises:
-        OptionError: the variable is no number.
+        ConfigurationError: the variable is no number.
     """
     return _number(DEBUG_PORT, environ.get(DEBUG_PORT, str(_PORT)))
 
 
 def _number(name: str, text: str) -> int:
     if not text.isdecimal():
-        raise OptionError(f"{name} must be a whole number (got {text!r}); write {name}=1, say, or unset it")
+        raise ConfigurationError(f"{name} must be a whole number (got {text!r}); write {name}=1, say, or unset it")
     return int(text)
 
 
@@ -110,7 +114,7 @@ def _wait_for_debugger(rank: int, port: int) -> None:
     try:
         import debugpy
     except ImportError:
-        raise OptionError(
+        raise ConfigurationError(
             f"a rank in a debugger needs debugpy, which is not installed; run pip install 'lightning-ddp-ext[debug]', "
             f"or leave {DEBUG_RANK} and RankDebugger out"
         ) from None
@@ -120,7 +124,7 @@ def _wait_for_debugger(rank: int, port: int) -> None:
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
-        raise OptionError(
+        raise ConfigurationError(
             f"port {port} cannot be used for the debugger of rank {rank} ({error}); choose another one with "
             f"{DEBUG_PORT} or RankDebugger(port=)"
         ) from error

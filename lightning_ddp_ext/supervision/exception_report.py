@@ -9,7 +9,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.peer_event import reason_of
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import chain_of, explain
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous.peer_event import reason_of
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.survey import Survey

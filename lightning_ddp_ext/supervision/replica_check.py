@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.errors import DivergenceError, OptionError
+from lightning_ddp_ext.errors import ConfigurationError, DivergenceError
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.supervision.cross_rank_diff import DIGEST, Difference, describe, differences
 from lightning_ddp_ext.supervision.replica_state import Entry, entry_texts, replica_entries, tensor_digests
 
@@ -38,9 +38,11 @@ class ReplicaCheck:
     ) -> None:
         if on_divergence not in get_args(OnDivergence):
             choices = ", ".join(map(repr, get_args(OnDivergence)))
-            raise OptionError(f"on_divergence must be one of {choices} (got {on_divergence!r})")
+            raise ConfigurationError(f"on_divergence must be one of {choices} (got {on_divergence!r})")
         if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
-            raise OptionError(f"ignore must be a list of patterns such as ['data_dir', 'encoder.*'] (got {ignore!r})")
+            raise ConfigurationError(
+                f"ignore must be a list of patterns such as ['data_dir', 'encoder.*'] (got {ignore!r})"
+            )
         self._on_divergence = on_divergence
         self._ignore = tuple(ignore)
         self._warn = warn

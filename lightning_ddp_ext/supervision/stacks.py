@@ -7,7 +7,7 @@ import threading
 import traceback
 from types import FrameType
 
-from lightning_ddp_ext.rendezvous.peer_event import shortened
+from lightning_ddp_ext.ranks import shortened
 
 # What travels to another rank must fit into a line, and into the socket of one that does not read.
 _LONGEST = 1 << 15

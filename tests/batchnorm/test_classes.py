@@ -14,7 +14,7 @@ from torch.nn.functional import batch_norm
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, register_converter, restore_batchnorm
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.batchnorm.kinds import Functional
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,9 @@ def test_a_class_that_cannot_be_made_is_an_error() -> None:
     class Particular(nn.BatchNorm2d):
         def __init_subclass__(cls, *, kind: str) -> None: ...
 
-    with pytest.raises(ConversionError, match=r"(?s)no class can be made of Particular and SyncBatchNorm: .* exclude="):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)no class can be made of Particular and SyncBatchNorm: .* exclude="
+    ):
         convert_sync_batchnorm(Particular(3))
 
 
@@ -146,5 +148,5 @@ def test_subclasses_have_their_base_s_converter_while_they_have_its_forward() ->
 )
 def test_what_cannot_be_a_converter_is_refused_at_once(cls: Any, to_sync: Any, told: str) -> None:
     """Also a class of layers that are never converted, whose converter would never be asked."""
-    with pytest.raises(ConversionError, match=f"^{told}"):
+    with pytest.raises(ConfigurationError, match=f"^{told}"):
         register_converter(cls, to_sync)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.batchnorm.kinds import Decorated, Mixed, Scaled, hooked
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
@@ -75,10 +75,10 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
 def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], told: str) -> None:
     """What fits no layer is named, with the layers that there are, and nothing has been converted."""
     model = network()
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises(ConfigurationError, match=told):
         convert_sync_batchnorm(model, **selection)
     assert synchronised(model) == []
-    with pytest.raises(ConversionError, match=r"choose among 0, 1, 2, 3, 4, …, or modules"):
+    with pytest.raises(ConfigurationError, match=r"choose among 0, 1, 2, 3, 4, …, or modules"):
         convert_sync_batchnorm(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6))), include="a")
 
 
@@ -151,7 +151,7 @@ def test_a_layer_parametrised_while_converted_cannot_be_restored() -> None:
     """The error says how to get it restored."""
     layer = convert_sync_batchnorm(nn.BatchNorm2d(3))
     parametrize.register_parametrization(layer, "weight", nn.Identity())
-    with pytest.raises(ConversionError, match=r"was parametrised while .*; call .*remove_parametrizations first\n"):
+    with pytest.raises(ConfigurationError, match=r"was parametrised while .*; call .*remove_parametrizations first\n"):
         restore_batchnorm(layer)
     parametrize.remove_parametrizations(layer, "weight")
     assert type(restore_batchnorm(layer)) is nn.BatchNorm2d

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm
-from lightning_ddp_ext.errors import ConversionError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import run_ranks
 from tests.harness.training import stock_group
 
@@ -22,10 +22,10 @@ def test_what_cannot_be_a_group_is_refused(ranks: Any) -> None:
     """With what was given and what may be; before ranks have met they cannot be counted, and a layer takes a group."""
     told = "process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {!r}); leave it out"
     told = "process_group={!r} needs the ranks, and they have not met yet" if ranks in ("node", 2) else told
-    with pytest.raises(ConversionError) as raised:
+    with pytest.raises(ConfigurationError) as raised:
         convert_sync_batchnorm(torch.nn.BatchNorm1d(3), process_group=ranks)
     assert str(raised.value).startswith(told.format(ranks))
-    with pytest.raises(ConversionError, match=r"^process_group of a layer must be None or a ProcessGroup \(got "):
+    with pytest.raises(ConfigurationError, match=r"^process_group of a layer must be None or a ProcessGroup \(got "):
         SyncBatchNorm(3, process_group=ranks)
 
 

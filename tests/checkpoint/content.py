@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
+from lightning_ddp_ext.ranks import Ranks
 
 MAPPED = 5 << 20  # numbers; a file of so many is large enough to be mapped
 

@@ -13,7 +13,7 @@ import torch
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Mode, placement
-from lightning_ddp_ext.errors import CheckpointError, DamagedCheckpointError, OptionError
+from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
 from tests.harness.damage import flip
 
@@ -126,7 +126,7 @@ def test_damage_names_the_tensors(tmp_path: Path) -> None:
 )
 def test_what_is_none_is_refused(map_location: Any, says: str) -> None:
     """The error names what is wrong, what would be right and what was received."""
-    with pytest.raises(OptionError, match=f"map_location {says}"):
+    with pytest.raises(ConfigurationError, match=f"map_location {says}"):
         RankZeroCheckpointIO(map_location)
 
 

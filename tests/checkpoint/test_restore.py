@@ -11,11 +11,11 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import Tensor
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
 from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import write
+from lightning_ddp_ext.ranks import Ranks
 from tests.checkpoint.content import kinds, numbers, same, saved
 from tests.harness.training import Kind, on_ranks
 

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import Make, dealt, in_turn
 from tests.harness.ranks import run_ranks
 
@@ -257,7 +257,7 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
 )
 def test_bad_arguments_are_refused(make: Any, says: str) -> None:
     """The error, a ValueError, names the field, the rule and the value."""
-    with pytest.raises(SamplerError, match=says):
+    with pytest.raises(ConfigurationError, match=says):
         make()
 
 
@@ -276,6 +276,6 @@ def test_states_of_others_are_refused(change: dict[str, Any], says: str) -> None
     state = {**scalable(100)(1, 0).state_dict(), **change}
     sampler = scalable(100)(1, 0)
     sampler.resume_at(3, 7)
-    with pytest.raises(SamplerError, match=says):
+    with pytest.raises(ConfigurationError, match=says):
         sampler.load_state_dict({name: value for name, value in state.items() if value is not None})
     assert (sampler.epoch, sampler.position) == (3, 7)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import dealt, in_turn
 
 
@@ -96,6 +96,6 @@ def test_batches_reach_the_loader_unchanged() -> None:
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
     """Its length is a promise; more than that is left unread."""
-    with pytest.raises(SamplerError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
+    with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
         list(SharedSampler(Epochs(7, promised=9), 2, 0))
     assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
-from lightning_ddp_ext.errors import SamplerError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import p_of
 
 SMALLEST_P = 1e-4
@@ -86,12 +86,12 @@ def test_weights_come_in_any_form() -> None:
 )
 def test_bad_arguments_are_refused(arguments: tuple[Any, ...], options: dict[str, Any], says: str) -> None:
     """The error names the field, the rule and the value."""
-    with pytest.raises(SamplerError, match=says):
+    with pytest.raises(ConfigurationError, match=says):
         DistributedWeightedSampler(*arguments, **options)
 
 
 def test_states_of_other_draws_are_refused() -> None:
     """A place in one sequence is no place in another."""
     for other, says in ((([1.0] * 6, 3), "weights .* 5 .got 6"), (([1.0] * 5, 3, False), "replacement .* True .got F")):
-        with pytest.raises(SamplerError, match=says):
+        with pytest.raises(ConfigurationError, match=says):
             DistributedWeightedSampler([1.0] * 5, 3).load_state_dict(DistributedWeightedSampler(*other).state_dict())

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.errors import ConversionError, RankFailedError
+from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
 from tests.batchnorm import kinds
 from tests.harness.network import Network
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -391,7 +391,7 @@ def choose_beside_the_flag(kind: Kind, directory: Path) -> str:
 
     trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Joint())  # it is no choice
     trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(process_group=1)])
-    with pytest.raises((ConversionError, RankFailedError)) as caught:
+    with pytest.raises((ConfigurationError, RankFailedError)) as caught:
         trainer.fit(Joint())
     return str(caught.value)
 

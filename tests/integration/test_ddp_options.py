@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp_ext import DDPExtStrategy, ring_all_reduce
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
 
@@ -53,7 +53,7 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
 
 def use_hook_for_gpus(rank: int, world_size: int) -> str:
     trainer = make_trainer(DDPExtStrategy(ddp_comm_hook="bf16_compress"), devices=world_size)
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         trainer.fit(Net())
     return str(caught.value)
 
@@ -178,5 +178,5 @@ def test_a_part_that_is_on_no_device_of_its_rank_is_named() -> None:
     strategy.cluster_environment = LightningEnvironment()
     strategy.connect(Net())
     words = r"layers\.0\.weight is on cpu; put it on one of self\.trainer\.strategy\.rank_devices \(cuda:0, cuda:1\)"
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         strategy.model_to_device()

@@ -24,7 +24,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecal
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.errors import ExactEvaluationError, UnevenInputsError
+from lightning_ddp_ext.errors import SamplingError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import KEPT, Net, Numbers
@@ -294,7 +294,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     ]
     messages = []
     for call in calls:
-        with pytest.raises((ExactEvaluationError, UnevenInputsError)) as error:
+        with pytest.raises((SamplingError, SamplingError)) as error:
             call()
         messages.append(str(error.value))
     return messages

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import ExactDistributedSampler
-from lightning_ddp_ext.errors import ExactEvaluationError
+from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.integration.predictions import gather_predictions
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, make_strategy, make_trainer, on_both
@@ -146,7 +146,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     def gather(loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any) -> str:
         if loaders is not None:
             trainer.predict(Predicts(function), loaders, **options)
-        with pytest.raises(ExactEvaluationError) as error:
+        with pytest.raises(SamplingError) as error:
             gather_predictions(trainer)
         return str(error.value)
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_ddp_ext import UnevenInputsError
+from lightning_ddp_ext import SamplingError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Saver
@@ -193,7 +193,7 @@ def refused(rank: int, world_size: int, directory: Path) -> list[str]:
     found = []
     for net, options, callbacks in cases:
         strategy = make_strategy("ours", directory, uneven_inputs="join", **options)
-        with pytest.raises(UnevenInputsError) as caught:
+        with pytest.raises(SamplingError) as caught:
             make_trainer(strategy, use_distributed_sampler=False, callbacks=callbacks).fit(net)
         found.append(str(caught.value))
     return found

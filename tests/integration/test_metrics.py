@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from lightning_ddp_ext import DDPExtError, LogMismatchError
+from lightning_ddp_ext import DDPExtError, DivergenceError
 from tests.harness.training import Batch, Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, on_ranks
 
 
@@ -206,10 +206,10 @@ class Differs(Net):
 NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (["a", "b"], 2, {}, LogMismatchError, "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank"),
-    ([], 0, {}, LogMismatchError, NOT_LOGGED),
-    ([], 3, {}, LogMismatchError, NOT_LOGGED),
-    (["b"], 0, EPOCH, LogMismatchError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
+    (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank"),
+    ([], 0, {}, DivergenceError, NOT_LOGGED),
+    ([], 3, {}, DivergenceError, NOT_LOGGED),
+    (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
     (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),
 ]
 

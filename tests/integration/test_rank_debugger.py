@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ddp_ext import HangWatchdog, OptionError, RankDebugger
+from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
 
@@ -171,7 +171,7 @@ def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) ->
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(ConfigurationError) as caught:
         make_trainer("ddp_ext", devices=1, callbacks=[RankDebugger(3)]).fit(Net())
     return str(caught.value)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import DDPExtError, DDPExtStrategy, OptionError, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import ConfigurationError, DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
 from tests.harness.training import KINDS, At, Kind, Net, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
@@ -242,7 +242,9 @@ def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
     trainer.fit(Net())
     assert isinstance(trainer.strategy.checkpoint_io, RankZeroCheckpointIO)
     assert torch.load(callback.best_model_path)["epoch"] == 0
-    with pytest.raises(OptionError, match="would take the place of the RankZeroCheckpointIO that the Trainer has"):
+    with pytest.raises(
+        ConfigurationError, match="would take the place of the RankZeroCheckpointIO that the Trainer has"
+    ):
         other.fit(Net())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import UnevenInputsError
+from lightning_ddp_ext import SamplingError
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.integration.continuing import Run, Training, generations
@@ -170,7 +170,7 @@ def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], lis
     warnings.simplefilter("ignore")
     found = []
     for loaders, strategy in ((indexed(rank, [3 + rank]), {}), ((stream, indexed)[rank](rank, [3]), STOP)):
-        with pytest.raises(UnevenInputsError) as caught:
+        with pytest.raises(SamplingError) as caught:
             fit(directory, loaders, strategy)
         found.append(str(caught.value))
     limits: list[dict[str, Any]] = [{"limit_train_batches": 3}, {"max_steps": 3, "max_epochs": -1}]

@@ -46,8 +46,8 @@ def test_a_rank_starts_no_ranks(env: Environment, options: Options, name: str) -
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one."""
     methods = ("spawn", "fork", "forkserver")
     assert run_ranks(refusals, 1, [{**options, "start_method": method} for method in methods], env=env)[0] == [
-        f"WorldError: start_method={method!r} starts the ranks itself, but this process was started as one of them "
-        f"already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process was started as one of "
+        f"them already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
         for method in methods
     ]
 
@@ -62,12 +62,12 @@ def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
     env = {**env, "PMIX_NAMESPACE": None}
     methods: list[Options] = [{}, {"init_method": "env://"}, {"init_method": f"file://{tmp_path}/"}]
     address = (
-        "StoreError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are "
-        "started one by one (got MASTER_ADDR=None, MASTER_PORT=None); export both, the same on every rank, or choose "
-        "init_method='tcp://HOST:PORT' or 'file:///PATH'"
+        "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that "
+        "are started one by one (got MASTER_ADDR=None, MASTER_PORT=None); export both, the same on every rank, or "
+        "choose init_method='tcp://HOST:PORT' or 'file:///PATH'"
     )
     run_id = (
-        f"InitMethodError: init_method 'file://{tmp_path}/' is a directory and needs a run id to name a file in it "
+        f"ConfigurationError: init_method 'file://{tmp_path}/' is a directory and needs a run id to name a file in it "
         "(got none); give run_id= or set DDPX_RUN_ID, the same on every rank"
     )
     found = run_ranks(refusals, 1, [{**options, **method} for method in methods], env=env)[0]
@@ -77,8 +77,8 @@ def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
 def test_arguments_that_contradict_the_launcher() -> None:
     """Torchrun says who is who; ``rank=`` beside it is a mistake, and the error names both."""
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
-        "WorldError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave the "
-        "arguments out, or start the processes by hand"
+        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave "
+        "the arguments out, or start the processes by hand"
     ]
 
 

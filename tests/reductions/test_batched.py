@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ddp_ext.errors import LogMismatchError
+from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, reduce_batch
 from tests.harness.ranks import run_ranks
@@ -82,7 +82,7 @@ def disagree(rank: int, world_size: int, directory: Path) -> list[str]:
     with stock_group(rank, world_size, directory):
         for names in DIFFERENCES:
             split = [name.partition(":") for name in names[rank]]
-            with pytest.raises(LogMismatchError) as caught:
+            with pytest.raises(DivergenceError) as caught:
                 reduced([Value(name, op or "sum", torch.tensor(1.0)) for name, _, op in split])
             told.append(str(caught.value))
     return told

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ddp_ext.errors import InitMethodError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose, parse
 
 FORMS = "env://, tcp://host:29500 or file:///shared/run42"
@@ -36,7 +36,7 @@ near_misses = st.builds(
 
 def refusal(function: Callable[..., object], *args: Any, **options: Any) -> str:
     """What a user reads when a value is refused."""
-    with pytest.raises(InitMethodError) as refused:
+    with pytest.raises(ConfigurationError) as refused:
         function(*args, **options)
     return str(refused.value)
 
@@ -64,10 +64,10 @@ def test_a_value_is_written_as_the_url_that_makes_it(method: InitMethod) -> None
 
 @given(st.text() | near_misses)
 def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
-    """No text raises anything but an InitMethodError that begins with the field and the value."""
+    """No text raises anything but an ConfigurationError that begins with the field and the value."""
     try:
         outcome = f"DDPX_INIT_METHOD {text!r} is {parse(text, field='DDPX_INIT_METHOD')}"
-    except InitMethodError as error:
+    except ConfigurationError as error:
         outcome = str(error)
     assert outcome.startswith(f"DDPX_INIT_METHOD {text!r} ")
     assert not outcome.endswith("None")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.nccl_options import apply
 from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import by_hand_env, launch_ranks
@@ -56,14 +56,16 @@ def test_settings_become_variables() -> None:
     ],
 )
 def test_values_that_nccl_does_not_take_are_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(OptionError, match=words):
+    with pytest.raises(ConfigurationError, match=words):
         NCCLOptions(**wrong)
 
 
 def test_the_environment_must_not_say_something_else() -> None:
-    with pytest.raises(OptionError, match=r"nccl= of the strategy says NCCL_DEBUG=INFO, .* NCCL_DEBUG=WARN; leave"):
+    with pytest.raises(
+        ConfigurationError, match=r"nccl= of the strategy says NCCL_DEBUG=INFO, .* NCCL_DEBUG=WARN; leave"
+    ):
         apply(NCCLOptions(debug="INFO"), None, {"NCCL_DEBUG": "WARN"})
-    with pytest.raises(OptionError, match=r"interface= of the strategy says NCCL_SOCKET_IFNAME=eth1"):
+    with pytest.raises(ConfigurationError, match=r"interface= of the strategy says NCCL_SOCKET_IFNAME=eth1"):
         apply(None, "eth1", {"NCCL_SOCKET_IFNAME": "eth0"})
 
 

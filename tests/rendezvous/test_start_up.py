@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError, StoreError
+from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
@@ -186,7 +186,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     found, remedy = "Connection refused", "that this address is its host's"
     if kind == "file":
         found, remedy = "no rank 0 has published its address there", "that it sees the same file"
-    assert sentence(outcome, StoreError) == (
+    assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} found no rank 0 at {looked} within 1.5 s ({found}); check that rank 0 is "
         f"started, {remedy}, and that no firewall is between"
     )
@@ -217,7 +217,7 @@ def test_rank_0_ends_before_all_have_connected(tmp_path: Path) -> None:
         ranks.kill(0)
         outcomes = ranks.wait(1, 2)
     for rank, outcome in enumerate(outcomes, 1):
-        message = sentence(outcome, StoreError)
+        message = sentence(outcome, RendezvousError)
         assert message.startswith("rank 0 at 127.0.0.1:")
         assert message.endswith(f"has gone away after it had accepted {process(rank, outcome.pid)}; look at its output")
 
@@ -240,9 +240,9 @@ def test_a_rank_that_reaches_rank_0_but_not_the_store() -> None:
     port = free_port()
     with tunnel("127.0.0.2", port) as where:
         first, second = endings(Tcp("127.0.0.1", port), [{}, {"where": where}], init_timeout=3.0)
-    reason = sentence(second, StoreError)
+    reason = sentence(second, RendezvousError)
     assert reason.startswith("the store at 127.0.0.2:")
-    failed = f"{process(1, second.pid)} failed, so this rank stops: StoreError: {reason}"
+    failed = f"{process(1, second.pid)} failed, so this rank stops: RendezvousError: {reason}"
     assert sentence(first, RankFailedError) == failed
 
 
@@ -262,7 +262,9 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
         two_hosts.cut()
         here, there = ranks.wait()
     assert "of 3 did not come within init_timeout 2 s" in sentence(here, MissingRanksError)
-    assert f"rank 0 at {where.host}:{where.port} has not answered after it had accepted" in sentence(there, StoreError)
+    assert f"rank 0 at {where.host}:{where.port} has not answered after it had accepted" in sentence(
+        there, RendezvousError
+    )
 
 
 @pytest.mark.netns
@@ -286,11 +288,11 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
     """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0."""
     with server(answer) as where:
         first, second = endings(where, [{}, {}], init_timeout=1.0)
-    assert sentence(first, StoreError) == (
+    assert sentence(first, RendezvousError) == (
         f"init_method '{where}': rank 0 on {HOST} (pid {first.pid}) cannot bind port {where.port}: Address already in "
         "use; stop the program that holds it or choose another port"
     )
-    assert sentence(second, StoreError) == (
+    assert sentence(second, RendezvousError) == (
         f"{process(1, second.pid)} found no rank 0 at 127.0.0.1:{where.port} within 1 s (it accepted, but is silent); "
         "check that rank 0 is started, that this address is its host's, and that no firewall is between"
         if answer is silent
@@ -302,7 +304,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
 def test_a_host_that_no_rank_knows() -> None:
     """Every rank says that the name does not resolve, and what to give instead."""
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=0.5)
-    message = same_sentence(outcomes, StoreError)
+    message = same_sentence(outcomes, RendezvousError)
     assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
     assert message.endswith("give the address of rank 0's host, or a name that every host knows")
 
@@ -327,7 +329,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     """Every rank refuses it, shows how it begins, and changes nothing in it."""
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
-    assert same_sentence(endings(str(path), [{}, {}]), StoreError) == (
+    assert same_sentence(endings(str(path), [{}, {}]), RendezvousError) == (
         f"init_method 'file://{path}': the file holds something else than the address of a rank 0 (it "
         "begins with b'learning_rate'); name a file that does not exist yet"
     )

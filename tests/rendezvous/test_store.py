@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from lightning_ddp_ext.errors import StoreError
+from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.store import connect_store
 from tests.rendezvous.rooms import Answer, server, silent, web
@@ -17,7 +17,7 @@ def test_a_server_that_is_no_store_is_given_up(answer: Answer) -> None:
     """Soon after the deadline, also where torch's client would wait for ever."""
     with (
         server(answer) as where,
-        pytest.raises(StoreError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
+        pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
     ):
         connect_store(where.host, where.port, Deadline(0.5))
 

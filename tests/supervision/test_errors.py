@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
 from lightning_ddp_ext.errors import RankFailedError
-from lightning_ddp_ext.rendezvous.peer_event import RemoteTraceback
+from lightning_ddp_ext.ranks import RemoteTraceback
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, hold, launch_ranks, run_ranks
 from tests.harness.training import Net
@@ -159,7 +159,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ("end", "culprit", "said"),
     [
         (boom, 0, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
-        (sys.exit, 1, "RankLeftError: {} has finished and gone, but this rank still needs it"),
+        (sys.exit, 1, "RankFailedError: {} has finished and gone, but this rank still needs it"),
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:

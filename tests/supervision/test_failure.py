@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankDiedError
-from lightning_ddp_ext.rendezvous.peer_event import reason_of
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.supervision.failure import echoes_another_rank
 from tests.harness.ranks import RankProcesses, free_port, hold

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from typing_extensions import override
 
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import enable
@@ -61,8 +61,8 @@ class HangWatchdog(pl.Callback):
         directory: where reports are written, ``hang-<time>-rank<n>.txt``; ``None``: ``trainer.default_root_dir``.
 
     Raises:
-        DurationError: ``timeout`` is no positive number of seconds.
-        OptionError: another argument cannot work.
+        ConfigurationError: ``timeout`` is no positive number of seconds.
+        ConfigurationError: another argument cannot work.
         RankHungError: in ``fit`` and the like, on every rank of a ``DDPExtStrategy``.
 
     Example::
@@ -79,7 +79,7 @@ class HangWatchdog(pl.Callback):
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
-            raise OptionError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
+            raise ConfigurationError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_ddp_ext.checkpoint.collectives import Ranks
-from lightning_ddp_ext.errors import ConfigurationError, DivergenceError, OptionError
+from lightning_ddp_ext.errors import ConfigurationError, DivergenceError
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.supervision.replica_check import OnDivergence, ReplicaCheck
 from lightning_ddp_ext.supervision.replica_state import option_texts, structure_texts
 
@@ -63,7 +63,7 @@ class RankConsistency(pl.Callback):
             rank, step and batch. It needs no collective; on a GPU it waits for the loss.
 
     Raises:
-        OptionError: an argument cannot work.
+        ConfigurationError: an argument cannot work.
         ConfigurationError: in ``fit``: the strategy does not keep a whole model on each rank, or averages models only
             now and then (post-local SGD).
         DivergenceError: in ``fit``: the ranks differ, or a loss is not finite.
@@ -82,7 +82,7 @@ class RankConsistency(pl.Callback):
         check_finite: bool = False,
     ) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
-            raise OptionError(
+            raise ConfigurationError(
                 f"every_n_steps must be a whole number, at least 1 (got {every_n_steps!r}); 100 costs little"
             )
         self.every_n_steps = every_n_steps

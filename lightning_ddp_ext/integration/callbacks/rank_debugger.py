@@ -7,7 +7,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.debugger import DEBUG_RANK, DebuggedRank, debug_port, read_debugged_rank
 
 from ..lightning_tree import pl
@@ -28,7 +28,7 @@ class RankDebugger(pl.Callback):
             ``DDPX_DEBUG_PORT``, or 5678.
 
     Raises:
-        OptionError: an argument cannot work, there is no such rank, debugpy is missing, or the port is taken.
+        ConfigurationError: an argument cannot work, there is no such rank, debugpy is missing, or the port is taken.
 
     Example::
 
@@ -50,7 +50,7 @@ def debugged_rank(trainer: Any) -> DebuggedRank | None:
     callbacks = [each.debugged for each in getattr(trainer, "callbacks", ()) if isinstance(each, RankDebugger)]
     ranks = sorted({each.rank for each in (*callbacks, *([named] if named else []))})
     if len(ranks) > 1:
-        raise OptionError(
+        raise ConfigurationError(
             f"RankDebugger and {DEBUG_RANK} must name one rank (got {', '.join(map(str, ranks))}); leave the others out"
         )
     return callbacks[0] if callbacks else named

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import OptionError
+from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints import Checkpoints
@@ -59,7 +59,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
-        OptionError: two of these callbacks bring along different IOs.
+        ConfigurationError: two of these callbacks bring along different IOs.
 
     Example::
 
@@ -175,7 +175,7 @@ def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | No
     if is_default:
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
     elif io is not None and io is not there:
-        raise OptionError(
+        raise ConfigurationError(
             f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would take the place of the {type(there).__name__} "
             "that the Trainer has already; give it one of them, in plugins or in one callback"
         )

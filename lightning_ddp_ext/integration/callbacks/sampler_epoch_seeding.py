@@ -32,7 +32,7 @@ class SamplerEpochSeeding(pl.Callback):
             in each worker with a stream made from (``seed``, epoch, rank, worker). ``None`` leaves them alone.
 
     Raises:
-        SamplerError: ``seed`` is negative or no integer.
+        ConfigurationError: ``seed`` is negative or no integer.
 
     Example::
 

@@ -38,7 +38,7 @@ class SyncBatchNormConversion(pl.Callback):
             have met before the Trainer is made.
 
     Raises:
-        ConversionError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer,
+        ConfigurationError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer,
             ``predicate`` is no function, or ``sync_batchnorm=True`` was given, too.
 
     Example::
