@@ -1,8 +1,9 @@
-"""Fixtures for all tests: nobody leaks, a directory that hosts share, two hosts, a small disk."""
+"""Fixtures for all tests: no leaks, a directory that hosts share, two hosts, a small disk."""
 
 from __future__ import annotations
 
 import functools
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.harness.leaks import Snapshot
@@ -22,6 +24,10 @@ from tests.harness.rank_server import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STARTERS = ("tests.harness.ranks", "tests.harness.scripts")
+_NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
+
+hypothesis.settings.register_profile("busy machine", deadline=None)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,9 +35,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    _use_own_temporary_directory()
     measuring = measured_coverage()
     if measuring is not None:
         os.environ["COVERAGE_FILE"] = str(Path(measuring.config.data_file).absolute())
+
+
+def _use_own_temporary_directory() -> None:
+    """Make temporary files in a directory of this process, in which what a test leaves behind is seen."""
+    shared = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)  # the base of ``tmp_path``, which stays
+    own = tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"] = tempfile.tempdir = own
+    # After multiprocessing has removed what it has there, which it does at -100.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,10 +85,11 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
-    """A fresh directory that several hosts could share: not below the system's temporary ones."""
+    """A fresh directory that several hosts could share; skips where there is none outside of the temporary ones."""
     temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
-    parent = next(path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary)))
-    directory = parent / ".pytest_shared" / uuid.uuid4().hex[:12]
+    parents = [path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))]
+    skip_because(None if parents else "clone and home are below a directory for temporary files")
+    directory = parents[0] / ".pytest_shared" / uuid.uuid4().hex[:12]
     directory.mkdir(parents=True)
     yield directory
     shutil.rmtree(directory)
@@ -79,25 +97,27 @@ def shared_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
-    """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none, but never in CI."""
-    _skip_but_in_ci(why_unavailable())
+    """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none."""
+    skip_because(why_unavailable())
     with network("host-a", "host-b") as hosts:
         yield hosts
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for 4 MiB; skips where nothing can be mounted, but never in CI."""
-    _skip_but_in_ci(None if os.geteuid() == 0 else "mounting a file system needs root")
+    """A disk with room for 4 MiB; skips where nothing can be mounted."""
     directory = tmp_path / "disk"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory], check=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    skip_because(f"no file system can be mounted here: {mounted.stderr.strip()}" if mounted.returncode else None)
     yield directory
     subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def _skip_but_in_ci(reason: str | None) -> None:
-    if reason is not None and os.environ.get("CI"):
-        pytest.fail(f"CI must run this test: {reason}")
+def skip_because(reason: str | None) -> None:
+    """Skip a test that cannot run here, if there is a reason; fail instead where every test has to run."""
+    if reason is not None and os.environ.get(_NEED_EVERYTHING):
+        pytest.fail(f"this test has to run, as {_NEED_EVERYTHING} is set: {reason}")
     if reason is not None:
         pytest.skip(reason)

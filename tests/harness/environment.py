@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 # Variables for ranks: a value for all, a function of the rank, or None for a variable that must not be there.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
@@ -30,8 +33,11 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago: a race, for tests that must name a port and nothing else."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-        listener.bind((host, 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a free TCP port that the kernel gives to nobody by itself: below those that it chooses from."""
+    chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
+    while True:
+        port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            listener.bind((host, port))
+            return port

@@ -26,6 +26,7 @@ _HARMLESS_VARIABLES = {
 }
 _HARMLESS_FILES = ("__pycache__", ".")  # beginnings of names, as the next one
 _TEMPORARY_FILES = "ddpx"
+_SECONDS_TO_END = 60.0  # an interpreter with torch needs some to end, on a busy core
 
 
 class Snapshot:
@@ -36,7 +37,7 @@ class Snapshot:
         self._environment = dict(os.environ)
         self._known = {*_threads(), *_processes(), *_files(self._directory)}
 
-    def leaks(self, seconds: float = 5.0) -> list[str]:
+    def leaks(self, seconds: float = _SECONDS_TO_END) -> list[str]:
         """One line for each leak; threads and processes have some seconds to end by themselves."""
         for thread in self._new(_threads()):
             thread.join(seconds)
@@ -50,7 +51,7 @@ class Snapshot:
             *(f"file {path}" for path in sorted(self._new(_files(self._directory)))),
         ]
         if processes:
-            wait_until_gone(lambda: self._new(_processes()), seconds=5.0, kill=True)
+            wait_until_gone(lambda: self._new(_processes()), _SECONDS_TO_END, kill=True)
         return lines
 
     def _new(self, things: Iterable[Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 
 # In the environment of every process that a test run starts; that of a script begins with that of the test run.
 MARK = "TEST_HARNESS_MARK"
+PIPE_SIZE = 1 << 20
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -22,6 +24,12 @@ def marked(mark: str) -> list[psutil.Process]:
             if beginning in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
     return found
+
+
+def widen(pipe: int) -> None:
+    """Have a pipe hold what is written while nobody reads; users other than root have a limit for all of theirs."""
+    with contextlib.suppress(PermissionError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
 
 
 def wait_until_gone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import pickle
@@ -16,12 +15,12 @@ from typing import Any
 from unittest import mock
 
 from tests.harness.outcomes import Outcome
+from tests.harness.processes import PIPE_SIZE, widen
 from tests.harness.rank_process import run_rank
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"]
-_PIPE_SIZE = 1 << 20
 _PACKAGE = "lightning_ddp_ext"  # not where coverage is measured, which begins when a rank does
 
 
@@ -49,7 +48,7 @@ class Rank:
     def __init__(self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any) -> None:
         os.mkfifo(output)
         self.output = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
-        fcntl.fcntl(self.output, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+        widen(self.output)
         self._written = b""
         self.pipe, theirs = _CONTEXT.Pipe()
         arguments = (theirs, number, world_size, call)
@@ -83,7 +82,7 @@ class Rank:
                 else:
                     setattr(self.outcome, kind, value)
         with contextlib.suppress(BlockingIOError):
-            while written := os.read(self.output, _PIPE_SIZE):
+            while written := os.read(self.output, PIPE_SIZE):
                 self._written += written
         self.outcome.output = self._written.decode(errors="replace")
         if has_ended:

@@ -47,7 +47,7 @@ __all__ = [
     "run_ranks",
 ]
 
-_SECONDS_TO_END = 5.0  # for a rank that was told to write its stacks, or was killed
+_SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was killed
 
 
 def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class RankProcesses:
         function: Callable[..., Any],
         world_size: int = 2,
         *args: Any,
-        time_limit: float = 30.0,
+        time_limit: float = 120.0,
         env: Environment | None = None,
         namespaces: Sequence[Host | None] | None = None,
         **kwargs: Any,
@@ -144,7 +144,7 @@ class RankProcesses:
         """Let the rank go on that is, or will be, in ``hold``."""
         self._ranks[rank].pipe.send_bytes(b"")
 
-    def wait_for(self, point: str, rank: int, timeout: float = 20.0) -> Any:
+    def wait_for(self, point: str, rank: int, timeout: float = 60.0) -> Any:
         """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
 
         An error if the rank ends before, at once, or if ``timeout`` seconds have passed.
@@ -153,7 +153,7 @@ class RankProcesses:
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank, timeout)
         return values.pop(0)
 
-    def wait_for_output(self, text: str, rank: int, timeout: float = 20.0) -> str:
+    def wait_for_output(self, text: str, rank: int, timeout: float = 60.0) -> str:
         """Wait until the rank has written ``text``, and return all that it has written; errors as for ``wait_for``."""
         outcome = self._ranks[rank].outcome
         self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank, timeout)

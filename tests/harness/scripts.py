@@ -20,7 +20,6 @@ and its line break one by one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -31,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,7 +40,7 @@ import psutil
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
 from tests.harness.outcomes import output_of_all
-from tests.harness.processes import MARK, marked, name_of, wait_until_gone
+from tests.harness.processes import MARK, PIPE_SIZE, marked, name_of, wait_until_gone, widen
 from tests.harness.ranks import launch_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -48,9 +48,8 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
 }
-_SECONDS_TO_END = 5.0
-_SECONDS_TO_PRINT = 2.0  # for processes that end after the script
-_PIPE_SIZE = 1 << 20
+_SECONDS_TO_END = 60.0
+_SECONDS_TO_PRINT = 10.0  # for processes that end after the script
 _numbers = itertools.count()
 
 
@@ -66,7 +65,7 @@ def run_script(path_or_source: str | Path, *argv: str, **options: Any) -> Script
 
 
 def run_on_ranks(
-    script: Path, *argv: str, cwd: Path, world_size: int = 2, returncode: int = 0, time_limit: float = 60.0
+    script: Path, *argv: str, cwd: Path, world_size: int = 2, returncode: int = 0, time_limit: float = 180.0
 ) -> str:
     """Run a script on rank processes, which have imported torch and Lightning: a fifth of what ``run_script`` takes.
 
@@ -91,7 +90,7 @@ def start_script(
     *argv: str,
     env: Environment | None = None,
     launcher: Sequence[str] = ("python",),
-    time_limit: float = 60.0,
+    time_limit: float = 180.0,
     cwd: str | Path | None = None,
 ) -> Iterator[Script]:
     """Start a script; what is left of it at the end of the context is killed.
@@ -135,7 +134,7 @@ class Script:
         self._selector = selectors.DefaultSelector()
         pipe = self._process.stdout
         assert pipe is not None
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # nobody reads while the test does something else
+        widen(pipe.fileno())
         self._selector.register(pipe, selectors.EVENT_READ, "output")
 
     @property
@@ -155,7 +154,7 @@ class Script:
             pass
         return self._printed.decode(errors="replace")
 
-    def wait_for_line(self, pattern: str, timeout: float = 30.0) -> re.Match[str]:
+    def wait_for_line(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
         """Wait for a line that contains the pattern; lines that have come already count.
 
         Fails after ``timeout`` seconds, or at once if all of the script's output has come without it.
@@ -171,12 +170,14 @@ class Script:
         Fails at the time limit, with the stacks of all of its processes, which are ended.
         """
         if self._process.poll() is None:
-            end = os.pidfd_open(self.pid)
-            self._selector.register(end, selectors.EVENT_READ)
-            while self._process.poll() is None and self._read(self._deadline):
+            ended, closed_at_end = os.pipe()
+            waiter = threading.Thread(target=lambda: (self._process.wait(), os.close(closed_at_end)), daemon=True)
+            self._selector.register(ended, selectors.EVENT_READ)
+            waiter.start()
+            while waiter.is_alive() and self._read(self._deadline):
                 pass
-            self._selector.unregister(end)
-            os.close(end)
+            self._selector.unregister(ended)
+            os.close(ended)
         if self._process.returncode is None:
             self._end_with_stacks()
             raise AssertionError(self._told(f"the script had not ended after {self._time_limit} s"))
@@ -206,7 +207,7 @@ class Script:
         ready = self._selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in ready:
             if key.data is not None:
-                data = os.read(key.fd, _PIPE_SIZE)
+                data = os.read(key.fd, PIPE_SIZE)
                 self._printed += data
                 if not data:
                     self._forget(key.fileobj)
