@@ -28,7 +28,7 @@ unexport $(filter DDPX_% SLURM_% OMPI_% PMI_% TORCHELASTIC_%,$(.VARIABLES))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo docs test fast gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
+.PHONY: help venv demo docs test fast nightly gpu soak coverage lint types api dist test-wheel test-lowest test-next bench \
     bench-quick clean
 
 help: ## List the targets
@@ -43,8 +43,12 @@ demo: venv ## Train on the UCI digits with two ranks, save and resume (under a m
 docs: venv ## Build the documentation into site/ (to read it: python3 -m http.server -d site)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: lint types ## Lint, types, and all tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu" $(PARALLEL) --durations 10
+test: lint types ## Lint, types, and the tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu and not nightly" $(PARALLEL) --durations 10
+
+nightly: venv ## The long tests that `make test` leaves out, and 60 faults; SEED= of the first one
+	$(BIN)/python -m pytest -m nightly $(PARALLEL) --durations 0
+	$(MAKE) soak COUNT=60
 
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
@@ -57,7 +61,7 @@ gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there i
 soak: venv ## 300 faults in real runs, one after another, and as many killed saves (half an hour); SEED= of the first one, COUNT=
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py -k 'survived or killed' --verbose
 
-coverage: venv ## All tests, and which lines they reach: takes a quarter longer
+coverage: venv ## All tests, and which lines they reach
 	$(BIN)/python -m pytest --cov -m "not gpu" $(PARALLEL)
 
 lint: venv ## Style and formatting

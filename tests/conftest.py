@@ -17,6 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.harness.environment import skip_because
 from tests.harness.leaks import Snapshot
 from tests.harness.network import Network, network, why_unavailable
 from tests.harness.processes import MARK
@@ -24,7 +25,6 @@ from tests.harness.rank_server import measured_coverage, start_server
 
 _ROOT = Path(__file__).resolve().parent.parent
 _STARTERS = ("tests.harness.ranks", "tests.harness.scripts")
-_NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 
 hypothesis.settings.register_profile("busy machine", deadline=None)
 hypothesis.settings.load_profile("busy machine")
@@ -113,11 +113,3 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     skip_because(f"no file system can be mounted here: {mounted.stderr.strip()}" if mounted.returncode else None)
     yield directory
     subprocess.run(["umount", "--lazy", directory], check=True)
-
-
-def skip_because(reason: str | None) -> None:
-    """Skip a test that cannot run here, if there is a reason; fail instead where every test has to run."""
-    if reason is not None and os.environ.get(_NEED_EVERYTHING):
-        pytest.fail(f"this test has to run, as {_NEED_EVERYTHING} is set: {reason}")
-    if reason is not None:
-        pytest.skip(reason)

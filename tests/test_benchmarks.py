@@ -15,13 +15,13 @@ RESULTS = {path.stem: json.loads(path.read_text()) for path in sorted((BENCHMARK
 PARTS = {"launching": ["ends"]}  # the others start interpreters, one after another
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_script_runs_and_writes_its_tables(name: str, tmp_path: Path) -> None:
     """`--quick --json` gives the tables that are published, with machine and versions."""
     script, written = BENCHMARKS / f"{name}.py", tmp_path / "result.json"
     argv = [*PARTS.get(name, []), "--quick", "--json", str(written)]
-    run_on_ranks(script, *argv, cwd=tmp_path, world_size=1, time_limit=110)
+    run_on_ranks(script, *argv, cwd=tmp_path, world_size=1)
     result = json.loads(written.read_text())
     assert result["quick"]
     assert result["machine"]["cores"]

@@ -57,7 +57,7 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
     """What a reader copies works, on two ranks; defaults of the Trainer keep it short."""
     defaults = {"accelerator": "cpu", "max_epochs": "1", "limit_train_batches": "2", "enable_progress_bar": "False"}
     short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
-    run_ranks(run_blocks, 2, tmp_path, time_limit=100, env={**by_hand_env(2, port=free_port()), **short})
+    run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
 
 
 @pytest.mark.parametrize("code", sorted(SCRIPTS, key=SCRIPTS.__getitem__), ids=SCRIPTS.__getitem__)
@@ -68,6 +68,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     run_on_ranks(script, cwd=tmp_path, world_size=1)
 
 
+@pytest.mark.nightly
 def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     """No broken link or reference; scripts, styles, fonts and pictures are the site's own."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]

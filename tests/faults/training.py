@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What one rank can do to another one; the other kinds a rank does to itself.
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
 # What of the strategy's limits is short, by the moment or the kind of a fault.
-LIMITS = {"begin": {"init_timeout": 5.0}, "stop": {"timeout": 4.0}, "cut": {"heartbeat_timeout": 5.0}}
+LIMITS = {"begin": {"init_timeout": 15.0}, "stop": {"timeout": 10.0}, "cut": {"heartbeat_timeout": 8.0}}
 STATUS = 3  # of a rank that leaves by sys.exit
 
 

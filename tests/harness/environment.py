@@ -1,4 +1,4 @@
-"""Environment variables of ranks and scripts, and a port for them."""
+"""What a test needs of its machine: environment variables of ranks and scripts, a port, or else a reason to skip."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 
 # Variables for ranks: a value for all, a function of the rank, or None for a variable that must not be there.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
@@ -30,6 +34,14 @@ def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[
     if port is not None:
         variables |= {"MASTER_ADDR": lambda _: "127.0.0.1", "MASTER_PORT": lambda _: str(port)}
     return variables
+
+
+def skip_because(reason: str | None) -> None:
+    """Skip a test that cannot run here, if there is a reason; fail instead where every test has to run."""
+    if reason is not None and os.environ.get(NEED_EVERYTHING):
+        pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
