@@ -106,18 +106,6 @@ class SyncContext:
             "order, so leave those that only some ranks run out of the conversion (exclude=)"
         )
 
-    def refuse_double_backward(self) -> None:
-        """Refuse a backward pass with ``create_graph=True``, in which alone gradients are enabled.
-
-        Raises:
-            BatchNormError: it is one.
-        """
-        if torch.is_grad_enabled():
-            raise BatchNormError(
-                f"{self.name} synchronises, and so cannot be differentiated twice (create_graph=True); "
-                "leave it out of the conversion (exclude=)"
-            )
-
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self
 
