@@ -19,7 +19,7 @@ _REACHED = "_ddpx_reached"  # in a layer, while its own forward runs: that has c
 
 
 class _CalledByOwnForward(SyncBatchNorm):
-    """Takes the place of ``SyncBatchNorm`` below a class that overrides ``forward``, and records its calls."""
+    """``SyncBatchNorm`` below a class that overrides ``forward``: also records each call."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a batch as ``SyncBatchNorm`` does."""
@@ -28,13 +28,13 @@ class _CalledByOwnForward(SyncBatchNorm):
 
 
 def overrides_forward(own: Any) -> bool:
-    """Whether a subclass of BatchNorm, or a class that it is mixed with, has a ``forward`` that is not torch's."""
+    """Whether a subclass of BatchNorm, or a mixin of it, has a ``forward`` that is not torch's."""
     return own.forward is not _BatchNorm.forward
 
 
 @functools.cache  # compilers and comparisons rely on one class for all layers of a kind
 def _synchronised_class(own: Any) -> type:
-    """Make a class of a layer's own class and ``SyncBatchNorm``.
+    """Make a class from a layer's own class and ``SyncBatchNorm``.
 
     In the order of methods ``SyncBatchNorm`` comes after ``own``, just before torch's common base of all BatchNorm
     layers: what ``own`` adds stays, and its ``super().forward(...)`` reaches ``SyncBatchNorm``.
@@ -69,7 +69,7 @@ def synchronise(layer: Module, context: SyncContext) -> None:
     """Give a layer a class that synchronises, and its context."""
     own: Any = type(layer)
     object.__setattr__(layer, "__class__", _synchronised_class(own))
-    vars(layer)[CONTEXT] = context  # a class may refuse attributes that it does not know
+    vars(layer)[CONTEXT] = context  # a class may refuse unknown attributes
 
 
 def restore(layer: Module) -> None:

@@ -26,7 +26,7 @@ ModuleT = TypeVar("ModuleT", bound=Module)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a model's BatchNorm layers.
+    """The result of a conversion, for each BatchNorm layer of a model.
 
     Args:
         converted: the names of those that synchronise now.
@@ -56,8 +56,8 @@ class Conversion:
         named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
             f"BatchNorm layers that are not converted and keep each rank's own statistics: {named}. A layer that "
-            "overrides forward and calls super().forward(input) synchronises if include= or predicate= chooses it; "
-            "exclude= leaves a layer out without this warning"
+            "overrides forward and calls super().forward(input) synchronises if include= or predicate= of "
+            "SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
         )
 
 
@@ -85,8 +85,8 @@ def convert_sync_batchnorm(
         exclude: convert no layer that one of these fits.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
-            number for groups of so many consecutive ranks, or a group. For ``"node"`` and numbers the process group
-            must have been opened, and the call is collective.
+            number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
+            initialised process group and make the call collective.
 
     Returns:
         ``module`` itself.
@@ -96,7 +96,7 @@ def convert_sync_batchnorm(
             or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: a selector fits no layer, or ``process_group`` makes no sense.
+        ConfigurationError: a selector fits no layer, or ``process_group`` is none of these.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -112,7 +112,7 @@ def convert_sync_batchnorm(
 
 
 def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None) -> Conversion:
-    """As ``convert_sync_batchnorm``, for a group that exists; returns what became of each layer, and does not warn."""
+    """Convert the chosen layers and report on all of them; as ``convert_sync_batchnorm``, without its warning."""
     reasons = choice.reasons_against(module)
     are_chosen = choice.include is not None or choice.predicate is not None
     converted: dict[str, _BatchNorm] = {}

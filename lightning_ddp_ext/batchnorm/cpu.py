@@ -74,7 +74,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """This rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
+    """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
     if x.numel() == 0:  # which the kernel divides by
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]

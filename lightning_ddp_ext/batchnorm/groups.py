@@ -27,7 +27,7 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
     """Return this rank's process group. Collective for ``"node"`` and numbers: every rank must call it.
 
     Raises:
-        ConfigurationError: ``ranks`` makes no sense, or there is no process group yet to take ranks from.
+        ConfigurationError: ``ranks`` is invalid, or ``"node"`` or a number without a process group.
     """
     check_ranks(ranks)
     if not isinstance(ranks, (str, int)) or ranks == dist.GroupMember.NON_GROUP_MEMBER:

@@ -67,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose batches are joined; ``None``: all there are."""
+        """The ranks whose batches are joined; ``None``: all ranks."""
         return self._ddpx_context.process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -109,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _count_batch(self) -> Running:
-        """Count a batch; returns the running statistics to be updated, and the weight of the batch in them."""
+        """Count a batch; return the running statistics to update, and the weight of the batch in them."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum, batches = self.momentum, self.num_batches_tracked

@@ -72,7 +72,9 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
     types = [type(layer) for layer in model]
     (message,) = warnings_of(model)
     assert [told for _, told in layers if told not in message] == []
-    assert message.endswith("include= or predicate= chooses it; exclude= leaves a layer out without this warning")
+    assert message.endswith(
+        "include= or predicate= of SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
+    )
     assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types
     assert warnings_of(nn.Sequential(Scaled(3)), exclude="0") == []
