@@ -2,7 +2,7 @@
 
     python docs/ring.py > ring.svg
 
-The picture comes from following the algorithm of `lightning_ddp_ext.ring_all_reduce`, so it cannot be wrong by itself.
+The picture comes from following the algorithm of `examples/ring_all_reduce.py`, so it cannot be wrong by itself.
 """
 
 from __future__ import annotations

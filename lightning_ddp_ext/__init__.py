@@ -12,7 +12,6 @@ __version__ = "0.1.0"
 if _sys.platform == "win32":
     raise ImportError("lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2")
 
-from lightning_ddp_ext.batchnorm.classes import register_converter
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
@@ -41,7 +40,6 @@ from lightning_ddp_ext.errors import (
     UnsafeCheckpointError,
 )
 from lightning_ddp_ext.rank_logger import rank_logger
-from lightning_ddp_ext.reductions.ring import ring_all_reduce
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
@@ -109,9 +107,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "gather_predictions",
     "rank_logger",
-    "register_converter",
     "restore_batchnorm",
-    "ring_all_reduce",
 ]
 
 _register_names()

@@ -6,18 +6,19 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from lightning_ddp_ext.batchnorm.classes import core_for, restore, synchronise, synchronised_class
+from lightning_ddp_ext.batchnorm.classes import overrides_forward, restore, synchronise
 from lightning_ddp_ext.batchnorm.groups import Ranks, group_of
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.batchnorm.selection import Predicate, Selection, batchnorm_layers, is_scripted, not_chosen
+from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection, batchnorm_layers
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 
 ModuleT = TypeVar("ModuleT", bound=Module)
@@ -25,44 +26,38 @@ ModuleT = TypeVar("ModuleT", bound=Module)
 
 @dataclass(frozen=True)
 class Conversion:
-    """What became of a model's BatchNorm layers.
+    """The result of a conversion, for each BatchNorm layer of a model.
 
     Args:
         converted: the names of those that synchronise now.
-        left_alone: by name, why others do not, or did already.
-        impossible: by name and class, why those that were asked for cannot be converted.
+        left_alone: by name, why others were not chosen, or "synchronises already".
+        unsupported: by name and class, why the remaining layers are not converted.
         world_size: how many ranks join their batches.
     """
 
     converted: Sequence[str]
     left_alone: Mapping[str, str]
-    impossible: Mapping[str, str]
+    unsupported: Mapping[str, str]
     world_size: int
 
     def summary(self) -> str:
-        """Say in one line how many layers were converted, and why the others were not.
-
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4))
-        >>> convert(model, exclude="0").summary()
-        'SyncBatchNorm: 1 of 2 layers, statistics over 1 rank; not: 1 in exclude'
-        """
-        reasons = Counter([*self.impossible.values(), *self.left_alone.values()])
+        """Say in one line how many layers were converted, and why the others were not."""
+        reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
-        if total == 0:
-            return "SyncBatchNorm: the model has no BatchNorm layers"
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         line = f"SyncBatchNorm: {len(self.converted)} of {total} layers, statistics over {ranks}"
         others = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
         return f"{line}; not: {others}" if others else line
 
     def warning(self) -> str | None:
-        """Name the layers that cannot be converted; ``None`` without any."""
-        if not self.impossible:
+        """Name the unsupported layers; ``None`` without any."""
+        if not self.unsupported:
             return None
-        named = "; ".join(f"{layer}: {reason}" for layer, reason in self.impossible.items())
+        named = "; ".join(f"{layer} {reason}" for layer, reason in self.unsupported.items())
         return (
-            f"BatchNorm layers that stay as they are, with statistics of each rank's own: {named}. "
-            "Say how with lightning_ddp_ext.register_converter, or leave them out with exclude="
+            f"BatchNorm layers that are not converted and keep each rank's own statistics: {named}. A layer that "
+            "overrides forward and calls super().forward(input) synchronises if include= or predicate= of "
+            "SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
         )
 
 
@@ -76,9 +71,12 @@ def convert_sync_batchnorm(
     """Make the BatchNorm layers of a model synchronise; ``restore_batchnorm`` undoes it exactly.
 
     Each layer stays the object that it is, with its parameters, buffers, hooks, mode, device and dtype, and gets a
-    class made from its own class and :class:`SyncBatchNorm`, so what a subclass adds stays, too. Call it on every
-    rank, before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise already are not
-    touched.
+    class made from its own class and :class:`SyncBatchNorm`, which keeps a subclass's methods. Call it on every rank,
+    before or after DDP wraps the model. InstanceNorm, GroupNorm and layers that synchronise already are not touched.
+
+    A subclass that overrides ``forward`` is converted only if ``include`` or ``predicate`` chooses it. Its ``forward``
+    then runs as it is, and its ``super().forward(input)`` synchronises. If a training pass does not make that call, as
+    with ``F.batch_norm`` in its place, the layer raises a ``ConfigurationError``.
 
     Args:
         module: the model, or a layer.
@@ -87,18 +85,18 @@ def convert_sync_batchnorm(
         exclude: convert no layer that one of these fits.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
-            number for groups of so many consecutive ranks, or a group. For ``"node"`` and numbers the process group
-            must have been opened, and the call is collective.
+            number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
+            initialised process group and make the call collective.
 
     Returns:
         ``module`` itself.
 
     Warns:
-        UserWarning: layers that cannot be converted have been left alone: they call ``F.batch_norm`` themselves, are
-            scripted, parametrised or lazy, or have had their ``forward`` replaced.
+        UserWarning: layers are not converted because they override ``forward`` and were not chosen, are parametrised
+            or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: a selector fits no layer, or ``process_group`` makes no sense.
+        ConfigurationError: a selector fits no layer, or ``process_group`` is none of these.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -106,69 +104,55 @@ def convert_sync_batchnorm(
     >>> type(restore_batchnorm(model)[1]) is torch.nn.BatchNorm2d
     True
     """
-    group = group_of(process_group)
-    conversion = convert(module, include=include, exclude=exclude, predicate=predicate, process_group=group)
+    conversion = convert(module, Choice(include, exclude, predicate), group_of(process_group))
     warning = conversion.warning()
     if warning is not None:
         warnings.warn(warning, stacklevel=2)
     return module
 
 
-def convert(
-    module: Module,
-    *,
-    include: Selection = None,
-    exclude: Selection = None,
-    predicate: Predicate | None = None,
-    process_group: dist.ProcessGroup | None = None,
-) -> Conversion:
-    """As ``convert_sync_batchnorm``, for a group that exists; returns what became of each layer, and does not warn."""
-    reasons = not_chosen(module, include, exclude, predicate)
-    converted: dict[str, tuple[Any, type]] = {}
+def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | None = None) -> Conversion:
+    """Convert the chosen layers and report on all of them; as ``convert_sync_batchnorm``, without its warning."""
+    reasons = choice.reasons_against(module)
+    are_chosen = choice.include is not None or choice.predicate is not None
+    converted: dict[str, _BatchNorm] = {}
     left_alone: dict[str, str] = {}
-    impossible: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
     for layer, name in batchnorm_layers(module).items():
         if isinstance(layer, (SyncBatchNorm, torch.nn.SyncBatchNorm)):
             left_alone[name] = "synchronises already"
         elif layer in reasons:
             left_alone[name] = reasons[layer]
-        elif reason := _why_impossible(layer):
-            impossible[f"{name or 'the module'} ({type(layer).__name__})"] = reason
+        elif reason := _why_unsupported(layer, is_chosen=are_chosen):
+            unsupported[f"{name or 'the module'} ({type(layer).__name__})"] = reason
         else:
-            core = core_for(type(layer))
-            assert core is not None
-            converted[name or type(layer).__name__] = layer, synchronised_class(type(layer), core)
-    widest = max((layer.num_features for layer, _ in converted.values()), default=0)
+            converted[name or type(layer).__name__] = layer
+    widest = max((layer.num_features for layer in converted.values()), default=0)
     context = SyncContext(process_group, tuple(converted), num_features=widest)
-    for index, (layer, made) in enumerate(converted.values()):
-        synchronise(layer, made, replace(context, index=index))
-    return Conversion(tuple(converted), left_alone, impossible, context.world_size)
+    for index, layer in enumerate(converted.values()):
+        synchronise(layer, replace(context, index=index))
+    return Conversion(tuple(converted), left_alone, unsupported, context.world_size)
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
     """Undo ``convert_sync_batchnorm``: each layer is again what it was before, with the weights that it has now.
 
-    Layers that were written as synchronised ones stay. Copies that were made of converted layers are converted ones,
-    too: restore them as well. Not collective.
+    Layers that were written as synchronised ones stay. Copies of converted layers are also converted, and have to be
+    restored as well. Not collective.
 
     Returns:
         ``module`` itself.
-
-    Raises:
-        ConfigurationError: a layer has been parametrised since it was converted.
     """
     for layer in module.modules():
         restore(layer)
     return module
 
 
-def _why_impossible(layer: Module) -> str:
-    if is_scripted(layer):
-        return "it has been scripted before it could be converted"
+def _why_unsupported(layer: Module, *, is_chosen: bool) -> str:
     if parametrize.is_parametrized(layer):
-        return "it is parametrised (remove the parametrisation first)"
+        return "is parametrised (remove the parametrisation first)"
     if isinstance(layer, LazyModuleMixin):
-        return "it is lazy (run a first batch before the conversion)"
+        return "is lazy (run a first batch before the conversion)"
     if "forward" in vars(layer):
-        return "its forward has been replaced on the object"
-    return "" if core_for(type(layer)) else "its forward may normalise by itself"
+        return "had its forward replaced on the object"
+    return "overrides forward" if overrides_forward(type(layer)) and not is_chosen else ""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_ddp_ext.batchnorm.statistics import Running, as_tensor, dense, has_large_offset, mean_and_var, merge
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
@@ -30,8 +31,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """Normalise, and add the batch to the running statistics. Collective.
 
         Raises:
-            BatchNormError: all batches together have one value per channel.
-            BatchNormError: another rank is in another layer.
+            BatchNormError: all batches together have one value per channel, or another rank is in another layer.
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
@@ -53,10 +53,10 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         return torch.native_batch_norm(x, weight, bias, *statistics, False, 0.0, eps)[0].to(input.dtype)
 
     @staticmethod
+    @once_differentiable
     @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Differentiate; collective, if the input needs a gradient."""
-        ctx.context.refuse_double_backward()
         x, weight, mean, var = ctx.saved_tensors
         dy = grad_outputs[0].to(x.dtype)
         grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
@@ -74,7 +74,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """This rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
+    """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
     if x.numel() == 0:  # which the kernel divides by
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
 from lightning_ddp_ext.batchnorm.statistics import Running, dense
@@ -25,7 +26,7 @@ def batch_norm(
     mean, var = [value.to(dtype) for value in kept] or input.new_zeros((2, input.size(1)), dtype=dtype)
     group = context.process_group or dist.group.WORLD
     output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, mean, var, eps, running.momentum, group, context.world_size, context
+        x, weight, bias, mean, var, eps, running.momentum, group, context.world_size
     )
     for value, updated in zip(kept, (mean, var), strict=False):
         value.copy_(updated)
@@ -37,14 +38,13 @@ class _Normalise(TorchSyncBatchNorm):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *arguments_of_torch, ctx.context = arguments
         ctx.strides = arguments[0].stride()
-        output: Tensor = TorchSyncBatchNorm.forward(ctx, *arguments_of_torch)
+        output: Tensor = TorchSyncBatchNorm.forward(ctx, *arguments)
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.context.refuse_double_backward()
         dy = grad_outputs[0]
         if dy.stride() != ctx.strides:  # some kernels look at the memory format of only one of input and gradient
             dy = dy.new_empty_strided(dy.shape, ctx.strides).copy_(dy)

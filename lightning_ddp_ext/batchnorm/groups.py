@@ -11,19 +11,12 @@ from lightning_ddp_ext.rendezvous.sockets import network_identity
 Ranks = str | int | dist.ProcessGroup | None
 
 
-def is_group(ranks: object) -> bool:
-    """Whether it is a process group, or what torch gives to ranks outside a group, each of which is then alone."""
-    return isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
-
-
 def check_ranks(ranks: Ranks) -> None:
-    """Refuse what cannot stand for a group of ranks.
-
-    Raises:
-        ConfigurationError: it is not ``None``, ``"node"``, a number from 1 on, or a process group.
-    """
+    """Raise a ``ConfigurationError`` if it is not ``None``, ``"node"``, a number from 1 on, or a process group."""
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    if not (ranks is None or ranks == "node" or is_number or is_group(ranks)):
+    # Ranks outside of a group have torch's NON_GROUP_MEMBER in its place; each of them is alone.
+    is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
+    if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
             f"process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {ranks!r}); "
             "leave it out for all ranks"
@@ -34,14 +27,14 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
     """Return this rank's process group. Collective for ``"node"`` and numbers: every rank must call it.
 
     Raises:
-        ConfigurationError: ``ranks`` makes no sense, or there is no process group yet to take ranks from.
+        ConfigurationError: ``ranks`` is invalid, or ``"node"`` or a number without a process group.
     """
     check_ranks(ranks)
-    if ranks is None or is_group(ranks):
+    if not isinstance(ranks, (str, int)) or ranks == dist.GroupMember.NON_GROUP_MEMBER:
         return ranks  # type: ignore[return-value]
     if not dist.is_initialized():
         raise ConfigurationError(
-            f"process_group={ranks!r} needs the ranks, and they have not met yet; "
+            f"process_group={ranks!r} needs a process group, which is not initialised yet; "
             "convert after init_process_group, or use the callback SyncBatchNormConversion"
         )
     context = current()

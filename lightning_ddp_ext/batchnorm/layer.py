@@ -11,10 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_ddp_ext.batchnorm import cuda
 from lightning_ddp_ext.batchnorm.cpu import SyncBatchNormOnCPU
-from lightning_ddp_ext.batchnorm.groups import is_group
 from lightning_ddp_ext.batchnorm.statistics import Running
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext, is_idle
-from lightning_ddp_ext.errors import BatchNormError, ConfigurationError
+from lightning_ddp_ext.errors import BatchNormError
 
 CONTEXT = "_ddpx_context"  # the attribute that layers get when they are converted
 
@@ -28,7 +27,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
     DDP a parameter has the gradient of the mean of the ranks' losses. That equals the gradient of the mean over the
-    joined batch where all ranks have equally many samples. It cannot be differentiated twice.
+    joined batch where all ranks have equally many samples. With several ranks it cannot be differentiated twice:
+    torch then raises a ``RuntimeError``.
 
     Args:
         num_features: C.
@@ -40,7 +40,6 @@ class SyncBatchNorm(_BatchNorm):
         BatchNormError: all batches together have one value per channel (on CPU), or an input has other channels
             than the layer, or is on a device that is neither.
         BatchNormError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
-        BatchNormError: a backward pass with ``create_graph=True``, where there are several ranks.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6
@@ -62,18 +61,13 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
     ) -> None:
-        if process_group is not None and not is_group(process_group):
-            raise ConfigurationError(
-                f"process_group of a layer must be None or a ProcessGroup (got {process_group!r}); "
-                "'node' and numbers are for convert_sync_batchnorm"
-            )
         options: dict[str, Any] = {"device": device, "dtype": dtype} | ({} if bias else {"bias": False})
         super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self._ddpx_context = SyncContext(process_group, num_features=num_features)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose batches are joined; ``None``: all there are."""
+        """The ranks whose batches are joined; ``None``: all ranks."""
         return self._ddpx_context.process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -115,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _count_batch(self) -> Running:
-        """Count a batch; returns the running statistics to be updated, and the weight of the batch in them."""
+        """Count a batch; return the running statistics to update, and the weight of the batch in them."""
         if not self.track_running_stats:
             return Running(None, None, 0.0)
         momentum, batches = self.momentum, self.num_batches_tracked

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,41 +17,39 @@ Selection = Selector | Iterable[Selector] | None
 Predicate = Callable[[str, Module], bool]
 
 
-def is_scripted(layer: Module) -> bool:
-    """Whether it is a BatchNorm layer that has been scripted or traced."""
-    return isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in getattr(layer, "original_name", "")
+def batchnorm_layers(model: Module) -> dict[_BatchNorm, str]:
+    """Return the BatchNorm layers of a model, each once, with their names."""
+    return {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
 
 
-def batchnorm_layers(model: Module) -> dict[Any, str]:
-    """The BatchNorm layers of a model, each once, and their names."""
-    return {layer: name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) or is_scripted(layer)}
+@dataclass(frozen=True)
+class Choice:
+    """A user's choice of BatchNorm layers; by default all of them."""
 
+    include: Selection = None
+    exclude: Selection = None
+    predicate: Predicate | None = None
 
-def not_chosen(model: Module, include: Selection, exclude: Selection, predicate: Predicate | None) -> dict[Any, str]:
-    """The BatchNorm layers that are not to be converted, and why.
+    def reasons_against(self, model: Module) -> dict[Module, str]:
+        """Return the BatchNorm layers that were not chosen, with the reasons.
 
-    Raises:
-        ConfigurationError: a selector fits no layer, or is no selector; ``predicate`` is no function.
-    """
-    if predicate is not None and not callable(predicate):
-        raise ConfigurationError(
-            f"predicate must be a function of a layer's name and the layer (got {predicate!r}); "
-            "for patterns there are include= and exclude="
-        )
-    included, excluded = _matching(model, include, "include"), _matching(model, exclude, "exclude")
-    reasons = {}
-    for layer, name in batchnorm_layers(model).items():
-        if include is not None and layer not in included:
-            reasons[layer] = "not in include"
-        elif layer in excluded:
-            reasons[layer] = "in exclude"
-        elif predicate is not None and not predicate(name, layer):
-            reasons[layer] = "predicate says no"
-    return reasons
+        Raises:
+            ConfigurationError: a selector fits no layer, or is neither a pattern nor a class.
+        """
+        included, excluded = _matching(model, self.include, "include"), _matching(model, self.exclude, "exclude")
+        reasons: dict[Module, str] = {}
+        for layer, name in batchnorm_layers(model).items():
+            if self.include is not None and layer not in included:
+                reasons[layer] = "not in include"
+            elif layer in excluded:
+                reasons[layer] = "in exclude"
+            elif self.predicate is not None and not self.predicate(name, layer):
+                reasons[layer] = "predicate says no"
+        return reasons
 
 
 def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
-    """The modules that a selection fits, and those inside of them."""
+    """Return the modules that a selection fits, and those inside them."""
     if selection is None:
         return set()
     is_several = isinstance(selection, Iterable) and not isinstance(selection, (str, type))
@@ -80,5 +78,5 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
 
 def _fits(selector: Selector, name: str, module: Module) -> bool:
     if isinstance(selector, str):
-        return bool(name) and fnmatch.fnmatchcase(name, selector)
+        return fnmatch.fnmatchcase(name, selector)
     return isinstance(module, selector)

@@ -18,13 +18,13 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def dense(input: Tensor) -> Tensor:
-    """The batch in a memory format that torch's kernels are fast for: contiguous, or channels last."""
+    """Return the batch in a memory format for which torch's kernels are fast: contiguous, or channels last."""
     memory_format = _CHANNELS_LAST.get(input.dim(), torch.contiguous_format)
     return input if input.is_contiguous(memory_format=memory_format) else input.contiguous()
 
 
 def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
-    """Mean and biased variance (C) of a batch (N, C, ...) on CPU, in float32 or float64; zeros for an empty batch."""
+    """Return mean and biased variance (C) of a batch (N, C, ...) in float32 or float64 on CPU; zeros without values."""
     if x.numel() == 0:
         return np.zeros(x.size(1)), np.zeros(x.size(1))
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
@@ -46,7 +46,7 @@ class Statistics:
 
 
 def merge(parts: Vector) -> Statistics:
-    """The statistics of several batches together.
+    """Merge the statistics of several batches.
 
     The pairwise merge of T. F. Chan, G. H. Golub and R. J. LeVeque, "Updating formulae and a pairwise algorithm for
     computing sample variances" (1979), for any number of parts: nothing large is subtracted from something large.
@@ -87,6 +87,6 @@ class Running(NamedTuple):
 
 
 def as_tensor(vector: Vector, dtype: torch.dtype) -> Tensor:
-    """A vector as a tensor on CPU."""
+    """Return a vector as a tensor on CPU."""
     # Torch's conversion to float32 takes several times as long.
     return torch.from_numpy(vector.astype(np.float32) if dtype == torch.float32 else vector).to(dtype)

@@ -17,18 +17,18 @@ from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
 _HEADER = 2  # the layer's index, and that of the pass
-_AWAKE = 0.002  # seconds; a small exchange between ranks that come together takes half of that
+_AWAKE = 0.002  # seconds; a small exchange between ranks that begin together takes half of that
 
 _is_idle = False
 
 
 def is_idle() -> bool:
-    """Whether this rank's present batch is one that does not count."""
+    """Return whether this rank's current batch does not count."""
     return _is_idle
 
 
 def set_idle(idle: bool) -> None:
-    """Have this rank's synchronised layers take part with empty batches, or with its own again."""
+    """Make this rank's synchronised layers take part with empty batches, or with its own batches again."""
     global _is_idle
     _is_idle = idle
 
@@ -36,7 +36,7 @@ def set_idle(idle: bool) -> None:
 def _wait_for(work: dist.Work) -> None:
     """Wait for an exchange; a short one is over before this thread has slept, as waking up takes a third of its time.
 
-    Meanwhile the processor belongs to whoever else wants it, torch's own threads first of all.
+    Meanwhile other threads can have the processor, such as those of torch that make the exchange.
     """
     moment = time.monotonic() + _AWAKE
     while not work.is_completed() and time.monotonic() < moment:
@@ -66,14 +66,14 @@ class SyncContext:
 
     @property
     def world_size(self) -> int:
-        """How many ranks join their batches; 1 without a process group, and on a rank outside it."""
+        """The number of ranks that join their batches; 1 without a process group, and on a rank outside it."""
         if not (dist.is_available() and dist.is_initialized()):
             return 1
         return max(1, dist.get_world_size(self.process_group))
 
     @property
     def name(self) -> str:
-        """What errors call the layer."""
+        """The layer's name in errors."""
         name = self.names[self.index]
         return f"BatchNorm layer {name!r}" if name else "a BatchNorm layer"
 
@@ -105,18 +105,6 @@ class SyncContext:
             f"ranks are in different BatchNorm layers: {positions}; every rank must run the same layers in the same "
             "order, so leave those that only some ranks run out of the conversion (exclude=)"
         )
-
-    def refuse_double_backward(self) -> None:
-        """Refuse a backward pass with ``create_graph=True``, in which alone gradients are enabled.
-
-        Raises:
-            BatchNormError: it is one.
-        """
-        if torch.is_grad_enabled():
-            raise BatchNormError(
-                f"{self.name} synchronises, and so cannot be differentiated twice (create_graph=True); "
-                "leave it out of the conversion (exclude=)"
-            )
 
     def __deepcopy__(self, memo: object) -> SyncContext:
         return self

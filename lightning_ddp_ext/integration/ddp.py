@@ -12,16 +12,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.reductions.ring import ring_all_reduce
 
-HookName = Literal["fp16_compress", "bf16_compress", "power_sgd", "ring"]
+HookName = Literal["fp16_compress", "bf16_compress", "power_sgd"]
 CommHook = Callable[..., Any]
 
 _HOOKS: dict[str, CommHook] = {
     "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
     "power_sgd": powerSGD_hook.powerSGD_hook,
-    "ring": ring_all_reduce,
 }
 _SHOWN = 10  # parameters in a message
 

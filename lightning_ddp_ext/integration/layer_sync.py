@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch.nn import Module
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.conversion import convert, restore_batchnorm
 from lightning_ddp_ext.batchnorm.groups import Ranks, batchnorm_group, check_ranks, group_of
+from lightning_ddp_ext.batchnorm.selection import Choice
 from lightning_ddp_ext.errors import ConfigurationError
 
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
@@ -20,20 +19,20 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
-        selection: its ``include``, ``exclude`` and ``predicate``.
+        choice: the layers.
     """
 
-    def __init__(self, process_group: Ranks = None, **selection: Any) -> None:
+    def __init__(self, process_group: Ranks = None, choice: Choice | None = None) -> None:
         check_ranks(process_group)
-        self._ranks, self._selection = process_group, selection
+        self._ranks, self._choice = process_group, choice or Choice()
         self._converted: Module | None = None
 
     def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
         """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
-        if other is not None and any(choice is not None for choice in (self._ranks, *self._selection.values())):
+        if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
-                "sync_batchnorm=True converts all layers over all ranks, and SyncBatchNormConversion was told to "
-                "choose among them; leave sync_batchnorm out"
+                "sync_batchnorm=True converts all layers over all ranks, but SyncBatchNormConversion "
+                "chooses among them; leave sync_batchnorm out"
             )
 
     @override
@@ -41,7 +40,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         """Synchronise the layers and log it. Collective: every rank must call it. With one rank it does nothing."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
-            conversion = convert(model, process_group=group, **self._selection)
+            conversion = convert(model, self._choice, group)
             self._converted = model
             rank_zero_info(conversion.summary())
             warning = conversion.warning()

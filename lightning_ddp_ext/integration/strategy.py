@@ -120,8 +120,8 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
-        ddp_comm_hook: how gradients are averaged, on the CPU, too: a function, or a name: ``"fp16_compress"``,
-            ``"bf16_compress"``, ``"power_sgd"`` (torch's), or ``"ring"`` (:func:`~lightning_ddp_ext.ring_all_reduce`).
+        ddp_comm_hook: how gradients are averaged, also on the CPU: a function, or a name of torch's:
+            ``"fp16_compress"``, ``"bf16_compress"`` or ``"power_sgd"``.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: steps between two averages of the model, with post-local SGD.
         dim: the dimension along which DDP would split a batch over the devices of a rank. This and all that follow

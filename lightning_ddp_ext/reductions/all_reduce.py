@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 def all_reduce(
     tensor: Tensor, group: Any = None, reduce_op: Any = "mean", *, idle_ranks: Collection[int] = ()
 ) -> Tensor:
-    """Reduce a tensor in place and return it; a mean of integers is another one, of floats.
+    """Reduce a tensor in place and return it; a mean of integers is a new tensor of floats.
 
-    Collective: every rank of the group must call it, idle ones too.
+    Collective: every rank of the group must call it, also an idle one.
 
     Args:
         tensor: this rank's values.
@@ -44,7 +44,7 @@ def all_reduce(
 
 
 def _neutralise(tensor: Tensor, op: Any) -> None:
-    """Fill the tensor with what changes no result."""
+    """Fill the tensor with the neutral element of the reduction."""
     if op in (ReduceOp.AVG, ReduceOp.SUM):
         tensor.zero_()
     elif op in (ReduceOp.MIN, ReduceOp.MAX):

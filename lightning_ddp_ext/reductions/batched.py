@@ -72,12 +72,12 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
 
 
 def _digest(values: Sequence[Value]) -> int:
-    """A number that differs where values must not be reduced together."""
+    """Return a number that differs where values must not be reduced together."""
     return zlib.crc32("\n".join(f"{value} {value.tensor.dtype}" for value in values).encode())
 
 
 def _all_gather(message: Tensor) -> Tensor:
-    """The messages of all ranks, by rank."""
+    """Return the messages of all ranks, by rank."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     received = message.new_empty(dist.get_world_size() * len(message))
     gather(received, message)
@@ -85,10 +85,10 @@ def _all_gather(message: Tensor) -> Tensor:
 
 
 def _mismatch(values: Sequence[Value]) -> DivergenceError:
-    """Say how the ranks differ. Collective."""
+    """Return an error that says how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
-    with suppress(RuntimeError):  # a rank that closes its group must not keep this one from knowing
+    with suppress(RuntimeError):  # this rank raises the error also if another one has closed its group
         dist.barrier()
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
-
-Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Scaled(nn.BatchNorm2d):
@@ -17,20 +11,6 @@ class Scaled(nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.gain * super().forward(input)
-
-
-def added_one(forward: Forward) -> Forward:
-    @functools.wraps(forward)
-    def wrapped(self: Any, input: Tensor) -> Tensor:
-        return 1 + forward(self, input)
-
-    return wrapped
-
-
-class Decorated(Scaled):
-    @added_one
-    def forward(self, input: Tensor) -> Tensor:
-        return [super(Decorated, self).forward(part) for part in [input]][0]  # noqa: RUF015 - in an inner scope
 
 
 class Squared:
@@ -44,8 +24,6 @@ class Mixed(Squared, nn.BatchNorm2d):
 
 class Functional(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training)
 
 

@@ -1,9 +1,7 @@
-"""Layers that compute their forward pass themselves: named, unless somebody has said how they synchronise."""
+"""Layers whose class has a forward of its own: left alone and named, or chosen and held to what they promise."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from typing import Any
 
@@ -13,18 +11,19 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 from torch.nn.utils import parametrize
 
-from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, register_converter, restore_batchnorm
+from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.batchnorm.kinds import Functional
+from tests.batchnorm.kinds import Functional, Mixed, Scaled
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
 class Helped(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return self.normalised(input) if self.training else super().forward(input)
+    """Normalises by itself in training only."""
 
-    def normalised(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, True)
 
 
@@ -33,30 +32,11 @@ class ByName(nn.BatchNorm2d):
         return nn.BatchNorm2d.forward(self, input)
 
 
-class BelowFunctional(Functional):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
+class Conditional(nn.BatchNorm2d):
+    """Takes a second input."""
 
-
-class SyncFunctional(SyncBatchNorm):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * self.helper(super().forward(input))
-
-    def helper(self, output: Tensor) -> Tensor:
-        return output + 1
-
-
-class Registered(Functional):
-    """Has a converter for good; other classes with its forward have none."""
-
-
-def left_alone(model: nn.Module, **options: Any) -> list[str]:
-    """What warnings a conversion gives."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        convert_sync_batchnorm(model, **options)
-    assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
-    return [str(warning.message) for warning in caught]
+    def forward(self, input: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(input) + shift
 
 
 def replaced() -> nn.Module:
@@ -71,82 +51,60 @@ def parametrised() -> nn.Module:
     return layer
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit.script
-def test_layers_that_would_not_be_synchronised_are_named_once() -> None:
-    """Those that never reach ``super().forward`` stay as they are; one warning has their names, types and reasons."""
+def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_sync_batchnorm(model, **choice)
+    assert all(warning.category is UserWarning and warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
+    """They stay as they are; the warning has their names, classes and reasons, and the arguments that end it."""
     layers = [
-        (Helped(3), "0 (Helped): its forward may normalise by itself; "),
-        (ByName(3), "1 (ByName): its forward may normalise by itself; "),
-        (BelowFunctional(3), "2 (BelowFunctional): its forward may normalise by itself; "),
-        (replaced(), "3 (BatchNorm2d): its forward has been replaced on the object; "),
-        (torch.jit.script(nn.BatchNorm2d(3)), "): it has been scripted before it could be converted; "),
-        (parametrised(), "5 (ParametrizedBatchNorm2d): it is parametrised (remove the parametrisation first); "),
-        (nn.LazyBatchNorm2d(), "6 (LazyBatchNorm2d): it is lazy (run a first batch before the conversion). "),
+        (Scaled(3), "0 (Scaled) overrides forward; "),
+        (Mixed(3), "1 (Mixed) overrides forward; "),
+        (replaced(), "2 (BatchNorm2d) had its forward replaced on the object; "),
+        (parametrised(), "3 (ParametrizedBatchNorm2d) is parametrised (remove the parametrisation first); "),
+        (nn.LazyBatchNorm2d(), "4 (LazyBatchNorm2d) is lazy (run a first batch before the conversion). A layer that "),
     ]
     model = nn.ModuleList([*(layer for layer, _ in layers), nn.BatchNorm2d(3)])
     types = [type(layer) for layer in model]
-    (message,) = left_alone(model)
+    (message,) = warnings_of(model)
     assert [told for _, told in layers if told not in message] == []
-    assert message.endswith("lightning_ddp_ext.register_converter, or leave them out with exclude=")
-    assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 7 + [True]
+    assert message.endswith(
+        "include= or predicate= of SyncBatchNormConversion chooses it; exclude= leaves a layer out without this warning"
+    )
+    assert [isinstance(layer, SyncBatchNorm) for layer in model] == [False] * 5 + [True]
     assert [type(layer) for layer in restore_batchnorm(model)] == types
-    assert left_alone(nn.ModuleDict({"a": Functional(3)}), exclude="a") == []
-    assert "the module (Functional): its forward" in left_alone(Functional(3))[0]
+    assert warnings_of(nn.Sequential(Scaled(3)), exclude="0") == []
+    assert "the module (Scaled) overrides forward" in warnings_of(Scaled(3))[0]
 
 
-def test_a_class_that_cannot_be_made_is_an_error() -> None:
-    """A class that wants arguments from its subclasses, say."""
-
-    class Particular(nn.BatchNorm2d):
-        def __init_subclass__(cls, *, kind: str) -> None: ...
-
-    with pytest.raises(
-        ConfigurationError, match=r"(?s)no class can be made of Particular and SyncBatchNorm: .* exclude="
+@pytest.mark.parametrize("choice", [{"include": "*"}, {"include": nn.BatchNorm2d}, {"predicate": lambda *_: True}])
+def test_a_chosen_layer_runs_its_own_forward(choice: dict[str, Any]) -> None:
+    """With its further inputs, and with a mixin's forward; it is converted without a warning."""
+    plain = nn.BatchNorm2d(3)
+    for layer, inputs, expected in (
+        (Scaled(3), (IMAGES,), 2 * plain(IMAGES)),
+        (Mixed(3), (IMAGES,), plain(IMAGES.square())),
+        (Conditional(3), (IMAGES, torch.ones(3, 1, 1)), plain(IMAGES) + 1),
     ):
-        convert_sync_batchnorm(Particular(3))
+        before = list(vars(layer))
+        assert warnings_of(layer, **choice) == []
+        assert isinstance(layer, SyncBatchNorm)
+        torch.testing.assert_close(layer(*inputs), expected, rtol=0, atol=0)
+        assert list(vars(restore_batchnorm(layer))) == before
 
 
-def test_a_converter_takes_the_place_of_forward_and_of_nothing_else() -> None:
-    """The layer stays the object it is, with the class's forward and methods until it is restored."""
-    register_converter(Registered, SyncFunctional)
-    layer: Any = Registered(3)
-    layer.note = "mine"
-    expected = 2 * (nn.BatchNorm2d(3)(IMAGES) + 1)
-    assert convert_sync_batchnorm(layer) is layer
-    for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert isinstance(each, Registered)
-        assert each(IMAGES).equal(expected)
-        assert each.note == "mine"
-    assert type(restore_batchnorm(layer)) is Registered
-    assert layer(IMAGES).equal(nn.BatchNorm2d(3)(IMAGES))
-
-
-def test_subclasses_have_their_base_s_converter_while_they_have_its_forward() -> None:
-    """One with a forward of its own needs a converter of its own; the last one registered counts."""
-
-    class Base(Functional): ...
-
-    class Below(Base): ...
-
-    class WithForward(Base):
-        forward = BelowFunctional.forward
-
-    register_converter(Base, SyncBatchNorm)
-    register_converter(Base, SyncFunctional)
-    assert isinstance(convert_sync_batchnorm(Below(3)), SyncFunctional)
-    assert "WithForward" in left_alone(WithForward(3))[0]
-
-
-@pytest.mark.parametrize(
-    ("cls", "to_sync", "told"),
-    [
-        (nn.InstanceNorm2d, SyncFunctional, "cls must be a subclass of BatchNorm"),
-        (Functional(3), SyncFunctional, "cls must be a subclass of BatchNorm"),
-        (Functional, nn.SyncBatchNorm, "to_sync must be a subclass of SyncBatchNorm"),
-        (Functional, lambda layer, group: layer, "to_sync must be a subclass .*; derive a class from"),
-    ],
-)
-def test_what_cannot_be_a_converter_is_refused_at_once(cls: Any, to_sync: Any, told: str) -> None:
-    """Also a class of layers that are never converted, whose converter would never be asked."""
-    with pytest.raises(ConfigurationError, match=f"^{told}"):
-        register_converter(cls, to_sync)
+@pytest.mark.parametrize("kind", [Functional, Helped, ByName])
+def test_a_chosen_layer_that_does_not_reach_ours_is_refused_in_training(kind: Any) -> None:
+    """The error names layer and class. In evaluation nothing is synchronised, and nothing is refused."""
+    model = convert_sync_batchnorm(nn.Sequential(kind(3)), include="*")
+    words = (
+        rf"^BatchNorm layer '0' \({kind.__name__}\) is not synchronised: its forward did not call super\(\)\.forward"
+    )
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=words):
+            model(IMAGES)
+    model.eval()(IMAGES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +44,6 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     input_dtype: torch.dtype | None = None
-    autocast: bool = False
     fill: Change = unchanged
     layout: Change = unchanged
     layout_of_gradient: Change | None = None
@@ -132,14 +130,12 @@ _OF_HALF_INPUTS = [
     Case("half input", _UNEVEN, dtype=torch.float32),
     Case("half input, nothing on rank 0", ((0, 3, 4), (6, 3, 4)), dtype=torch.float32),
     Case("half input, no running statistics", _IMAGES, {"track_running_stats": False}, dtype=torch.float32),
-    Case("half input under autocast", _UNEVEN, dtype=torch.float32, autocast=True),
 ]
 CASES = [
     *(replace(case, dtype=dtype) for case in _IN_ALL_PRECISIONS for dtype in (torch.float64, torch.float32)),
     *(replace(case, input_dtype=dtype) for case in _OF_HALF_INPUTS for dtype in HALF),
     *(Case("half layer", _UNEVEN, dtype=dtype) for dtype in HALF),
     *(Case("half layer, many values", ((8, 3, 24, 24),), dtype=dtype) for dtype in HALF),
-    Case("float32 under autocast", _UNEVEN, dtype=torch.float32, autocast=True),
     Case("large", ((8, 16, 32, 32), (5, 16, 32, 32)), dtype=torch.float32),
 ]
 
@@ -196,8 +192,7 @@ def of_one_process(case: Case, way: Way, rank: int, dtype: torch.dtype | None = 
 
 def _of_step(case: Case, layer: nn.Module, input: Tensor, gradient: Tensor, step: int) -> Results:
     input = input.detach().requires_grad_(case.input_needs_grad)
-    with torch.autocast(input.device.type, torch.bfloat16) if case.autocast else nullcontext():
-        output = layer(input)
+    output = layer(input)
     if case.layout is channels_last and input.dim() > 2:
         assert output.stride() == input.stride()
     results = {f"output {step}": rows(output.detach())}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
@@ -20,7 +19,7 @@ from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
@@ -44,17 +43,19 @@ def trainer_with(
     directory: Path,
     *,
     by: str = "callback",
+    conversion: dict[str, Any] | None = None,
     callbacks: Sequence[L.Callback] = (),
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    """A Trainer that converts BatchNorm by the ``"callback"`` or by the Trainer's ``"flag"``."""
+    """A Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's ``"flag"``, or by ``"both"``."""
     from lightning_ddp_ext import SyncBatchNormConversion
 
     warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
-    callbacks = [*callbacks, SyncBatchNormConversion()] if by == "callback" else list(callbacks)
-    options = {"num_sanity_val_steps": 0, "sync_batchnorm": by == "flag", **options}
-    return make_trainer(make_strategy(kind, directory, **strategy or {}), callbacks=callbacks, **options)
+    converting = [SyncBatchNormConversion(**conversion or {})] if by != "flag" else []
+    options = {"num_sanity_val_steps": 0, "sync_batchnorm": by != "callback", **options}
+    strategy = strategy or {}
+    return make_trainer(make_strategy(kind, directory, **strategy), callbacks=[*callbacks, *converting], **options)
 
 
 def trainer_alone(**options: Any) -> L.Trainer:
@@ -86,18 +87,6 @@ class Recomputed(Joint):
         return out
 
 
-class Late(Joint):
-    """Makes its layers when the Trainer says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.layers
-
-    def configure_model(self) -> None:
-        torch.manual_seed(1)
-        self.layers = Net().layers
-
-
 class Compiled(Joint):
     """Its layers are compiled."""
 
@@ -118,169 +107,8 @@ class Split(nn.BatchNorm2d):
         return torch.cat([super().forward(first), self.second(second)], dim=2)
 
 
-class NormAct(kinds.Functional):
-    """A twin of timm's ``BatchNormAct2d``: dropout and activation come after a BatchNorm that it spells out itself."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.drop, self.act = nn.Tanh(), nn.ReLU()
-
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.act(self.drop(super().forward(input)))
-        return output
-
-
-# What our built-in converter for timm goes by.
-NormAct.__module__, NormAct.__qualname__, NormAct.__name__ = "timm.layers.norm_act", "BatchNormAct2d", "BatchNormAct2d"
-
-
 class Odd(Joint):
-    """Has layers of all kinds: derived, hooked, shared, in evaluation, and timm's, which needs no registration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.BatchNorm2d(8)
-        layers = [kinds.Scaled(8), kinds.Decorated(8), kinds.Mixed(8), Split(8), NormAct(8), shared]
-        layers += [kinds.hooked(nn.BatchNorm2d(8)), nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval()]
-        self.layers = nn.Sequential(
-            nn.Linear(4, 32),
-            nn.BatchNorm1d(32),
-            nn.Unflatten(1, (8, 4, 1)),
-            *layers,
-            shared,
-            nn.Flatten(),
-            nn.Linear(32, 1),
-        )
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.001)
-
-
-class Validated(Joint):
-    """Validates samples that two ranks cannot share evenly."""
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(data(7), batch_size=2)
-
-
-class Shares(IterableDataset[list[Tensor]]):
-    """Batches of these sizes, cut from the data one after another; a rank's are its part of each."""
-
-    def __init__(self, sizes: Sequence[Sequence[int]], rank: int, world_size: int) -> None:
-        self.sizes, self.rank, self.world_size = sizes, rank, world_size
-
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        start = 0
-        for shares in self.sizes:
-            begin = start + sum(shares[: self.rank])
-            end = begin + shares[self.rank] if self.world_size > 1 else start + sum(shares)
-            start += sum(shares)
-            if begin < end:
-                yield list(data()[begin:end])
-
-
-class Observer(Joint):
-    """Reads uneven shares and learns nothing but statistics."""
-
-    def training_step(self, batch: Sequence[Tensor], index: int) -> Tensor:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        sizes = ((4, 4), (5, 3), (6, 1), (1, 0))  # the last one has no step: rank 1 has no more data
-        sizes = sizes if self.trainer.world_size > 1 else sizes[:3]
-        return DataLoader(Shares(sizes, self.trainer.global_rank, self.trainer.world_size), batch_size=None)
-
-
-@dataclass
-class Feature:
-    """Something that a user may do beside, with the options of the Trainer and of the strategy."""
-
-    model: Callable[[], Joint] = Joint
-    trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
-    tolerance: float = 1e-9
-    by: str = "callback"
-    average: Callable[[], L.Callback] | None = None
-
-    def options(self) -> dict[str, Any]:
-        """Those of the Trainer."""
-        callbacks = [self.average()] if self.average is not None else []
-        return {"precision": "64-true", "callbacks": callbacks, **self.trainer}
-
-
-FEATURES = {
-    "nothing": Feature(),
-    "the Trainer's flag": Feature(by="flag"),
-    "static graph": Feature(strategy={"static_graph": True}),
-    "uneven shares": Feature(Observer, strategy={"uneven_inputs": "stop_at_shortest"}),
-    "odd layers": Feature(Odd),
-    "manual optimisation": Feature(Manual),
-    "activation checkpointing": Feature(Recomputed),
-    "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
-    "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
-    "configure_model": Feature(Late),
-    "compiled layers": Feature(Compiled),
-    # Lightning averages in float32, and not before 2.6 in the second way.
-    "SWA": Feature(average=lambda: pl_callbacks.StochasticWeightAveraging(0.01, 1), tolerance=1e-6),
-    "EMA": Feature(average=lambda: pl_callbacks.EMAWeightAveraging(decay=0.5), tolerance=1e-6),
-    "validation": Feature(
-        Validated, {"val_check_interval": 1, "num_sanity_val_steps": 1}, {"broadcast_buffers": False}
-    ),
-}
-
-
-def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
-    torch.manual_seed(1)
-    model = feature.model()
-    trainer.fit(model)
-    assert nn.BatchNorm1d in map(type, model.modules())
-    return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
-
-
-def features_alone(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: learn(feature, trainer_alone(**feature.options())) for name, feature in FEATURES.items()}
-
-
-def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
-    found = {}
-    for name in FEATURES if kind == "ours" else ["nothing"]:
-        feature = FEATURES[name]
-        trainer = trainer_with(kind, directory, by=feature.by, strategy=feature.strategy, **feature.options())
-        found[name] = learn(feature, trainer)
-    return found
-
-
-def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
-    """With each of DDP's options, Lightning's ways to optimise, uneven shares and a validation: joint statistics.
-
-    What the ranks have, running statistics included, is the same to the last bit; the callback serves stock DDP, too.
-    """
-    (alone,) = run_ranks(features_alone, 1, time_limit=60)
-    first, second = on_ranks("ours", features_on_all, tmp_path, time_limit=60)
-    stock, _ = on_ranks("stock", features_on_all, tmp_path)
-    for name, feature in FEATURES.items():
-        assert_same(first[name], second[name])
-        close = {"rtol": feature.tolerance, "atol": feature.tolerance}
-        torch.testing.assert_close(first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}")
-    torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
-    assert first["uneven shares"]["steps"] == 2 * 3
-    assert "val_loss" in first["validation"]["metrics"]
-
-
-def facts(model: nn.Module) -> dict[str, Any]:
-    """What conversion could have changed."""
-    return {
-        "modules": [(name, type(each), each.training) for name, each in model.named_modules(remove_duplicate=False)],
-        "keys": list(model.state_dict()),
-        "attributes": [sorted(vars(module)) for module in model.modules() if isinstance(module, nn.BatchNorm1d)],
-    }
-
-
-class OddModel(Joint):
-    """Layers that are shared, in evaluation, synchronised already, or that no one can synchronise.
+    """Has layers of all kinds: derived, split, hooked, normalised, in evaluation, shared, and synchronised already.
 
     Args:
         end: what happens in the second training step.
@@ -290,11 +118,16 @@ class OddModel(Joint):
         super().__init__()
         from lightning_ddp_ext import SyncBatchNorm
 
-        first, shared, relu, last = self.layers
-        norms = kinds.Functional(8), SyncBatchNorm(8), nn.BatchNorm1d(8).eval().requires_grad_(False)
-        self.layers = nn.Sequential(first, shared, relu, shared, *norms, last)
+        shared = nn.BatchNorm2d(8)
+        layers = [kinds.Scaled(8), kinds.Mixed(8), Split(8), shared, kinds.hooked(nn.BatchNorm2d(8))]
+        layers += [nn.utils.spectral_norm(nn.BatchNorm2d(8)), nn.BatchNorm2d(8).eval(), SyncBatchNorm(8), shared]
+        start = nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Unflatten(1, (8, 4, 1))
+        self.layers = nn.Sequential(*start, *layers, nn.Flatten(), nn.Linear(32, 1))
         self.end = end
         self.seen: dict[str, Any] = {}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.001)
 
     def training_step(self, batch: Any, index: int) -> Any:
         if index == 1 and self.end is not None:
@@ -309,6 +142,95 @@ class OddModel(Joint):
         self.seen["on_fit_end"] = facts(self)
 
 
+def facts(model: nn.Module) -> dict[str, Any]:
+    """What conversion could have changed."""
+    return {
+        "modules": [
+            (name, id(each), type(each), each.training) for name, each in model.named_modules(remove_duplicate=False)
+        ],
+        "keys": list(model.state_dict()),
+        "attributes": [sorted(vars(layer)) for layer in model.layers],
+    }
+
+
+@dataclass
+class Feature:
+    """Something that a user may do beside, with the options of the Trainer and of the strategy."""
+
+    model: Callable[[], Joint] = Joint
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-9
+    by: str = "callback"
+    conversion: dict[str, Any] = field(default_factory=dict)
+    average: Callable[[], L.Callback] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Those of the Trainer."""
+        callbacks = [self.average()] if self.average is not None else []
+        return {"precision": "64-true", "callbacks": callbacks, **self.trainer}
+
+
+FEATURES = {
+    "nothing": Feature(strategy={"broadcast_buffers": False}),
+    "the Trainer's flag": Feature(by="flag"),
+    "both": Feature(by="both"),
+    "static graph": Feature(strategy={"static_graph": True}),
+    "odd layers": Feature(Odd, conversion={"include": "*"}),
+    "manual optimisation": Feature(Manual),
+    "activation checkpointing": Feature(Recomputed),
+    "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
+    "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
+    "compiled layers": Feature(Compiled),
+    # Lightning averages in float32, and not before 2.6 in the second way.
+    "SWA": Feature(average=lambda: pl_callbacks.StochasticWeightAveraging(0.01, 1), tolerance=1e-6),
+    "EMA": Feature(average=lambda: pl_callbacks.EMAWeightAveraging(decay=0.5), tolerance=1e-6),
+}
+
+
+def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = feature.model()
+    trainer.fit(model)
+    assert nn.BatchNorm1d in map(type, model.modules())
+    return {"weights": weights(model), "metrics": dict(trainer.callback_metrics), "steps": trainer.global_step}
+
+
+def features_alone(rank: int, world_size: int) -> dict[str, Any]:
+    """Without conversion; the callback, which may be pickled for spawned ranks, does nothing on one rank."""
+    from lightning_ddp_ext import SyncBatchNormConversion
+
+    model = Odd()
+    before = facts(model)
+    trainer_alone(callbacks=[pickle.loads(pickle.dumps(SyncBatchNormConversion()))], max_epochs=1).fit(model)
+    assert model.seen["training"] == before
+    return {name: learn(feature, trainer_alone(**feature.options())) for name, feature in FEATURES.items()}
+
+
+def features_on_all(kind: Kind, directory: Path) -> dict[str, Any]:
+    found = {}
+    for name in FEATURES if kind == "ours" else ["nothing"]:
+        feature = FEATURES[name]
+        how: dict[str, Any] = {"by": feature.by, "conversion": feature.conversion, "strategy": feature.strategy}
+        found[name] = learn(feature, trainer_with(kind, directory, **how, **feature.options()))
+    return found
+
+
+def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
+    """With DDP's options, Lightning's ways to optimise, and layers of all kinds: the statistics are joint.
+
+    What the ranks have, running statistics included, is the same to the last bit; the callback also serves stock DDP.
+    """
+    (alone,) = run_ranks(features_alone, 1, time_limit=60)
+    first, second = on_ranks("ours", features_on_all, tmp_path, time_limit=60)
+    stock, _ = on_ranks("stock", features_on_all, tmp_path)
+    for name, feature in FEATURES.items():
+        assert_same(first[name], second[name])
+        close = {"rtol": feature.tolerance, "atol": feature.tolerance}
+        torch.testing.assert_close(first[name], alone[name], **close, msg=lambda text, name=name: f"{name}: {text}")
+    torch.testing.assert_close(stock["nothing"], alone["nothing"], rtol=1e-9, atol=1e-9)
+
+
 def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
     """Leave ``fit`` in several ways; return what was said in the first run."""
     lines = BufferingHandler(10_000)
@@ -317,7 +239,7 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
         logger.addHandler(lines)
     said: list[str] = []
     for end, limit in ((None, None), (None, 0), (ZeroDivisionError(), None), (KeyboardInterrupt(), None)):
-        model = OddModel(end)
+        model = Odd(end)
         before = facts(model)
         trainer = trainer_with(kind, directory, by=by, limit_train_batches=limit, max_epochs=1)
         with warnings.catch_warnings(record=True) as caught, suppress(ZeroDivisionError, RankFailedError, SystemExit):
@@ -326,80 +248,71 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
         texts = [*(each.getMessage() for each in lines.buffer), *(str(each.message) for each in caught)]
         said = said or [text for text in texts if "BatchNorm" in text]
         assert facts(model) == before
-        assert model.layers[1] is model.layers[3]
         if end is None:
             assert model.seen["on_fit_end"] == before
         if end is None and limit is None:
             assert by == "flag" or model.seen["on_train_end"] == before
             assert model.seen["training"]["modules"] != before["modules"]
             assert model.seen["training"]["keys"] == before["keys"]
+    model = Odd()
+    before = facts(model)
+    trainer = trainer_with(kind, directory, by=by, default_root_dir=directory)
+    options: dict[str, Any] = {
+        "num_training": 6,
+        "early_stop_threshold": None,
+        "attr_name": "end",
+        "update_attr": False,
+    }
+    assert len(Tuner(trainer).lr_find(model, **options).results["loss"]) == 6
+    assert facts(model) == before
     return said
 
 
-@pytest.mark.parametrize(("kind", "by"), [("ours", "flag"), ("stock", "callback")])
+@pytest.mark.parametrize(
+    ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
+)
 def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
-    """Types, modes, keys and sharing, after the end, an error, Ctrl-C, and where there was nothing to train.
+    """Types, modes, keys and sharing: after the end, an error, Ctrl-C, nothing to train, and Lightning's Tuner.
 
-    Rank 0 says once what has been converted, and warns of what cannot be.
+    Rank 0 says in one line what was converted, and names in one warning what was not.
     """
     (summary, warning), second = on_ranks(kind, fit_and_leave, tmp_path, by)
     assert summary == (
-        "SyncBatchNorm: 2 of 4 layers, statistics over 2 ranks; "
-        "not: 1 its forward may normalise by itself, 1 synchronises already"
+        "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; not: 3 overrides forward, 1 synchronises already"
     )
-    assert "layers.4 (Functional): its forward may normalise by itself" in warning
+    assert "layers.3 (Scaled) overrides forward; layers.4 (Mixed) overrides forward; layers.5 (Split) " in warning
     assert second == []
 
 
-def fit_on_one_rank(rank: int, world_size: int) -> None:
-    from lightning_ddp_ext import SyncBatchNormConversion
+class ByItself(Joint):
+    """Has a layer that calls ``F.batch_norm``."""
 
-    model = OddModel()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = kinds.Functional(8)
+
+
+def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -> str:
     before = facts(model)
-    trainer_alone(callbacks=[pickle.loads(pickle.dumps(SyncBatchNormConversion()))], max_epochs=1).fit(model)
-    assert model.seen["training"] == before
-
-
-def test_one_rank_is_left_alone() -> None:
-    """Nothing is converted where there are no batches to join; the callback can be pickled, as for spawned ranks."""
-    run_ranks(fit_on_one_rank, 1)
-
-
-def tune(kind: Kind, directory: Path) -> None:
-    model = Joint()
-    model.lr, untuned = 0.1, copy.deepcopy(model)
-    before = facts(model), weights(model)
-    trainer = trainer_with(kind, directory, default_root_dir=directory)
-    finder = Tuner(trainer).lr_find(model, num_training=6, early_stop_threshold=None, update_attr=False)
-    assert finder is not None
-    assert len(finder.results["loss"]) == 6
-    assert facts(model) == before[0]
-    assert_same(weights(model), before[1])
-    trainer.fit(model)
-    trainer_with(kind, directory).fit(untuned)
-    assert_same(weights(model), weights(untuned))
-
-
-@pytest.mark.lowest
-def test_a_learning_rate_is_found_without_a_trace(tmp_path: Path) -> None:
-    """Lightning's Tuner leaves `fit` by an exception of its own: the model is what it was, and trains as it would."""
-    on_ranks("ours", tune, tmp_path)
-
-
-def choose_beside_the_flag(kind: Kind, directory: Path) -> str:
-    from lightning_ddp_ext import SyncBatchNormConversion
-
-    trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion()]).fit(Joint())  # it is no choice
-    trainer = trainer_with(kind, directory, by="flag", callbacks=[SyncBatchNormConversion(process_group=1)])
     with pytest.raises((ConfigurationError, RankFailedError)) as caught:
-        trainer.fit(Joint())
+        trainer_with(kind, directory, **options).fit(model)
+    assert facts(model) == before
     return str(caught.value)
 
 
-def test_a_choice_beside_the_trainers_flag_ends_fit_on_all_ranks(tmp_path: Path) -> None:
-    """The error says that the flag converts all layers over all ranks."""
-    for error in on_ranks("ours", choose_beside_the_flag, tmp_path):
-        assert "sync_batchnorm=True converts all layers over all ranks" in error
+@pytest.mark.parametrize(
+    ("model", "options", "told"),
+    [
+        (ByItself(), {"conversion": {"include": "layers.*"}}, "BatchNorm layer 'layers.1' (Functional) is not"),
+        (Joint(), {"by": "both", "conversion": {"process_group": 1}}, "sync_batchnorm=True converts all layers over"),
+    ],
+)
+def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
+    model: Joint, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    """A layer whose forward does not reach ours is named; the Trainer's flag leaves no choice of ranks."""
+    for error in on_ranks("ours", choose, tmp_path, model, options):
+        assert told in error
 
 
 def resume(kind: Kind, directory: Path) -> None:

@@ -14,17 +14,20 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from lightning_ddp_ext import DDPExtStrategy, ring_all_reduce
+from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
 
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "ring": {"ddp_comm_hook": "ring"},
     "power_sgd": {"ddp_comm_hook": "power_sgd"},
     "fp16_compress": {"ddp_comm_hook": "fp16_compress"},
-    "wrapped": {"ddp_comm_hook": ring_all_reduce, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+    "function": {"ddp_comm_hook": default_hooks.allreduce_hook},
+    "wrapped": {
+        "ddp_comm_hook": default_hooks.allreduce_hook,
+        "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+    },
 }
 
 

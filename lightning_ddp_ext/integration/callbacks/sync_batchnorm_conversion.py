@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import Ranks
-from lightning_ddp_ext.batchnorm.selection import Predicate, Selection
+from lightning_ddp_ext.batchnorm.selection import Choice, Predicate, Selection
 
 from ..layer_sync import RanksLayerSync
 from ..lightning_tree import pl
@@ -14,11 +14,16 @@ from ..lightning_tree import pl
 class SyncBatchNormConversion(pl.Callback):
     """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
-    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA alike, and when training ends they are again
-    what they were: ``on_train_end`` of the module and of callbacks that come after this one, exports, ``torch.jit`` and
-    ``load_state_dict`` see plain BatchNorm. State dicts have the same keys all the time. Copies that are made of layers
-    in between stay synchronised: ``restore_batchnorm`` restores them, too. Layers that are added later are not
-    converted. Rank 0 logs in one line what has been converted. With one rank nothing is done.
+    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are again what they
+    were: ``on_train_end`` of the module and of later callbacks, exports and ``load_state_dict`` see plain BatchNorm.
+    State dicts have the same keys all the time. Copies of layers that are made in between stay synchronised until
+    ``restore_batchnorm`` restores them. Layers that are added later are not converted. Rank 0 logs in one line what was
+    converted. With one rank nothing is done.
+
+    A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
+    ``include`` or ``predicate`` chooses it: ``include="*"`` chooses all layers. Its ``forward`` then runs as it is, and
+    its ``super().forward(input)`` synchronises. If it does not make that call, the first training step raises a
+    ``ConfigurationError`` that names the layer.
 
     DDP sends rank 0's running statistics to all ranks before each step, which changes nothing where all ranks have the
     same; for groups of ranks with statistics of their own, turn it off with ``broadcast_buffers=False``.
@@ -26,20 +31,20 @@ class SyncBatchNormConversion(pl.Callback):
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
 
-    Averages of the model, such as those of Lightning's ``WeightAveraging``, have their own running statistics, or the
-    model's, as documented there: the numbers are those of one process on the joined batches.
+    Averages of the model, such as those of Lightning's ``WeightAveraging``, are those of one process on the joined
+    batches.
 
     Args:
         include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
             that fits a module counts for all layers in it.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
-            number for groups of so many consecutive ranks, or a ``torch.distributed.ProcessGroup`` of processes that
-            have met before the Trainer is made.
+            number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
+            opened before the Trainer was made.
 
     Raises:
-        ConfigurationError: ``process_group`` makes no sense; in ``fit``, ``include`` or ``exclude`` fits no layer,
-            ``predicate`` is no function, or ``sync_batchnorm=True`` was given, too.
+        ConfigurationError: ``process_group`` is none of these; in ``fit``, ``include`` or ``exclude`` fits no layer, or
+            layers or ranks were chosen beside ``sync_batchnorm=True``.
 
     Example::
 
@@ -53,7 +58,7 @@ class SyncBatchNormConversion(pl.Callback):
         predicate: Predicate | None = None,
         process_group: Ranks = None,
     ) -> None:
-        self._layers = RanksLayerSync(process_group, include=include, exclude=exclude, predicate=predicate)
+        self._layers = RanksLayerSync(process_group, Choice(include, exclude, predicate))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
