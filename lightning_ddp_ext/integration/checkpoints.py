@@ -18,7 +18,7 @@ from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointError, CheckpointMismatchError, DDPExtError, RankFailedError
-from lightning_ddp_ext.ranks import Ranks, rank_zero_for_all
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
@@ -82,13 +82,7 @@ class Checkpoints:
                     context.barriers.enter(f"the end of {what}")
 
         with self._every_rank(what):
-            return rank_zero_for_all(
-                work,
-                is_rank_zero=self._strategy.is_global_zero,
-                broadcast=self._strategy.broadcast,
-                what=what,
-                settle=settle,
-            )
+            return self._ranks.on_rank_zero(work, what, settle)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
