@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,11 +108,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         *,
         map_weights: bool = False,
     ) -> Any:
-        """Read a checkpoint on all of ``ranks``; a file without checksums gives a warning. Collective.
-
-        Raises:
-            CheckpointError: one of its kinds, on every rank.
-        """
+        """Read a checkpoint on all of ``ranks``, or raise on all; warn of a file without checksums. Collective."""
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
@@ -133,7 +128,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        self._in_turn(path, partial(remove, path))
+        self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background)
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -141,10 +136,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointSaveError: the file system has no links, or a directory is in the way.
         """
-        self._in_turn(path, partial(link, target, path))
-
-    def _in_turn(self, path: PathLike, job: Callable[[], None]) -> None:
-        self.saver.follow_up(os.fspath(path), job, later=self.background)
+        self.saver.follow_up(os.fspath(path), partial(link, target, path), later=self.background)
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.

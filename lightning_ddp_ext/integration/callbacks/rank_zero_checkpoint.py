@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -13,7 +11,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints import Checkpoints
-from ..lightning_tree import pl, rank_zero_warn, refuse_missing
+from ..lightning_tree import fabric, pl, rank_zero_warn, refuse_missing
 from ..replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
 
@@ -66,9 +64,8 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         mine = super()._monitor_candidates(trainer)
         if self._checkpoints is None or self._checkpoints.is_interrupted:
             return mine
-        agreed: Mapping[str, Any] = trainer.strategy.broadcast({name: _on_cpu(value) for name, value in mine.items()})
-        device = trainer.strategy.root_device
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in agreed.items()}
+        agreed = trainer.strategy.broadcast(fabric.utilities.move_data_to_device(mine, "cpu"))
+        return fabric.utilities.move_data_to_device(agreed, trainer.strategy.root_device)  # type: ignore[no-any-return]
 
     @override
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
@@ -77,10 +74,6 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
             super()._link_checkpoint(trainer, filepath, linkpath)
             return
         self._checkpoints.on_rank_zero(lambda: io.link(filepath, linkpath), f"linking {linkpath}")
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _checkpoints_of(
@@ -133,7 +126,8 @@ def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
     replaced.replace(strategy, "save_checkpoint", checkpoints.save)
     replaced.replace(strategy, "remove_checkpoint", checkpoints.remove)
     replaced.restore_by(trainer, checkpoints.restore)
-    if isinstance(io, RankZeroCheckpointIO):  # Lightning calls these two on every rank
-        replaced.replace(io, "load_checkpoint", checkpoints.load)
+    # The strategy calls these methods of its IO on every rank.
     replaced.replace(io, "teardown", finish_and_undo)
+    if isinstance(io, RankZeroCheckpointIO):
+        replaced.replace(io, "load_checkpoint", checkpoints.load)
     return checkpoints
