@@ -12,8 +12,8 @@ BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/__init__.py)
 TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
-# `dependencies` of pyproject.toml and what follows down to `cli`, each at its lower bound.
-LOWEST_OF := sed -n '/^dependencies/,/^cli/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
+# `dependencies` of pyproject.toml and what follows down to `debug`, each at its lower bound.
+LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)

@@ -34,5 +34,5 @@ if __name__ == "__main__":
     trainer.fit(model)
     if trainer.is_global_zero:
         print(f"after {trainer.global_step} steps the weights sum to {model.layer.weight.sum().item():.6f}", flush=True)
-        # Versions, devices, launcher. It needs: pip install '.[cli]'
+        # Versions, devices, launcher.
         subprocess.run([sys.executable, "-m", "lightning_ddp_ext", "env"], check=False)

@@ -1,9 +1,8 @@
-"""Work that every rank does together, and that ends on all ranks with a result or with the same error."""
+"""Do work that concerns every rank, and end on all ranks with a result or with the same error."""
 
 from __future__ import annotations
 
 import pickle
-import struct
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,168 +15,124 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-_SIZE = struct.Struct("<q")
-# Bytes of a pickled value that travel together with its size.
-_INLINE = 2048
-# Bytes of one broadcast: at about this size it is fastest, and a device need hold no more at a time.
+# Bytes of one broadcast: about this size is the fastest, and bounds the memory that it takes on a device.
 _PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among those that read or write a checkpoint together.
+    """The ranks that do something together, seen from one of them. Each method is collective: every rank must call it.
 
     Args:
-        rank: this one.
-        world_size: how many there are; 1 takes no process group.
+        rank: this rank.
+        world_size: how many there are; 1 needs no process group.
         device: this rank's own.
+        group: their process group; ``None`` for the default one.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009 # immutable
+    group: dist.ProcessGroup | None = None
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective: one for values that are small once pickled, else two."""
+        """Return the values of all ranks, by rank."""
         if self.world_size == 1:
             return [value]
-        data = pickle.dumps(value)
-        messages = self._exchange(data, _INLINE)
-        longest = max(size for size, _ in messages)
-        if longest > _INLINE:
-            messages = self._exchange(data, longest)
-        return [pickle.loads(content[:size]) for size, content in messages]
-
-    def _exchange(self, data: bytes, room: int) -> list[tuple[int, bytes]]:
-        """The size of each rank's data, and as much of the data as there is room for."""
-        message = _SIZE.pack(len(data)) + data[:room].ljust(room)
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._wire)
-        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(gathered, mine)
-        arrived = [bytes(each.cpu().numpy()) for each in gathered]
-        return [(_SIZE.unpack_from(each)[0], each[_SIZE.size :]) for each in arrived]
-
-    def on_every_rank(self, work: Callable[[], T], what: str) -> T:
-        """Run ``work`` on every rank; if it raises on any, raise that error on all. Collective."""
-        return on_every_rank(work, rank=self.rank, gather=self.gather, what=what)
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, by rank, on rank 0, and ``None`` on the others. Collective."""
+        """Return the values of all ranks, by rank, on rank 0, and ``None`` on the others."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0)
+        dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
     def from_rank_zero(self, value: Any) -> Any:
-        """Rank 0's value. Collective."""
+        """Return rank 0's value."""
         if self.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
     def broadcast(self, data: Tensor) -> None:
-        """Fill ``data``, bytes in CPU memory, with rank 0's. Collective."""
+        """Fill ``data``, bytes in CPU memory, with rank 0's."""
         if self.world_size == 1:
             return
+        sends_cpu_memory = "gloo" in str(dist.get_backend(self.group))
         for piece in data.split(_PIECE):
-            sent = piece.to(self._wire)
-            dist.broadcast(sent, src=0)
+            sent = piece if sends_cpu_memory else piece.to(self.device)
+            dist.broadcast(sent, src=0, group=self.group)
             if sent is not piece and self.rank != 0:
                 piece.copy_(sent)
 
-    @property
-    def _wire(self) -> torch.device:
-        """Where what is sent has to be: other backends than gloo know no CPU memory."""
-        return torch.device("cpu") if "gloo" in str(dist.get_backend()) else self.device
+    def on_rank_zero(self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None) -> T:
+        """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
 
+        If rank 0 dies during the work, the control channel releases the others.
 
-def rank_zero_for_all(
-    work: Callable[[], T],
-    *,
-    is_rank_zero: bool,
-    broadcast: Callable[[Any], Any],
-    what: str = "work",
-    settle: Callable[[], object] = lambda: None,
-) -> T:
-    """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
+        Args:
+            work: called on rank 0 alone. Its result must be picklable, or that is the error.
+            what: names the work in the note that other ranks add to the error.
+            settle: waits until every rank has the error. Without it, the first rank to raise might abort the broadcast
+                that a slower rank is still receiving.
 
-    Collective: every rank must call it. If rank 0 dies on the way, its peers are released by the control channel.
+        Raises:
+            Exception: whatever ``work`` raised; on other ranks of the same type and with the same text if pickle keeps
+                both, else a ``RuntimeError`` with type and text, and the failing rank's traceback as its cause.
 
-    Args:
-        work: called on rank 0 alone. Its result must be picklable, or that is the error.
-        is_rank_zero: whether this is rank 0.
-        broadcast: sends rank 0's object to every rank and returns it there, such as ``strategy.broadcast``.
-        what: names the work in the note that other ranks add to the error.
-        settle: waits until every rank has the error. Without it the first rank that raises may release a slower one
-            from the broadcast that brings it the same.
-
-    Raises:
-        Exception: whatever ``work`` raised; on other ranks of the same type and with the same text where pickle keeps
-            both, else a ``RuntimeError`` that says them, and rank 0's traceback as its cause.
-
-    >>> rank_zero_for_all(lambda: 6 * 7, is_rank_zero=True, broadcast=lambda obj: obj)
-    42
-    """
-    if not is_rank_zero:
-        message = broadcast(None)
+        >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
+        42
+        """
+        own: Exception | None = None
+        message: Any = None
+        if self.rank == 0:
+            try:
+                result = work()
+                message = pickle.dumps(result)
+            except Exception as error:
+                own, message = error, _Failure.of(error)
+        message = self.from_rank_zero(message)
         if isinstance(message, _Failure):
             settle()
-            raise message.to_error(what, rank=0)
-        return pickle.loads(message)  # type: ignore[no-any-return]
-    try:
-        result = work()
-        pickled = pickle.dumps(result)
-    except Exception as error:
-        broadcast(_Failure.of(error))
-        settle()
-        raise
-    broadcast(pickled)
-    return result
+            raise own or message.to_error(what, rank=0)
+        return result if self.rank == 0 else pickle.loads(message)
 
+    def on_every_rank(self, work: Callable[[], T], what: str) -> T:
+        """Run ``work``, which must not contain a collective, on every rank; raise the first error, by rank, on all.
 
-def on_every_rank(work: Callable[[], T], *, rank: int, gather: Callable[[Any], list[Any]], what: str = "work") -> T:
-    """Run ``work`` on every rank; if it raises on any, raise the error of the first such rank on all.
+        Raises:
+            Exception: as for :meth:`on_rank_zero`.
 
-    Collective: every rank must call it, and ``work`` must have no collective in it.
-
-    Args:
-        work: this rank's part.
-        rank: this rank.
-        gather: gives every rank the objects of all, by rank, such as ``all_gather_object``.
-        what: names the work in the note that other ranks add to the error.
-
-    Raises:
-        Exception: as for :func:`rank_zero_for_all`.
-
-    >>> on_every_rank(lambda: 6 * 7, rank=0, gather=lambda obj: [obj])
-    42
-    """
-    own: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:
-        own = error
-    failures = gather(None if own is None else _Failure.of(own))
-    first = next((index for index, failure in enumerate(failures) if failure is not None), None)
-    if first is None:
+        >>> Ranks().on_every_rank(lambda: 6 * 7, "multiplying")
+        42
+        """
+        own: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        failures = self.gather(None if own is None else _Failure.of(own))
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise own if own is not None and rank == self.rank else failure.to_error(what, rank=rank)
         return result
-    if own is not None and first == rank:
-        raise own
-    raise failures[first].to_error(what, rank=first)
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What travels instead of a result."""
+    """What a rank sends instead of a result."""
 
     error: Exception
     traceback_text: str
 
     @staticmethod
     def of(error: Exception) -> _Failure:
-        """With the error, or where pickle does not keep its type and text, a plain one that says both."""
+        """Wrap the error, or if pickle does not keep its type and text, a ``RuntimeError`` with both."""
         try:
             rebuilt = pickle.loads(pickle.dumps(error))
             survives = (type(rebuilt), str(rebuilt)) == (type(error), str(error))
@@ -187,7 +142,7 @@ class _Failure:
         return _Failure(portable, "".join(traceback.format_exception(error)))
 
     def to_error(self, what: str, *, rank: int) -> Exception:
-        """The error for other ranks."""
+        """Return the error for other ranks."""
         if hasattr(self.error, "add_note"):  # Python 3.11
             self.error.add_note(f"raised on rank {rank} during {what}")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
@@ -195,14 +150,14 @@ class _Failure:
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another rank, as the cause of a another error."""
+    """The traceback of another rank, as the cause of an error."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"
 
 
 def shortened(text: str, longest: int) -> str:
-    """The text, or its two ends with a note on what was left out between them."""
+    """Return the text, or its two ends with a note on the length of what was left out."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text
@@ -211,7 +166,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def reason_of(exception: BaseException) -> str:
-    """Type and text of an exception as other ranks are told, however long the text, also where it cannot be made."""
+    """Return type and text of an exception for other ranks, shortened, even if its ``__str__`` fails."""
     name = type(exception).__name__
     try:
         text = str(exception)

@@ -1,7 +1,7 @@
 """Save in the background: training waits for a copy in memory, and threads do the rest in the order of the calls.
 
-There is one copy at a time, so memory is bounded: a save waits until the last checkpoint has been written. Removals
-wait for their turn, too, and none is done after a save that failed: it might remove the last good checkpoint.
+There is one copy at a time, which bounds memory: a save waits until the last checkpoint has been written. Removals are
+queued in the same order, and none follows a failed save: it might remove the last good checkpoint.
 """
 
 from __future__ import annotations
@@ -21,68 +21,58 @@ _logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes and removes checkpoints at once or later, and knows which saves have failed.
+    """Writes and removes checkpoints, in the foreground or in the background.
 
-    The process ends when all is written: its threads are not daemons.
+    The process exits when everything is written: its threads are not daemons.
 
     Attributes:
-        failed: the paths whose last save has failed; that in the background may be on its way.
-        deadline: seconds for which a save under way delays a forced end of this process.
+        deadline: seconds for which an unfinished save delays a forced exit of this process.
     """
 
     def __init__(self) -> None:
-        self.failed: set[str] = set()
         self.deadline = 600.0
         self._last_save_failed = False
         self._buffer = Buffer()
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
-        self._untold: list[BaseException] = []
-        weakref.finalize(self, _log, self._untold)  # at the end of the process, too
+        self._unreported: list[BaseException] = []
+        weakref.finalize(self, _log, self._unreported)  # also at the end of the process
 
     def __reduce__(self) -> Any:
-        return Saver, ()  # started ranks get a copy; threads, and memory for snapshots, are this process's own
+        return Saver, ()  # started ranks get a copy; threads and the buffer belong to this process
 
-    def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write to ``path`` now by ``job``, and remember whether it failed."""
+    def save(self, job: Callable[[], None]) -> None:
+        """Write a checkpoint now by calling ``job``."""
         try:
             with delaying_forced_end(self.deadline):
                 job()
         except BaseException:
-            self._note_failure(path)
+            self._last_save_failed = True
             raise
-        self.failed.discard(path)
         self._last_save_failed = False
 
-    def _note_failure(self, path: str) -> None:
-        self.failed.add(path)
-        self._last_save_failed = True
-
     def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
-        """Copy ``checkpoint`` now, and have ``write`` write the copy to ``path`` later.
+        """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
 
         Raises:
-            CheckpointSaveError: it cannot be pickled, or no thread can be started; errors of the disk come with
-                :meth:`raise_error` and :meth:`wait`.
+            CheckpointSaveError: it cannot be pickled, or no thread can be started; :meth:`raise_error` and
+                :meth:`wait` raise the errors of ``write``.
         """
         with self._saving:
             self.join()
-            self.failed.discard(path)
+            self._last_save_failed = True  # until it has succeeded
             try:
                 content = self._buffer.take(checkpoint)
-                self._start(partial(self.save, path, lambda: write(content())))
-            except BaseException as error:
-                self._note_failure(path)
-                if isinstance(error, Exception):
-                    raise unwritable(checkpoint, path, error) from error
-                raise
+                self._start(partial(self.save, lambda: write(content())))
+            except Exception as error:
+                raise unwritable(checkpoint, path, error) from error
 
     def follow_up(self, path: str, job: Callable[[], None], *, later: bool) -> None:
-        """Run a removal or a link, unless the save before it failed; now, or after all that was given before."""
+        """Run a removal or a link unless the save before it failed; now, or after everything queued so far."""
 
         def unless_failed() -> None:
             if self._last_save_failed:
-                _logger.warning("leaving checkpoint %s as it is: the save before has failed", path)
+                _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
             else:
                 job()
 
@@ -92,7 +82,7 @@ class Saver:
             unless_failed()
 
     def _start(self, job: Callable[[], None]) -> None:
-        """Run ``job`` in a thread of its own, when the thread before it has ended."""
+        """Run ``job`` in a new thread, after the previous thread has finished."""
         jobs: list[Callable[[], None]] = []
         with self._starting:  # the thread waits for the end of this: if this is interrupted, it has nothing to do
             thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
@@ -109,12 +99,12 @@ class Saver:
             for job in jobs:
                 job()
         except BaseException as error:
-            self._untold.append(error)
+            self._unreported.append(error)
 
     def raise_error(self) -> None:
-        """Raise the first error that has happened in the background since the last call, if there is one."""
-        errors = self._untold[:]
-        self._untold.clear()
+        """Raise the first background error since the last call, if there is one."""
+        errors = self._unreported[:]
+        self._unreported.clear()
         if errors:
             raise errors[0]
 
@@ -127,7 +117,7 @@ class Saver:
         """Wait until everything is done.
 
         Raises:
-            Exception: the first error that nobody has been told of.
+            Exception: the first error that has not been raised yet.
         """
         self.join()
         self.raise_error()

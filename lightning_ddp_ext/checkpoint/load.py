@@ -15,7 +15,6 @@ from torch import Tensor, UntypedStorage, nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
-from lightning_ddp_ext.checkpoint.structure import names_by_record
 from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, UnsafeCheckpointError
 
@@ -47,26 +46,19 @@ class LoadOptions:
 
 
 def refuse_damage(archive: Archive, records: Iterable[Record]) -> None:
-    """Check these records, and those that are no tensors.
+    """Check these records, and all that do not hold the memory of tensors.
 
     Raises:
-        DamagedCheckpointError: some have been altered; names their tensors.
+        DamagedCheckpointError: some have been altered; names them.
     """
-    damaged = find_damage(archive, archive.skeleton) or find_damage(archive, records)
-    if damaged:
-        raise damage_error(archive, damaged)
-
-
-def damage_error(archive: Archive, damaged: Iterable[Record]) -> DamagedCheckpointError:
-    """The error that names the tensors in these records; a record without a known tensor goes by its own name."""
-    by_record = names_by_record(archive, damaged)
-    names = tuple(dict.fromkeys(name for record, names in by_record.items() for name in names or [record]))
-    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return DamagedCheckpointError(
-        f"checkpoint {archive.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was written "
-        "(CRC-32); use an earlier checkpoint, or copy the file again, or read it all the same with verify=False",
-        names,
-    )
+    names = tuple(record.name for record in find_damage(archive, (*archive.skeleton, *records)))
+    if names:
+        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+        raise DamagedCheckpointError(
+            f"checkpoint {archive.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
+            "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with verify=False",
+            names,
+        )
 
 
 def placement(map_location: MapLocation) -> Placement:

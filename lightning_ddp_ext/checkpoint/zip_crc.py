@@ -86,13 +86,6 @@ class Archive:
             return None
         return hashlib.sha256(repr((self.size, self.records)).encode()).hexdigest()
 
-    def content_of(self, name: str) -> bytes:
-        """The bytes of the record of that name."""
-        record = next(record for record in self.records if record.name == name)
-        with open(self.path, "rb") as file:
-            file.seek(record.offset)
-            return file.read(record.size)
-
 
 def open_archive(path: Path | str, name: str = "") -> Archive:
     """Read the directory of a checkpoint file.

@@ -1,27 +1,65 @@
-"""The command ``lightning-ddp-ext`` (extra ``cli``): is this machine ready, and is a checkpoint whole?"""
+"""The command ``lightning-ddp-ext``: describe this machine, try out its ranks, and look at checkpoint files."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-_LIBRARIES = ("rich", "typer")
+from lightning_ddp_ext import __version__
+from lightning_ddp_ext.cli.checkpoints import clean, inspect, verify
+from lightning_ddp_ext.cli.environment import env
+from lightning_ddp_ext.cli.self_test import test
 
 
-def main() -> None:
-    """Run the command with the process's own arguments, and end the process.
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command, by default with the arguments of this process, and exit.
 
     Raises:
-        SystemExit: status 0: all is well; 1: a file or directory is not what it should be; 2: the command was not
-            understood, or the libraries of the extra ``cli`` are not installed.
+        SystemExit: status 0: all is well; 1: a file, a directory or the ranks are not as they should be; 2: the command
+            was not understood; 3: ``checkpoint verify`` found a file without checksums, and none that is damaged.
     """
-    try:
-        from lightning_ddp_ext.cli.app import app
-    except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
-        if library not in _LIBRARIES:
-            raise
-        sys.stderr.write(
-            f"lightning-ddp-ext needs {library}, which is not installed; run pip install 'lightning-ddp-ext[cli]'\n"
-        )
-        sys.exit(2)
-    app(prog_name="lightning-ddp-ext")
+    options = vars(_parser().parse_args(arguments))
+    run = options.pop("run")
+    sys.exit(run(**options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lightning-ddp-ext", description="Tools for runs with lightning-ddp-ext.")
+    parser.add_argument("--version", action="version", version=f"lightning-ddp-ext {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    json: dict[str, Any] = {
+        "action": "store_true",
+        "dest": "as_json",
+        "help": "print one JSON document; sizes are bytes",
+    }
+
+    one = _add(commands, "env", env, "show versions, devices, interfaces, and what the launcher's variables mean")
+    one.add_argument("--json", **json)
+
+    one = _add(commands, "test", test, "have the ranks of this launcher connect, reduce, save, verify and restore")
+    one.add_argument("--devices", type=int, default=2, help="ranks to start, if no launcher starts them (default: 2)")
+    one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
+    one.add_argument("--init-method", help="as for the strategy")
+
+    group = commands.add_parser("checkpoint", help="look at checkpoint files, and clean up after killed saves")
+    commands = group.add_subparsers(metavar="COMMAND", required=True)
+
+    one = _add(commands, "verify", verify, "check all checksums, and name the damaged records")
+    one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
+    one.add_argument("--json", **json)
+
+    one = _add(commands, "inspect", inspect, "list every tensor: key, shape, dtype, size; run no code of the file")
+    one.add_argument("path", metavar="PATH", help="file or URL")
+
+    one = _add(commands, "clean", clean, "list what killed saves left in a directory")
+    one.add_argument("directory", metavar="DIR", help="where checkpoints are saved")
+    one.add_argument("--yes", action="store_true", dest="remove", help="remove it, if it is older than an hour")
+    return parser
+
+
+def _add(commands: Any, name: str, run: Any, description: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=description)
+    parser.set_defaults(run=run)
+    return parser

@@ -1,15 +1,12 @@
-"""Lightning's ``CheckpointIO`` on the checkpoint room: what one rank can do by itself."""
+"""Lightning's ``CheckpointIO`` on top of the subpackage ``checkpoint``: what one rank can do alone."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from typing_extensions import override
 
@@ -18,13 +15,10 @@ from lightning_ddp_ext.checkpoint.load import LoadOptions, MapLocation, Mode, pl
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.checkpoint.save import link, remove, write
-from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
 
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
-
-OnSaveError = Literal["raise", "warn"]
 
 # The file in which Lightning's launchers hand weights from a started rank, at its end, to the process that started it.
 _HANDED_OVER = ".temp.ckpt"
@@ -46,14 +40,13 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
             from where model and optimisers take them to each rank's own device.
         background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
-            there yet then: see :meth:`wait`. An error comes with the next save or at the end of ``fit``.
+            there yet then: see :meth:`wait`. The next save, or the end of ``fit``, raises the error of a failed one.
         verify: whether checksums are checked on loading. Files of torch 1.6 and later have them, unless they were
             switched off; a file without is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
             What is passed to ``Trainer.fit(weights_only=...)`` comes first.
         restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
             ``"auto"``: map where all see the same file, else broadcast.
-        on_save_error: ``"raise"``, or ``"warn"`` and train on: errors of saves within ``fit`` cannot be caught.
 
     Raises:
         ConfigurationError: an argument has a value that does not exist.
@@ -67,14 +60,11 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         verify: bool = True,
         weights_only: bool | None = None,
         restore: Mode = "auto",
-        on_save_error: OnSaveError = "raise",
     ) -> None:
         placement(map_location)  # refuses a wrong one now rather than when it is used
         check_choice("restore", restore, *get_args(Mode))
-        check_choice("on_save_error", on_save_error, *get_args(OnSaveError))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
-        self.on_save_error = on_save_error
         self.is_default = False
         self.saver = Saver()
 
@@ -83,22 +73,19 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Write ``checkpoint`` to ``path``. Only rank 0 need call it.
 
         Raises:
-            CheckpointSaveError: it is not written, and what was there before is untouched; in the background: an
-                earlier one is not written, and this one has not been tried.
+            CheckpointSaveError: it was not written, and an existing file is left untouched; in the background also: an
+                earlier save failed, and this one was not tried.
         """
         if storage_options is not None:
             raise TypeError(
                 f"storage_options is not supported by RankZeroCheckpointIO (got {storage_options!r}); configure the "
                 "file system with fsspec's own settings"
             )
-        _warn_if_wrapped()
-        with self._errors_as_chosen():
-            self.saver.raise_error()
-        with self._errors_as_chosen():
-            if self.background and Path(path).name != _HANDED_OVER:
-                self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
-            else:
-                self.saver.save(os.fspath(path), partial(write, checkpoint, path))
+        self.saver.raise_error()
+        if self.background and Path(path).name != _HANDED_OVER:
+            self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
+        else:
+            self.saver.save(partial(write, checkpoint, path))
 
     @override
     def load_checkpoint(
@@ -121,11 +108,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         *,
         map_weights: bool = False,
     ) -> Any:
-        """Read a checkpoint on all of ``ranks``; a file without checksums gives a warning. Collective.
-
-        Raises:
-            CheckpointError: one of its kinds, on every rank.
-        """
+        """Read a checkpoint on all of ``ranks``, or raise on all; warn of a file without checksums. Collective."""
         given: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only}
         options = replace(self.load_options, **{name: value for name, value in given.items() if value is not None})
         content, how, is_checked = restore(locate(path), ranks, options, map_weights=map_weights)
@@ -145,7 +128,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        self._in_turn(path, partial(remove, path))
+        self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background)
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -153,42 +136,17 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointSaveError: the file system has no links, or a directory is in the way.
         """
-        self._in_turn(path, partial(link, target, path))
-
-    def _in_turn(self, path: PathLike, job: Callable[[], None]) -> None:
-        with self._errors_as_chosen():
-            self.saver.follow_up(os.fspath(path), job, later=self.background)
+        self.saver.follow_up(os.fspath(path), partial(link, target, path), later=self.background)
 
     def wait(self) -> None:
         """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
 
         Raises:
-            CheckpointSaveError: something could not be saved, and nobody has been told so far.
+            CheckpointSaveError: a save failed whose error has not been raised yet.
         """
-        with self._errors_as_chosen():
-            self.saver.wait()
+        self.saver.wait()
 
     @override
     def teardown(self) -> None:
         """Called by the strategy at the end: see :meth:`wait`."""
         self.wait()
-
-    @contextmanager
-    def _errors_as_chosen(self) -> Iterator[None]:
-        """Turn our errors of a save into warnings, if that is what the user wants."""
-        try:
-            yield
-        except CheckpointError as error:
-            if self.on_save_error != "warn":
-                raise
-            rank_zero_warn(f"training goes on without this checkpoint (on_save_error='warn'): {error}")
-
-
-def _warn_if_wrapped() -> None:
-    """Warn of Lightning's ``AsyncCheckpointIO`` around ours: it calls ``save_checkpoint`` from its own thread."""
-    caller = sys._getframe(2)  # that of save_checkpoint
-    if caller.f_globals.get("__name__", "").endswith(".plugins.io.async_plugin"):
-        rank_zero_warn(
-            "AsyncCheckpointIO around RankZeroCheckpointIO copies a checkpoint twice, removes the last good one before "
-            "its successor is there, and tells of errors late; use RankZeroCheckpointIO(background=True) alone"
-        )

@@ -1,6 +1,6 @@
-"""Checkpoints for all ranks of a strategy: rank 0 writes for everybody, all read together, and errors reach all.
+"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read together, every rank raises an error.
 
-Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` puts it into a stock strategy.
+Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock strategy.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
+from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.errors import CheckpointError, CheckpointMismatchError, DDPExtError, RankFailedError
-from lightning_ddp_ext.ranks import Ranks, rank_zero_for_all
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
@@ -25,18 +26,18 @@ from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
 
+# How torch.nn.Module.load_state_dict begins the error that lists each name that does not fit.
+_MISMATCH = "Error(s) in loading state_dict for"
+
 
 class Checkpoints:
-    """What a strategy's ranks do about checkpoints together; its ``checkpoint_io`` does the work.
+    """What the ranks of a strategy do about checkpoints together; its ``checkpoint_io`` does the work.
 
-    Errors are raised on every rank. ``failed_saves`` has the paths whose last save has failed; in the background, as
-    far as it was waited for.
+    Every rank raises the errors.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
-        self._path = ""
-        self.failed_saves: frozenset[str] = frozenset()
 
     # Writing.
 
@@ -46,39 +47,25 @@ class Checkpoints:
         stops = getattr(self._strategy, "stops", None)  # of our strategy
         if isinstance(io, RankZeroCheckpointIO) and stops is not None:
             io.saver.deadline = stops.deadline.total_seconds()
-
-        def work() -> frozenset[str]:
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return frozenset(io.saver.failed if isinstance(io, RankZeroCheckpointIO) else ())
-
-        self.failed_saves = self.on_rank_zero(work, f"saving {os.fspath(path)}") or frozenset()
+        self.on_rank_zero(
+            lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options), f"saving {os.fspath(path)}"
+        )
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
-    def join(self) -> None:
-        """Wait until all is saved, or has failed. Collective, unless the Trainer is interrupted."""
-        io: Any = self._strategy.checkpoint_io
-
-        def work() -> frozenset[str]:
-            io.saver.join()
-            return frozenset(io.saver.failed)
-
-        if self.saves_in_background:
-            self.failed_saves = self.on_rank_zero(work, "saving in the background") or frozenset()
-
     def finish(self) -> None:
-        """Wait until all is saved, or raise the error. Collective, unless the Trainer is interrupted."""
-        if not self.saves_in_background:
+        """Wait until everything is saved, or raise the error. Collective, unless the Trainer is interrupted."""
+        io = self._strategy.checkpoint_io
+        if not isinstance(io, RankZeroCheckpointIO) or not io.background:
             return
-        self.join()
         try:
-            self.on_rank_zero(self._strategy.checkpoint_io.teardown, "saving in the background")
+            self.on_rank_zero(io.wait, "saving in the background")
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(f"and {error}")  # another error is on its way to the user already
+            rank_zero_warn(f"and {error}")  # the user will see another error
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
@@ -95,13 +82,7 @@ class Checkpoints:
                     context.barriers.enter(f"the end of {what}")
 
         with self._every_rank(what):
-            return rank_zero_for_all(
-                work,
-                is_rank_zero=self._strategy.is_global_zero,
-                broadcast=self._strategy.broadcast,
-                what=what,
-                settle=settle,
-            )
+            return self._ranks.on_rank_zero(work, what, settle)
 
     def to_rank_zero(self, value: Any, what: str) -> list[Any] | None:
         """Give rank 0 the values of all ranks, by rank, and the others ``None``. Collective."""
@@ -110,7 +91,7 @@ class Checkpoints:
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """A call that every rank must make: one that will not come is named, and one that fails."""
+        """Make a call that every rank must make: name a rank that does not call, or that fails."""
         context = current()
         try:
             if context is not None and self._world_size > 1:
@@ -121,46 +102,49 @@ class Checkpoints:
         except Exception as error:
             if not echoes_another_rank(error):
                 raise
-            # Outside of fit and the like nobody else says which rank is to blame.
+            # Outside of fit and the like nothing else names the rank that failed.
             explanation: BaseException = explain(error)
             raise explanation from explanation.__cause__
 
     # Reading.
 
-    def load(self, path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+    def restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
+        """Have every rank ``restore`` the file that rank 0 found. Collective.
+
+        Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks are connected. A rank
+        that finds nothing would skip the restore, and with it the collectives inside.
+        """
+        path = self._strategy.broadcast(None if path is None else os.fspath(path))
+        try:
+            restore(path, *args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith(_MISMATCH):
+                raise
+            raise CheckpointMismatchError(
+                f"checkpoint {path} does not fit the model: {error}; build the model as it was when it was saved, or "
+                "set strict_loading = False in the LightningModule if keys may be missing"
+            ) from error
+
+    def load(
+        self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint on every rank. Collective, if the IO is ours.
 
         Its ``state_dict`` may be mapped from the file where it is only copied into the model.
         """
         io, module = self._strategy.checkpoint_io, self._strategy.lightning_module
-        self._path = os.fspath(path)
         if not isinstance(io, RankZeroCheckpointIO):
             options = {} if weights_only is None else {"weights_only": weights_only}
             return io.load_checkpoint(path, **options)
+        what = f"reading {os.fspath(path)}"
         if io.background:
-            self.on_rank_zero(io.wait, f"reading {self._path}")
-        with self._every_rank(f"reading {self._path}"):
+            self.on_rank_zero(io.wait, what)
+        with self._every_rank(what):
             map_weights = module is not None and not wants_content(module, self._trainer)
-            content = io.read(path, self._ranks, weights_only=weights_only, map_weights=map_weights)
-        return _adapted(content, self._path, module)
-
-    def load_weights(self, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint's weights into the model by ``load``; name each parameter that does not fit."""
-        try:
-            load(checkpoint, strict=strict)
-        except RuntimeError as error:
-            raise CheckpointMismatchError(
-                f"checkpoint {self._path} does not fit the model: {error}; build the model as it was when it was "
-                "saved, or set strict_loading = False in the LightningModule if keys may be missing"
-            ) from error
+            content = io.read(path, self._ranks, map_location, weights_only, map_weights=map_weights)
+        return _adapted(content, os.fspath(path), module)
 
     # What the strategy and the Trainer have.
-
-    @property
-    def saves_in_background(self) -> bool:
-        """Whether a save may not have ended when :meth:`save` returns."""
-        io = self._strategy.checkpoint_io
-        return isinstance(io, RankZeroCheckpointIO) and io.background
 
     @property
     def _ranks(self) -> Ranks:

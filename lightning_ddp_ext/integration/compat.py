@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .lightning_tree import Loop, refuse_missing
+from .lightning_tree import Loop, pl, refuse_missing
 
 # Loops.
 
@@ -142,6 +142,23 @@ def requeued_checkpoint_of(trainer: Any) -> str | None:
     """What a SLURM job that has been requeued has saved."""
     path: str | None = trainer._checkpoint_connector._hpc_resume_path
     return path
+
+
+# Checkpoint callbacks.
+
+refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints", "_ModelCheckpoint__resolve_ckpt_dir")
+
+
+def last_checkpoints_of(callback: Any, trainer: Any) -> set[str | None]:
+    """The files of ``save_last`` in the directory of a ``ModelCheckpoint``, also before its ``setup``."""
+    paths: set[str | None] = callback._find_last_checkpoints(trainer)
+    return paths
+
+
+def directory_of(callback: Any, trainer: Any) -> str:
+    """The directory of a ``ModelCheckpoint``, also before its ``setup`` chooses a default ``dirpath``."""
+    directory: str = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)
+    return directory
 
 
 # Logged values.

@@ -33,9 +33,9 @@ from lightning_ddp_ext.supervision.rank_processes import (
 )
 
 from .callbacks.rank_debugger import debugged_rank
+from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
 from .joining import environment_of_started_ranks, start_variables
-from .last_checkpoint import with_last_checkpoint
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.ranks import on_every_rank
+from lightning_ddp_ext.ranks import Ranks
 
 from .lightning_tree import pl
 
@@ -75,19 +75,13 @@ def gather_predictions(trainer: Any) -> Any:
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
     """Join the predictions of all ranks on rank 0; what goes wrong on one rank is raised on all. Collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-
-    def gather(value: Any) -> list[Any]:
-        values = [None] * world_size
-        dist.all_gather_object(values, value, group=group)
-        return values
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
 
     def on_all(work: Callable[[], Any], problem: str) -> Any:
-        return on_every_rank(partial(_explained, work, problem), rank=rank, gather=gather, what="gather_predictions")
+        return ranks.on_every_rank(partial(_explained, work, problem), "gather_predictions")
 
     own = on_all(lambda: pickle.dumps(_own_batches(trainer)), "predictions must be picklable to be gathered")
-    found: list[Any] | None = [None] * world_size if rank == 0 else None
-    dist.gather_object(own, found, group=group)
+    found = ranks.to_rank_zero(own)
     return on_all(lambda: None if found is None else _join_ranks(found), "predictions cannot be joined")
 
 

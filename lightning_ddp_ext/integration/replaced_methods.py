@@ -5,8 +5,8 @@ Four are the most that a run has, and the strategy's ``teardown`` undoes all of 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .lightning_tree import RunningStage, refuse_missing
@@ -48,20 +48,11 @@ class ReplacedMethods:
 
         self.replace(connector, "_prepare_dataloader", prepare)
 
-    def restore_what_rank_zero_does(self, trainer: Any) -> None:
-        """Have every rank restore what rank 0 does.
-
-        ``"last"``, ``"best"`` and the like are looked up by each rank on its own disk, before the ranks have met. A
-        rank that finds nothing would go on without a restore, and so without the others.
-        """
+    def restore_by(self, trainer: Any, restore: Callable[..., None]) -> None:
+        """Have ``restore``, which gets Lightning's own method and its arguments, restore the model and callbacks."""
         connector = trainer._checkpoint_connector
-        restore_own = type(connector)._restore_modules_and_callbacks
-
-        def restore_the_same(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            mine = None if checkpoint_path is None else os.fspath(checkpoint_path)
-            restore_own(connector, trainer.strategy.broadcast(mine), *args, **kwargs)
-
-        self.replace(connector, "_restore_modules_and_callbacks", restore_the_same)
+        own = partial(type(connector)._restore_modules_and_callbacks, connector)
+        self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
         """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""

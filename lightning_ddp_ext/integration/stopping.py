@@ -14,6 +14,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
+from .checkpoint_paths import stop_checkpoint_of
 from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, note_sigterm, save_and_requeue
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
@@ -181,18 +182,12 @@ class Stops:
         if self._slurm is not None and request.signum in self._warnings:
             save_and_requeue(self._trainer, request.signum)
             return "saved where the requeued job will find it"
-        if self._strategy.stop_checkpoint is None:
+        path = stop_checkpoint_of(self._trainer)
+        if path is None:
             return "nothing is saved, as was asked for"
-        path = os.path.join(self._directory, os.fspath(self._strategy.stop_checkpoint))
         self._trainer.save_checkpoint(path)
         self._strategy.checkpoints.finish()
         return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
-
-    @property
-    def _directory(self) -> str:
-        """Where the Trainer's other checkpoints are."""
-        directory: str | None = getattr(self._trainer.checkpoint_callback, "dirpath", None)
-        return directory or str(self._trainer.default_root_dir)
 
 
 def _steps_of(trainer: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
@@ -353,13 +353,9 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        checkpoint = self.checkpoints.load(checkpoint_path, weights_only)
+        checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
         self.data.training.load(checkpoint)
         return checkpoint
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.checkpoints.load_weights(super().load_model_state_dict, checkpoint, strict)
 
     # The Trainer that the ranks work for.
 
@@ -380,7 +376,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             self.debugged.wait_if_debugged(self.global_rank)
         if self.world_size > 1:
             install_breakpointhook(self.global_rank)
-        self._replaced.restore_what_rank_zero_does(trainer)
+        self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, context, self._replaced)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ import torch
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Mode, placement
-from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
 from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
-from tests.harness.damage import flip
 
 META = torch.device("meta")
 
@@ -55,21 +53,6 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     assert same(value, content)
 
 
-def test_a_tensor_is_the_record_of_its_name(tmp_path: Path) -> None:
-    """Also where one of its size, which nothing refers to, stands some whole pages before it."""
-    written, path, content = tmp_path / "it.ckpt", tmp_path / "crafted.ckpt", {"a": numbers(MAPPED)}
-    size = saved(written, content).tensor_data[0].size
-    decoy = {"it/data/x": bytes(size), "it/filler": bytes(-(size + 2 * (30 + len("it/filler"))) % 4096)}
-    with zipfile.ZipFile(written) as source, zipfile.ZipFile(path, "w") as target:
-        records = {name: source.read(name) for name in source.namelist()}
-        first, second = ({f"it/{name}": records.pop(f"it/{name}")} for name in ("data.pkl", "data/0"))
-        for name, data in {**first, **decoy, **second, **records}.items():
-            target.writestr(name, data)
-    value = restored(path, map_weights=True)
-    assert mapped(path)
-    assert same(value, content)
-
-
 class Once:
     """Can be pickled, and what comes of it cannot."""
 
@@ -86,33 +69,6 @@ def test_what_cannot_be_pickled_again_is_read_where_it_is_seen(tmp_path: Path) -
     assert same(value["state_dict"], weights)
     with pytest.raises(CheckpointError, match=r"cannot be sent to other ranks: TypeError: .*; put it where every rank"):
         restored(path, "broadcast", weights_only=False)
-
-
-def test_views_still_share(tmp_path: Path) -> None:
-    """What shared memory when it was saved shares it when it is read."""
-    base = numbers(10)
-    content = {"whole": base, "part": base[3:], "again": base}
-    saved(tmp_path / "it.ckpt", content)
-    value = restored(tmp_path / "it.ckpt", "broadcast")
-    assert same(value, content)
-    value["whole"][5] = -1
-    assert value["part"][2] == -1
-    assert value["again"] is value["whole"]
-
-
-def test_damage_names_the_tensors(tmp_path: Path) -> None:
-    """All names of what lies in changed records are known, ten are told; with ``verify=False`` it is read."""
-    path, base = tmp_path / "it.ckpt", numbers(50)
-    archive = saved(path, {"state_dict": {"a": base, "tied": base}, "whole": numbers(2), "t": [numbers(3)] * 10})
-    for record in archive.tensor_data:
-        if record.size != 8:
-            flip(path, record.name)
-    with pytest.raises(
-        DamagedCheckpointError, match=r"damaged: state_dict.a, state_dict.tied, t.0, .* and 2 more"
-    ) as it:
-        restored(path)
-    assert it.value.damaged == ("state_dict.a", "state_dict.tied", *(f"t.{number}" for number in range(10)))
-    assert not torch.equal(restored(path, verify=False)["state_dict"]["a"], base)
 
 
 @pytest.mark.parametrize(

@@ -1,44 +1,34 @@
-"""Runs the command in this process, and makes the files that it is to look at."""
+"""Runs the command in this process, and makes the files that it looks at."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from typer.testing import CliRunner
 
-from lightning_ddp_ext.cli.app import app
+from lightning_ddp_ext.cli import main
 
 
 @dataclass(frozen=True)
 class Ended:
     """How the command ended, and what it wrote."""
 
-    status: int
+    status: Any
     stdout: str
     stderr: str
 
-    @property
-    def document(self) -> Any:
-        """What ``--json`` prints: one document, on one line, and nothing else."""
-        assert self.stderr == ""
-        assert self.stdout.count("\n") == 1
-        return json.loads(self.stdout)
 
-    def row(self, key: str) -> list[str]:
-        """The cells of the one row of a table that begins with ``key``."""
-        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in self.stdout.splitlines()]
-        [found] = [row for row in rows if row[:1] == [key]]
-        return found
-
-
-def checkpoint(command: str, *arguments: str | Path) -> Ended:
-    """``lightning-ddp-ext checkpoint command arguments``; an exception fails the test instead of being printed."""
-    result = CliRunner().invoke(app, ["checkpoint", command, *map(str, arguments)], catch_exceptions=False)
-    return Ended(result.exit_code, result.stdout, result.stderr)
+def run(*arguments: str | Path) -> Ended:
+    """`lightning-ddp-ext arguments`."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return Ended(ended.value.code, stdout.getvalue(), stderr.getvalue())
 
 
 def save(path: Path, **entries: Any) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO
+from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.ranks import free_port, run_ranks
 from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
 
@@ -86,23 +85,6 @@ def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) 
     assert_same([result.pop("weights") for result in ours], [result.pop("weights") for result in stock])
     assert ours == stock
     assert [result["io"] for result in ours] == [["save", "load"], ["load"]]
-
-
-def wrapped(kind: Kind, directory: Path) -> list[str]:
-    plugin = AsyncCheckpointIO(RankZeroCheckpointIO())
-    save = At("on_train_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        make_trainer(make_strategy(kind, directory), plugins=[plugin], callbacks=[save]).fit(Net())
-        plugin.teardown()
-    return [str(each.message) for each in caught if "AsyncCheckpointIO" in str(each.message)]
-
-
-def test_a_wrapper_that_is_not_needed_is_named(tmp_path: Path) -> None:
-    """Lightning's AsyncCheckpointIO around our IO works, and rank 0 is told what to use instead."""
-    for told in on_both(wrapped, tmp_path):
-        assert [len(each) for each in told] == [1, 0]
-        assert told[0][0].endswith("use RankZeroCheckpointIO(background=True) alone")
 
 
 def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dict[str, Any]:

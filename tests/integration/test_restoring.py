@@ -234,12 +234,15 @@ def fail_to_read(*_: Any) -> bytes:
     raise OSError("this rank's disk is gone")
 
 
-def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
-    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later."""
+def run_again(kind: Kind, directory: Path, kept: Path | None, is_stopped: bool) -> dict[str, Any]:
+    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later.
+
+    Without ``kept``, checkpoints go where Lightning puts them by itself, and there is no `last.ckpt`.
+    """
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
-        ModelCheckpoint(kept, save_last=True),
+        ModelCheckpoint(kept, save_last=kept is not None),
     ]
     if os.environ["RANK"] == "1":
         if is_stopped:
@@ -247,7 +250,8 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
         else:
             os.pread = fail_to_read
     io = RankZeroCheckpointIO(restore="broadcast")
-    trainer = trainer_for(kind, directory, io, callbacks, max_epochs=10)  # long enough to agree on a stop
+    options = {"max_epochs": 10, "default_root_dir": directory}  # long enough to agree on a stop
+    trainer = trainer_for(kind, directory, io, callbacks, **options)
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
         warnings.simplefilter("always")
         trainer.fit(Net(), ckpt_path="last")
@@ -274,3 +278,11 @@ def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     [told] = again["passed over"]
     path = cut_off / "preempted.ckpt"
     assert told.startswith(f"ckpt_path='last' passes over a file that is not whole: checkpoint {path} is damaged")
+
+
+def test_last_goes_on_in_the_default_directory(tmp_path: Path) -> None:
+    """Without a `dirpath`, the stop checkpoint is found although no callback has chosen its directory yet."""
+    stopped, _ = on_ranks("ours", run_again, tmp_path, None, True)
+    assert (tmp_path / "ours" / "checkpoints" / "preempted.ckpt").exists()
+    resumed, _ = on_ranks("ours", run_again, tmp_path, None, False)
+    assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -16,42 +11,23 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 from ..checkpoint_io import RankZeroCheckpointIO
 from ..checkpoints import Checkpoints
-from ..lightning_tree import pl, rank_zero_warn, refuse_missing
+from ..lightning_tree import fabric, pl, rank_zero_warn, refuse_missing
 from ..replaced_methods import ReplacedMethods
 from ..strategy import DDPExtStrategy
 
-# What ModelCheckpoint remembers of a save before it has succeeded.
-_REMEMBERED = (
-    "_last_checkpoint_saved",
-    "_last_global_step_saved",
-    "best_k_models",
-    "best_model_path",
-    "best_model_score",
-    "current_score",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-)
-
-refuse_missing(
-    pl.callbacks.ModelCheckpoint,
-    "_monitor_candidates",
-    "_save_topk_checkpoint",
-    "_save_last_checkpoint",
-    "_link_checkpoint",
-)
+refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_checkpoint")
 
 
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
     It brings :class:`~lightning_ddp_ext.RankZeroCheckpointIO` along, unless the Trainer has a checkpoint IO of the
-    user's own. With a stock ``ddp`` strategy it also makes every save, removal and restore of the Trainer one that all
-    ranks do together: an error on rank 0 is raised on every rank, ``ckpt_path="last"`` and ``"best"`` mean what rank 0
-    finds, and a file that rank 0 alone can see restores every rank. Scores, and the names made from them, are rank 0's
-    on every rank. A save that failed leaves no trace in what it remembers.
+    user's own. With a stock ``ddp`` strategy every save, removal and restore of the Trainer becomes one that all ranks
+    do together while the Trainer runs: an error on rank 0 is raised on every rank, ``ckpt_path="last"`` and ``"best"``
+    mean the file that rank 0 finds, and a file that only rank 0 sees restores every rank. Scores, and the file names
+    made from them, are rank 0's on every rank.
 
-    Its state in a checkpoint is ``ModelCheckpoint``'s: files go from one to the other.
+    Its state in a checkpoint is ``ModelCheckpoint``'s: each reads the other's files.
 
     Args:
         *args: see ``ModelCheckpoint``.
@@ -71,7 +47,6 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._checkpoint_io = checkpoint_io
         self._checkpoints: Checkpoints | None = None
         self._replaced = ReplacedMethods()
-        self._unconfirmed: dict[str, Any] | None = None  # what was remembered before a save that may fail yet
 
     @property
     @override
@@ -89,52 +64,8 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         mine = super()._monitor_candidates(trainer)
         if self._checkpoints is None or self._checkpoints.is_interrupted:
             return mine
-        agreed: Mapping[str, Any] = trainer.strategy.broadcast({name: _on_cpu(value) for name, value in mine.items()})
-        device = trainer.strategy.root_device
-        return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in agreed.items()}
-
-    @override
-    def _save_topk_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures():
-            super()._save_topk_checkpoint(trainer, monitor_candidates)
-
-    @override
-    def _save_last_checkpoint(self, trainer: pl.Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        with self._forgetting_failures():
-            super()._save_last_checkpoint(trainer, monitor_candidates)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._forget_failed_save()  # the strategy has waited for it
-        super().teardown(trainer, pl_module, stage)
-        self._replaced.put_back()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._forget_failed_save()
-        super().on_exception(trainer, pl_module, exception)
-
-    @contextmanager
-    def _forgetting_failures(self) -> Iterator[None]:
-        """Put back what was remembered before, if there is no checkpoint in the end."""
-        if self._checkpoints is not None and self._unconfirmed is not None:
-            self._checkpoints.join()  # what to do next depends on what has come of the last save
-        self._forget_failed_save()
-        before = {name: copy.copy(getattr(self, name)) for name in _REMEMBERED}
-        try:
-            yield
-        except BaseException:
-            vars(self).update(before)
-            raise
-        self._unconfirmed = before
-        if self._checkpoints is not None and not self._checkpoints.saves_in_background:
-            self._forget_failed_save()
-
-    def _forget_failed_save(self) -> None:
-        failed = frozenset() if self._checkpoints is None else self._checkpoints.failed_saves
-        if self._unconfirmed is not None and self._last_checkpoint_saved in failed:
-            vars(self).update(self._unconfirmed)
-        self._unconfirmed = None
+        agreed = trainer.strategy.broadcast(fabric.utilities.move_data_to_device(mine, "cpu"))
+        return fabric.utilities.move_data_to_device(agreed, trainer.strategy.root_device)  # type: ignore[no-any-return]
 
     @override
     def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
@@ -145,58 +76,58 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
         self._checkpoints.on_rank_zero(lambda: io.link(filepath, linkpath), f"linking {linkpath}")
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
-
-
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """What saves and restores together; put into a stock strategy where it is not yet."""
+    """Return the object by which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
-    found = getattr(strategy, "checkpoints", None)
-    if not isinstance(found, Checkpoints):
-        if type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint:
-            rank_zero_warn(
-                f"{type(strategy).__name__} saves in a way of its own: RankZeroCheckpoint leaves it to that, and is an "
-                "ordinary ModelCheckpoint here"
-            )
-            return None
-        found = _install(strategy)
-    if not isinstance(strategy, DDPExtStrategy):
-        replaced.restore_what_rank_zero_does(trainer)
+    if isinstance(strategy, DDPExtStrategy):
+        _bring_along(strategy, io)
+        return strategy.checkpoints
+    installed = getattr(strategy.save_checkpoint, "__self__", None)
+    if isinstance(installed, Checkpoints):  # by another callback
+        _bring_along(strategy, io)
+        return installed
+    if type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint:
+        rank_zero_warn(
+            f"{type(strategy).__name__} has its own save_checkpoint: RankZeroCheckpoint leaves saving to it, and is an "
+            "ordinary ModelCheckpoint here"
+        )
+        return None
     _bring_along(strategy, io)
-    return found
+    return _install(trainer, replaced)
 
 
 def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
-    there = strategy.checkpoint_io
-    is_default = type(there) is pl.plugins.TorchCheckpointIO or getattr(there, "is_default", False)
+    present = strategy.checkpoint_io
+    is_default = type(present) is pl.plugins.TorchCheckpointIO or getattr(present, "is_default", False)
     if is_default:
         strategy.checkpoint_io = io or RankZeroCheckpointIO()
-    elif io is not None and io is not there:
+    elif io is not None and io is not present:
         raise ConfigurationError(
-            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would take the place of the {type(there).__name__} "
-            "that the Trainer has already; give it one of them, in plugins or in one callback"
+            f"RankZeroCheckpoint(checkpoint_io={type(io).__name__}) would replace the {type(present).__name__} of the "
+            "Trainer; pass only one of them, in plugins or in one callback"
         )
 
 
-def _install(strategy: pl.strategies.Strategy) -> Checkpoints:
-    """Have a stock strategy's own hooks do what ours do."""
+def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
+    """Have the ranks of a stock strategy save and restore together until the strategy's teardown."""
+    strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     checkpoints = Checkpoints(strategy)
-    load_weights, teardown = strategy.load_model_state_dict, strategy.teardown
+    teardown = io.teardown
 
-    def finish_and_teardown() -> None:
-        checkpoints.finish()
-        teardown()
+    def finish_and_undo() -> None:
+        try:
+            checkpoints.finish()
+            teardown()
+        finally:
+            replaced.put_back()
 
-    strategy.checkpoints = checkpoints  # type: ignore[attr-defined]
-    hooks = {
-        "save_checkpoint": checkpoints.save,
-        "remove_checkpoint": checkpoints.remove,
-        "load_checkpoint": checkpoints.load,
-        "load_model_state_dict": partial(checkpoints.load_weights, load_weights),
-        "teardown": finish_and_teardown,
-    }
-    vars(strategy).update(hooks)
+    replaced.replace(strategy, "save_checkpoint", checkpoints.save)
+    replaced.replace(strategy, "remove_checkpoint", checkpoints.remove)
+    replaced.restore_by(trainer, checkpoints.restore)
+    # The strategy calls these methods of its IO on every rank.
+    replaced.replace(io, "teardown", finish_and_undo)
+    if isinstance(io, RankZeroCheckpointIO):
+        replaced.replace(io, "load_checkpoint", checkpoints.load)
     return checkpoints

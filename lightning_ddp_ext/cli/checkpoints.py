@@ -1,0 +1,115 @@
+"""Verify and list checkpoint files without running any code of theirs, and remove what killed saves left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers, remove_leftovers
+from lightning_ddp_ext.checkpoint.load import load, placement, refuse_damage
+from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
+from lightning_ddp_ext.checkpoint.zip_crc import open_archive
+from lightning_ddp_ext.cli.output import fail, say, say_columns, size_text
+from lightning_ddp_ext.errors import CheckpointError
+
+
+def verify(paths: Sequence[str], *, as_json: bool) -> int:
+    """Check each record that has a checksum, of files or URLs; nothing is unpickled."""
+    found = [check(path) for path in paths]
+    if as_json:
+        print(json.dumps(found[0] if len(found) == 1 else {"files": found}))
+    else:
+        for facts in found:
+            _show(facts)
+    if any(facts["error"] is not None for facts in found):
+        return 1
+    return 0 if all(facts["whole"] for facts in found) else 3
+
+
+def check(path: str) -> dict[str, Any]:
+    """Return facts about a file: ``whole`` is ``None`` if it has no checksums; ``error`` is a sentence or ``None``."""
+    facts: dict[str, Any] = {"path": path, "whole": False, "damaged": [], "error": None}
+    try:
+        with on_local_disk(locate(path)) as local:
+            archive = open_archive(local, path)
+            refuse_damage(archive, archive.tensor_data)
+    except (CheckpointError, OSError) as error:
+        return {**facts, "damaged": list(getattr(error, "damaged", ())), "error": str(error)}
+    facts["whole"] = archive.has_checksums or None
+    return {**facts, "file_bytes": archive.size, "records": len(archive.records)}
+
+
+def _show(facts: dict[str, Any]) -> None:
+    if facts["error"] is not None:
+        fail(facts["error"])
+    elif facts["whole"]:
+        say(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
+    else:
+        say(f"{facts['path']} has no checksums, so altered numbers cannot be told from right ones")
+
+
+def inspect(path: str) -> int:
+    """List every tensor of a file, or URL, that ``torch.load`` may read with ``weights_only=True``."""
+    try:
+        with on_local_disk(locate(path)) as local:
+            archive = open_archive(local, path)
+            refuse_damage(archive, ())
+            content = load(archive, placement(None), weights_only=True, mmap=True)
+    except (CheckpointError, OSError) as error:
+        return fail(error)
+    rows = [_row(name, tensor) for name, tensor in _tensors(content)]
+    size = size_text(sum(record.size for record in archive.tensor_data))
+    say(f"{archive.name}: {size_text(archive.size)}, {len(rows)} tensors of {size} in all")
+    if isinstance(content, Mapping):
+        say(f"keys: {', '.join(map(_key_text, content))}")
+        for key in ("pytorch-lightning_version", "epoch", "global_step"):
+            if isinstance(content.get(key), (int, str)):
+                say(f"{key}: {content[key]}")
+    say_columns(rows)
+    return 0
+
+
+def _tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """Walk through containers, each of them once: a small file can refer to one of them billions of times."""
+    pending, seen = [("", content)], set[int]()
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            children = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+            prefix = f"{name}." if name else ""
+            pending += [(f"{prefix}{_key_text(key)}", child) for key, child in reversed(children)]
+
+
+def _key_text(key: Any) -> str:
+    return str(key) if isinstance(key, (str, int, float)) else f"<{type(key).__name__}>"
+
+
+def _row(name: str, tensor: Tensor) -> list[str]:
+    is_dense = tensor.layout == torch.strided
+    size = size_text(tensor.numel() * tensor.element_size()) if is_dense else str(tensor.layout).removeprefix("torch.")
+    return [name, " × ".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype).removeprefix("torch."), size]
+
+
+def clean(directory: str, *, remove: bool) -> int:
+    """List temporary files that no process of this host is writing, and ``remove`` those older than an hour."""
+    try:
+        removed = remove_leftovers(Path(directory)) if remove else []
+        left = find_leftovers(Path(directory))
+    except OSError as error:
+        return fail(f"cannot clean {directory}: {error.strerror or error}; give the local directory of the checkpoints")
+    for each in removed:
+        say(f"{each.path} ({size_text(each.size)}) is removed")
+    for each in left:
+        why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is not an hour old: kept"
+        say(f"{each.path} ({size_text(each.size)}) {why}")
+    if not removed and not left:
+        say(f"nothing to clean in {directory}: no save was killed there")
+    return 0

@@ -1,0 +1,81 @@
+"""Say where a Trainer's checkpoints are: their directories, the stop checkpoint, and the file that "last" stands for.
+
+A launcher asks before ``ModelCheckpoint`` has chosen its directory, and before the ranks are connected: each rank looks
+on its own disk, and later all restore what rank 0 found.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning_ddp_ext.checkpoint.load import refuse_damage
+from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.zip_crc import open_archive
+from lightning_ddp_ext.errors import CheckpointError
+
+from .compat import directory_of, last_checkpoints_of, requeued_checkpoint_of
+from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn
+
+
+def checkpoint_directory(trainer: Any) -> str:
+    """The directory of the Trainer's first checkpoint callback, or its default root directory."""
+    callback = trainer.checkpoint_callback
+    if isinstance(callback, pl.callbacks.ModelCheckpoint):
+        return directory_of(callback, trainer)
+    return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
+
+
+def stop_checkpoint_of(trainer: Any) -> str | None:
+    """The file that the ranks save when a signal stops them; ``None`` if they save nothing."""
+    name = trainer.strategy.stop_checkpoint
+    return None if name is None else os.path.join(checkpoint_directory(trainer), os.fspath(name))
+
+
+def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool) -> tuple[Any, ...]:
+    """Replace ``ckpt_path="last"`` among the arguments of a Trainer's function by a path.
+
+    They stay as they are if no whole file is found: Lightning then warns, or reading raises the reason.
+    """
+    if trainer is None or "last" not in [arg for arg in args if isinstance(arg, str)]:
+        return args
+    newest_first = sorted(_candidates(trainer), key=_modified, reverse=True)
+    found = _newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
+    if found is None:
+        return args
+    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
+        rank_zero_info(f"ckpt_path='last' is {found}")
+    return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
+
+
+def _candidates(trainer: Any) -> set[str]:
+    """Last checkpoints, and the files that are saved when the ranks stop or one of them fails."""
+    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
+    found = {path for callback in callbacks for path in last_checkpoints_of(callback, trainer)}
+    found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
+    found.add(stop_checkpoint_of(trainer))
+    if SLURMEnvironment.detect():
+        found.add(requeued_checkpoint_of(trainer))
+    return {path for path in found if path and locate(path).fs.exists(locate(path).path)}
+
+
+def _newest_whole(newest_first: list[str]) -> str | None:
+    """The first of these files that is whole, which rank 0 alone reads them for; warn of those passed over."""
+    if len(newest_first) == 1:
+        return newest_first[0]  # there is no choice, and it is checked when it is read
+    for path in newest_first:
+        local = locate(path).local
+        try:
+            if local is not None:  # a remote store only shows whole files
+                archive = open_archive(local, path)
+                refuse_damage(archive, archive.tensor_data)
+        except CheckpointError as error:
+            rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
+        else:
+            return path
+    return None
+
+
+def _modified(path: str) -> float:
+    location = locate(path)
+    return float(location.fs.modified(location.path).timestamp())

@@ -1,0 +1,181 @@
+"""`checkpoint verify`, `inspect` and `clean`: what they find, and what they say of files that they cannot read."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from lightning_ddp_ext.checkpoint.atomic_file import atomic_write
+from tests.cli.command import run, save
+from tests.harness.damage import WouldRun, flip, without_checksums
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "it.ckpt"
+
+
+def test_files_are_verified(path: Path, tmp_path: Path) -> None:
+    """Each has its sentence, damaged records are named, and the status is that of the worst; nothing is run."""
+    good, bad, unknown = save(path), save(tmp_path / "bad.ckpt", it=WouldRun(tmp_path / "ran")), tmp_path / "u.ckpt"
+    flip(flip(bad, "data/1"), "data.pkl")
+    with without_checksums():
+        save(unknown)
+    ended = run("checkpoint", "verify", good, bad, unknown)
+    assert ended.status == 1
+    assert f"{good} is whole: " in ended.stdout
+    assert f"checkpoint {bad} is damaged: data.pkl, data/1 differ from what was written" in ended.stderr
+    assert f"{unknown} has no checksums, so altered" in ended.stdout
+    assert [run("checkpoint", "verify", *files).status for files in ([good], [good, unknown])] == [0, 3]
+    documents = json.loads(run("checkpoint", "verify", "--json", good, bad, unknown).stdout)["files"]
+    assert [each["whole"] for each in documents] == [True, False, None]
+    assert [each["damaged"] for each in documents] == [[], ["data.pkl", "data/1"], []]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_objects_of_a_store_are_verified(path: Path) -> None:
+    """A URL that fsspec knows is fetched."""
+    store = MemoryFileSystem()
+    store.pipe_file("/cli/good.ckpt", save(path).read_bytes())
+    store.pipe_file("/cli/bad.ckpt", flip(path, "data/0").read_bytes())
+    ended = run("checkpoint", "verify", "memory://cli/good.ckpt", "memory://cli/bad.ckpt")
+    assert "memory://cli/good.ckpt is whole" in ended.stdout
+    assert "checkpoint memory://cli/bad.ckpt is damaged" in ended.stderr
+    store.rm("/cli", recursive=True)
+
+
+def test_every_tensor_is_listed(path: Path) -> None:
+    """Weights and the optimiser's state, below the size of the file and the progress of training.
+
+    A name in the file cannot control the terminal.
+    """
+    other = {"\x1b[2J\n": torch.ones(2, dtype=torch.complex64), "csr": torch.eye(3).to_sparse_csr()}
+    ended = run("checkpoint", "inspect", save(path, other=other))
+    assert (ended.status, ended.stderr) == (0, "")
+    rows = [line.split("  ") for line in ended.stdout.splitlines()]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert cells[0] == [f"{path}: {path.stat().st_size / 1024:.1f} KiB, 6 tensors of 47.2 KiB in all"]
+    assert ["epoch: 3"] in cells
+    assert cells[-6:] == [
+        ["state_dict.out.weight", "60 × 100", "float32", "23.4 KiB"],
+        ["state_dict.out.bias", "60", "float32", "240 B"],
+        ["optimizer_states.0.state.0.exp_avg", "60 × 100", "float32", "23.4 KiB"],
+        ["optimizer_states.0.state.0.step", "scalar", "float32", "4 B"],
+        [r"other.\x1b[2J\n", "2", "complex64", "16 B"],
+        ["other.csr", "3 × 3", "float32", "sparse_csr"],
+    ]
+
+
+def nested(path: Path) -> None:
+    """Write a file of some hundred bytes with a tuple that holds another one twice, and so on, 60 times."""
+    pickled = b"\x80\x02)q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60)) + b"."
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("it/data.pkl", pickled)
+        file.writestr("it/version", "3")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        nested,
+        lambda path: torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False),
+        lambda path: torch.save([torch.ones(3)], path),
+        lambda path: torch.save(5, path),
+    ],
+)
+def test_a_file_of_anything_is_inspected(write: Callable[[Path], object], path: Path) -> None:
+    """A tiny file of containers without end, a file from before torch 1.6, a list, no tensors at all."""
+    write(path)
+    ended = run("checkpoint", "inspect", path)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert "tensors of" in ended.stdout
+
+
+def archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("notes/today.txt", "nothing")
+
+
+def whole(path: Path) -> None:
+    """Leave the file as it is."""
+
+
+@pytest.mark.parametrize(
+    ("command", "spoil", "spelling", "says"),
+    [
+        ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably cut off"),
+        ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
+        ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
+        ("verify", whole, "nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not there"),
+        ("inspect", lambda path: flip(path, "data.pkl"), "it.ckpt", "is damaged: data.pkl differs from what was writ"),
+        ("inspect", lambda path: save(path, it=Namespace(lr=1)), "it.ckpt", "holds argparse.Namespace, which weights_"),
+        ("inspect", lambda path: save(path, it=WouldRun(path.parent / "ran")), "it.ckpt", "nothing of it has been run"),
+        ("inspect", whole, "memory://bucket/no.ckpt", "memory://bucket/no.ckpt does not exist"),
+        ("clean", whole, "missing", "cannot clean missing: No such file or directory; give the local directory"),
+        ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_sentence(
+    command: str,
+    spoil: Callable[[Path], object],
+    spelling: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On stderr, with status 1; nothing of the file is run."""
+    monkeypatch.chdir(tmp_path)
+    spoil(save(tmp_path / "it.ckpt"))
+    ended = run("checkpoint", command, spelling)
+    assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert says in ended.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture
+def leftover(tmp_path: Path) -> Path:
+    """What a save that was killed has left in ``tmp_path``."""
+    path = tmp_path / ".ddpx-0123456789abcdef.partial"
+    path.write_bytes(bytes(2048))
+    return path
+
+
+def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
+    """Path and size; other files stay, whatever they are called, and no link is followed."""
+    names = (".ddpx-ab12.link", ".ddpx-aaaaaaaaaaaaaaaa.partial", ".ddpx-bbbbbbbbbbbbbbbb.partial")
+    link, trap, directory = map(leftover.with_name, names)
+    others = [leftover.with_name(name) for name in ("it.ckpt", ".ddpx-notes.partial", f"{leftover.name}.ckpt")]
+    directory.mkdir()
+    for other in others:
+        other.touch()
+    for each in (link, trap):
+        each.symlink_to("it.ckpt")
+    two_hours_ago = time.time() - 7200
+    for path in leftover.parent.iterdir():
+        os.utime(path, (two_hours_ago, two_hours_ago), follow_symlinks=False)
+    ended = run("checkpoint", "clean", leftover.parent)
+    assert (ended.status, ended.stderr) == (0, "")
+    assert f"{leftover} (2.0 KiB) was left by a killed save; --yes removes it\n" in ended.stdout
+    assert str(link) in ended.stdout
+    assert leftover.exists()
+    assert f"{leftover} (2.0 KiB) is removed\n" in run("checkpoint", "clean", leftover.parent, "--yes").stdout
+    assert sorted(leftover.parent.iterdir()) == sorted([directory, trap, *others])
+
+
+def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
+    """A file of the last hour, which another host may be writing, and one that this host is writing."""
+    with atomic_write(leftover.with_name("it.ckpt")):
+        ended = run("checkpoint", "clean", leftover.parent, "--yes")
+        assert (ended.status, ended.stdout) == (0, f"{leftover} (2.0 KiB) is not an hour old: kept\n")
+    assert leftover.with_name("it.ckpt").exists()
+    leftover.unlink()
+    assert run("checkpoint", "clean", leftover.parent).stdout.startswith("nothing to clean in ")
