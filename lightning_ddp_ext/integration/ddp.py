@@ -1,10 +1,10 @@
-"""What DDP is told: the comm hook, parameters that are unfrozen later; and the names in its error about unused ones."""
+"""Set up DDP's comm hook, form DDP anew for unfrozen parameters, and name parameters in its error about unused ones."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from torch import nn
@@ -12,16 +12,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.reductions.ring import ring_all_reduce
 
-HookName = Literal["fp16_compress", "bf16_compress", "power_sgd", "ring"]
+from .lightning_tree import pl, rank_zero_info
+
+HookName = Literal["fp16_compress", "bf16_compress", "power_sgd"]
 CommHook = Callable[..., Any]
 
 _HOOKS: dict[str, CommHook] = {
     "fp16_compress": default_hooks.fp16_compress_hook,
     "bf16_compress": default_hooks.bf16_compress_hook,
     "power_sgd": powerSGD_hook.powerSGD_hook,
-    "ring": ring_all_reduce,
 }
 _SHOWN = 10  # parameters in a message
 
@@ -56,11 +56,24 @@ def register_on_cpu(
         ) from error
 
 
-def name_unused(error: BaseException, module: nn.Module) -> None:
+def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter]) -> None:
+    """Form DDP anew if one of the parameters that were frozen no longer is: DDP averages no gradients for these.
+
+    See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+    """
+    unfrozen = sum(parameter.requires_grad for parameter in frozen)
+    if unfrozen:
+        rank_zero_info(f"formed DDP anew, as {unfrozen} parameters that it did not know are no longer frozen")
+        strategy.model = strategy.lightning_module
+        strategy._pl_static_graph_delay_done = False
+        strategy.configure_ddp()
+
+
+def name_unused(error: BaseException, module: nn.Module | None) -> None:
     """Begin the message of DDP's error about unused parameters with their names and the remedy; leave others alone."""
     message = str(error)
     found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-    if found is None or "find_unused_parameters" not in message:
+    if found is None or module is None or "find_unused_parameters" not in message:
         return
     known = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]

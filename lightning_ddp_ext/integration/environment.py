@@ -1,4 +1,4 @@
-"""Tell which rank this process is, by arguments, a launcher or Lightning's environment, and which devices it has."""
+"""Find out which rank this process is: by arguments, a launcher's variables or Lightning's environment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torchmetrics
-from torch import nn
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
@@ -118,27 +115,3 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
             f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, by which this "
             f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
         )
-
-
-def ranks_of(devices: int, *, per_rank: int) -> int:
-    """The number of ranks that so many devices make; refuse devices that would be left over."""
-    if devices % per_rank:
-        raise ConfigurationError(
-            f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
-            f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
-        )
-    return devices // per_rank
-
-
-def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
-    for module in model.modules():
-        if isinstance(module, torchmetrics.Metric):
-            module.to(devices[0])
-    for name, parameter in model.named_parameters():
-        if parameter.device not in devices:
-            raise ConfigurationError(
-                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
-                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
-                f"({', '.join(map(str, devices))}) in configure_model"
-            )

@@ -8,19 +8,17 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
-from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, note_sigterm, save_and_requeue
+from .checkpoints import Checkpoints
+from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, record_sigterm, save_and_requeue
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
-
-if TYPE_CHECKING:
-    from .strategy import DDPExtStrategy
 
 # torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
@@ -34,20 +32,21 @@ class StoppedException(pl.utilities.exceptions.SIGTERMException):
         super().__init__(status_of(signum))
 
 
-class Stops:
-    """How a strategy's Trainer stops when a signal comes to any rank.
+class StopController:
+    """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
     Args:
-        strategy: whose Trainer; its ``stop_checkpoint`` says where to save.
-        deadline: what the ranks have from the first signal on; ``None`` for 25 s under torchrun and else 10 minutes.
+        checkpoints: those of the strategy, whose ``stop_checkpoint`` says where to save.
+        deadline: time for all ranks to exit after the first signal; ``None`` for 25 s under torchrun and else 10
+            minutes.
 
     Attributes:
-        deadline: the same.
-        stopped: whether all ranks are stopping now, and where: a checkpoint says so.
+        deadline: the same, as a duration.
+        stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
     """
 
-    def __init__(self, strategy: DDPExtStrategy, deadline: timedelta | None) -> None:
-        self._strategy = strategy
+    def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
+        self._checkpoints = checkpoints
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._context: ProcessContext
@@ -61,10 +60,10 @@ class Stops:
     # A strategy travels to spawned ranks by pickle; what belongs to a process does not.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"chosen": (self._strategy, self.deadline)}
+        return {"checkpoints": self._checkpoints, "deadline": self.deadline}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["chosen"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, context: ProcessContext | None, replaced: ReplacedMethods) -> None:
         """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
@@ -92,7 +91,7 @@ class Stops:
     @property
     def _slurm(self) -> SLURMEnvironment | None:
         """Where Lightning is to have jobs requeued."""
-        environment = self._strategy.cluster_environment
+        environment = self._trainer.strategy.cluster_environment
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
     def detach(self) -> None:
@@ -117,7 +116,7 @@ class Stops:
 
     def _acknowledge(self, request: StopRequest) -> None:
         """At once: what is under way may take long, and whoever pressed Ctrl-C would press it again."""
-        saved = "without saving" if self._strategy.stop_checkpoint is None else "and save"
+        saved = "without saving" if self._trainer.strategy.stop_checkpoint is None else "and save"
         again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
 
@@ -169,7 +168,7 @@ class Stops:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        note_sigterm(self._trainer)
+        record_sigterm(self._trainer)
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -181,11 +180,11 @@ class Stops:
         if self._slurm is not None and request.signum in self._warnings:
             save_and_requeue(self._trainer, request.signum)
             return "saved where the requeued job will find it"
-        if self._strategy.stop_checkpoint is None:
+        if self._trainer.strategy.stop_checkpoint is None:
             return "nothing is saved, as was asked for"
-        path = os.path.join(self._directory, os.fspath(self._strategy.stop_checkpoint))
+        path = os.path.join(self._directory, os.fspath(self._trainer.strategy.stop_checkpoint))
         self._trainer.save_checkpoint(path)
-        self._strategy.checkpoints.finish()
+        self._checkpoints.finish()
         return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
 
     @property

@@ -76,7 +76,7 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
     trainer.fit(Net())
     found["worlds"].append(strategy.world)
     copies.append(pickle.loads(pickle.dumps(strategy)))
-    found["copies"] = [str(copy.chosen_init_method) for copy in copies]
+    found["copies"] = [str(copy.rendezvous.init_method) for copy in copies]
     trainer.state.status = L.pytorch.trainer.states.TrainerStatus.INTERRUPTED
     if trainer.is_global_zero:
         strategy.barrier()

@@ -141,10 +141,10 @@ def test_by_hand_with_three_variables(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
-    """``rank=`` and ``world_size=`` make a rank of any process, and ``run_id=`` names its run, without a variable."""
+    """``rank=`` and ``world_size=`` make a rank of any process."""
     runs = Runs(tmp_path, "none", *METHODS)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, "run_id": "run 42"})
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DDPX_RUN_ID": "run 42"}
+    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2})
     runs.expect_trained(run_script(argument, env))
 
 

@@ -68,7 +68,7 @@ def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
     )
     run_id = (
         f"ConfigurationError: init_method 'file://{tmp_path}/' is a directory and needs a run id to name a file in it "
-        "(got none); give run_id= or set DDPX_RUN_ID, the same on every rank"
+        f"(got none); write File('{tmp_path}/', run_id=...) or set DDPX_RUN_ID, the same on every rank"
     )
     found = run_ranks(refusals, 1, [{**options, **method} for method in methods], env=env)[0]
     assert found == [address, address, run_id]
