@@ -120,7 +120,7 @@ class Rendezvous:
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: DebuggedRank | None) -> None:
         """Connect the ranks, form the process group, and log it. Collective: every rank must call it.
 
-        Without time limits where one rank is debugged.
+        If one rank is debugged, no time limit holds, and that rank waits for a debugger.
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers end their ranks themselves
@@ -133,13 +133,12 @@ class Rendezvous:
         request = self._request(strategy)
         context = join(request if debugged is None else debugged.without_limits(request))
         install_excepthook()
-        if context is None:
-            return
-        context.component(Survey)  # answers the other ranks from now on
-        if is_first:
-            size = request.world.world_size
-            ranks = "1 rank" if size == 1 else f"{size} ranks"
-            rank_zero_info(f"process group: {request.backend}, {ranks}, {request.init_method}")
+        if context is not None:
+            context.component(Survey)  # answers the other ranks from now on
+            if is_first:
+                rank_zero_info(f"process group: {request.backend}, {_ranks(request)}, {request.init_method}")
+        if debugged is not None:
+            debugged.wait_if_debugged(request.world.rank)
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started, method, world = started_ranks(), self.init_method, world_of(strategy)
@@ -210,6 +209,11 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
     """Whether ``main_address`` or ``main_port`` is more than what the variables ``MASTER_...`` say."""
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
+
+
+def _ranks(request: Request) -> str:
+    size = request.world.world_size
+    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _versions() -> dict[str, str]:

@@ -117,7 +117,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
     def __init__(
         self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
     ) -> None:
+        assert strategy.cluster_environment is not None
         super().__init__(strategy, start_method=start_method)
+        self._environment: ClusterEnvironment = strategy.cluster_environment
         self._rendezvous = rendezvous
         self._stop_within = stop_within
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
@@ -127,12 +129,6 @@ class ProcessesLauncher(MultiProcessingLauncher):
             multiprocessing.set_forkserver_preload(preloaded)
             with suppress(ValueError):
                 forkserver.ensure_running()
-
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        environment: ClusterEnvironment | None = self._strategy.cluster_environment
-        assert environment is not None
-        return environment
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:

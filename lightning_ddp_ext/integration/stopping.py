@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
@@ -65,9 +65,9 @@ class StopController:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
-    def attach(self, trainer: Any, context: ProcessContext | None, replaced: ReplacedMethods) -> None:
-        """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
-        self.stopped = None
+    def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
+        """Take over signals for this Trainer; in a foreign process group they are left to Lightning."""
+        context, self.stopped = current(), None
         if context is None:
             return
         self._trainer, self._context = trainer, context

@@ -15,9 +15,7 @@ from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
-from lightning_ddp_ext.supervision.debugger import DebuggedRank
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import debugged_rank
@@ -43,18 +41,17 @@ T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-TIMEOUT = timedelta(minutes=30)  # Lightning's, for every backend; NCCL's own would be 10 minutes
+TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 minutes
 
 
 class DDPExtStrategy(RankDevicesStrategy):
     """Lightning's ``ddp`` with a choice of how the ranks connect, and with an end in bounded time for every failure.
 
     Args:
-        init_method: where the ranks connect: ``"env://"`` (``MASTER_ADDR`` and ``MASTER_PORT``), ``"tcp://host:29500"``
-            (rank 0 listens there), ``"file:///shared/run42"`` (a file, or a directory, on a file system that all
-            hosts share), or :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp`,
-            :class:`~lightning_ddp_ext.File`. ``None``: the variable ``DDPX_INIT_METHOD``, else the address of
-            Lightning's cluster environment; on one node the kernel chooses a port.
+        init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
+            :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
+            ``None``: the variable ``DDPX_INIT_METHOD``, else the address of Lightning's cluster environment; on one
+            node the kernel chooses a port.
         rank: this process's rank, where you start one process per rank by hand; needs ``world_size``.
         world_size: the number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
         local_rank: this process's rank on its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
@@ -62,11 +59,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead. An
             exited process is noticed immediately.
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
-        devices_per_rank: how many of the Trainer's devices each rank has, for models that are spread over several:
-            with ``devices=8`` and ``devices_per_rank=2`` there are 4 ranks. The module puts its parts on
+        devices_per_rank: how many of the Trainer's devices each rank has. The module puts its parts on
             ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning puts batches on the first of them.
-        start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
-            ``"forkserver"`` start functions.
+        start_method: how further ranks are started: ``"popen"`` runs the script again, the others start functions.
         sampler: the order of training samples, where Lightning puts a sampler into a loader: ``"torch"`` for that of
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether validation and test count each sample exactly once, where Lightning puts a sampler
@@ -161,7 +156,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             **ddp_kwargs,
         )
         self._rank_arguments = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
-        read_world({}, **self._rank_arguments)  # refuses what does not fit together
+        read_world({}, **self._rank_arguments)  # refuses arguments that contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = Rendezvous(
             init_method,
@@ -171,7 +166,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             interface=interface,
         )
         self.stop_checkpoint = stop_checkpoint
-        self.averaging_period = model_averaging_period
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self,
@@ -182,16 +176,12 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.metrics = BatchedMetrics(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
-        self.debugged: DebuggedRank | None = None
-        self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
         self._replaced = ReplacedMethods()
 
-    # Ranks.
-
     @property
     def world(self) -> World:
-        """This process's place among all; right from the Trainer's construction on."""
+        """This process's place among all ranks; valid as soon as the strategy has a Trainer."""
         return world_of(self)
 
     @override
@@ -212,7 +202,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, self.debugged)
+        self.rendezvous.join(self, debugged_rank(self.current_trainer))
         super().setup_distributed()  # leaves the open group alone
 
     # Checkpoints.
@@ -262,15 +252,11 @@ class DDPExtStrategy(RankDevicesStrategy):
     def setup_environment(self) -> None:
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
-        self.debugged = debugged_rank(trainer)
         super().setup_environment()
-        context = current()
-        if self.debugged is not None:
-            self.debugged.wait_if_debugged(self.global_rank)
         self._replaced.restore_what_rank_zero_does(trainer)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
-        self.stops.attach(trainer, context, self._replaced)
+        self.stops.attach(trainer, self._replaced)
 
     def _start(self) -> None:
         self._report_phase()
@@ -327,7 +313,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if self.root_device.type == "cpu":
-            register_on_cpu(self.model, *self._comm_hook)
+            register_on_cpu(self.model, self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
 
     @override
@@ -372,7 +358,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch is one that does not count, in hooks, too."""
+        """Whether this rank's batch does not count in the current step; also valid in hooks."""
         return self.data.is_idle
 
     @override
@@ -387,10 +373,10 @@ class DDPExtStrategy(RankDevicesStrategy):
         """Wait for all ranks. Collective: every rank must call it, with the same name.
 
         Raises:
-            RankAbsentError: a rank is in another barrier, or in another call that every rank must make.
-            RankAbsentError: a rank has gone on without it, or has not come within ``timeout``.
+            RankAbsentError: a rank made another call that every rank must make, skipped the barrier, or did not call it
+                within ``timeout``.
         """
-        # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
+        # After an exception some ranks never call it: callbacks that save a checkpoint then must not wait for them.
         if self.checkpoints.is_interrupted:
             return
         is_past_barrier = wait_at_barrier(name)
