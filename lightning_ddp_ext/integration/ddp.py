@@ -44,16 +44,9 @@ def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[C
 def register_on_cpu(
     model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
 ) -> None:
-    """Register a hook, as Lightning does on GPUs alone; refuse one that torch has for GPUs alone."""
-    if hook is None:
-        return
-    try:
+    """Register a hook, which Lightning does on GPUs only."""
+    if hook is not None:
         model.register_comm_hook(state=state, hook=hook if wrapper is None else wrapper(hook))
-    except (TypeError, ValueError) as error:
-        name = getattr(hook, "__name__", repr(hook))
-        raise ConfigurationError(
-            f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there"
-        ) from error
 
 
 def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter]) -> None:

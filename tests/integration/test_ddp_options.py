@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.harness.training import At, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
 
 
@@ -54,19 +54,6 @@ def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
         torch.testing.assert_close(found, first["none"], **close)
         is_exact = torch.allclose(found["layers.0.weight"], first["none"]["layers.0.weight"], rtol=1e-9, atol=1e-9)
         assert is_exact != loose
-
-
-def use_hook_for_gpus(rank: int, world_size: int) -> str:
-    trainer = make_trainer(DDPExtStrategy(ddp_comm_hook="bf16_compress"), devices=world_size)
-    with pytest.raises(ConfigurationError) as caught:
-        trainer.fit(Net())
-    return str(caught.value)
-
-
-def test_a_hook_for_gpus_alone_is_refused_on_the_cpu() -> None:
-    (message,) = run_ranks(use_hook_for_gpus, 1)
-    assert "ddp_comm_hook bf16_compress_hook cannot be used on the CPU: " in message
-    assert "NCCL" in message
 
 
 class Forgetful(Net):

@@ -39,33 +39,6 @@ def hide(*names: str) -> None:
     sys.meta_path[:] = [Without(finder, names) for finder in sys.meta_path]
 
 
-def tree_in_use(rank: int, world_size: int, imports: Sequence[str], hidden: Sequence[str] = ()) -> str:
-    """The package that our strategy's base class comes from, after these imports."""
-    hide(*hidden)
-    for name in imports:
-        importlib.import_module(name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_ddp_ext"]:
-        del sys.modules[name]  # as in a process that has not imported it
-    ours = importlib.import_module("lightning_ddp_ext")
-    tree: str = ours.DDPExtStrategy.__mro__[2].__module__.partition(".")[0]
-    pl = importlib.import_module("lightning.pytorch" if tree == "lightning" else tree)
-    assert isinstance(pl.Trainer(strategy="ddp_ext", devices=2, accelerator="cpu").strategy, ours.DDPExtStrategy)
-    return tree
-
-
-@pytest.mark.parametrize(
-    ("imports", "hidden", "tree"),
-    [
-        (["pytorch_lightning"], [], "lightning"),
-        ([], ["pytorch_lightning", "lightning_fabric"], "lightning"),
-    ],
-    ids=["both imported", "the other one not installed"],
-)
-def test_the_package_is_for_lightning_if_it_is_imported(imports: list[str], hidden: list[str], tree: str) -> None:
-    """With both trees imported the names in the package are for `lightning`."""
-    assert run_ranks(tree_in_use, 1, imports, hidden) == [tree]
-
-
 OTHER_TREE = """
     import json
     import sys

@@ -57,11 +57,11 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
 
 
 def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
-    """All ranks validate after the same batches, never before the span has passed on rank 0, and not later."""
+    """All ranks validate after the same batches: when the span has passed on rank 0, or one batch later."""
     found, others = run_ranks(train, 2, tmp_path, env=by_hand_env(2), time_limit=40)
     assert found == others
     for validated in found:
         spans = [later - earlier for earlier, later in zip([0, *validated], validated, strict=False)]
         assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
-        assert max(spans) == 3, validated
-        assert EPOCHS * BATCHES - validated[-1] <= 3, validated
+        assert max(spans) <= 4, validated
+        assert EPOCHS * BATCHES - validated[-1] <= 4, validated
