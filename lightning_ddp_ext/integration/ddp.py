@@ -27,7 +27,7 @@ _SHOWN = 10  # parameters in a message
 
 
 def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
-    """Find the hook of that name, or refuse the name; with the state that it needs where none is given."""
+    """Return the hook with this name, and a state for it where none is given; refuse an unknown name."""
     if not isinstance(hook, str):
         return hook, state
     if hook not in _HOOKS:
@@ -63,7 +63,7 @@ def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter
 
 
 def name_unused(error: BaseException, module: nn.Module | None) -> None:
-    """Begin the message of DDP's error about unused parameters with their names and the remedy; leave others alone."""
+    """Put names and remedy in front of DDP's message about unused parameters; leave other errors alone."""
     message = str(error)
     found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
     if found is None or module is None or "find_unused_parameters" not in message:

@@ -16,10 +16,10 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """For processes that somebody else started and that Lightning's own environments do not know.
+    """The environment of processes whose launcher Lightning does not know.
 
-    That is: one process per rank by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK``), and MPI launchers where mpi4py is not installed.
+    These are processes started by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
+    ``LOCAL_RANK``), and those of MPI launchers where mpi4py is not installed.
     """
 
     def __init__(self, world: World) -> None:
@@ -53,11 +53,11 @@ class WorldEnvironment(LightningEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Leave the variables to whoever has set them."""
+        """Leave the variables as they are."""
 
 
 def source_of(environment: ClusterEnvironment) -> str:
-    """Who says which rank this process is, in a user's words."""
+    """Return a user's word for the launcher that set this process's rank."""
     if isinstance(environment, WorldEnvironment):
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
@@ -65,7 +65,7 @@ def source_of(environment: ClusterEnvironment) -> str:
 
 
 def world_of(strategy: Any) -> World:
-    """The place of a strategy's process among all."""
+    """Return the place of a strategy's process among all ranks."""
     environment = strategy.cluster_environment
     if isinstance(environment, WorldEnvironment):
         return environment.world
@@ -82,7 +82,7 @@ def world_of(strategy: Any) -> World:
 def environment_beside(
     environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
 ) -> ClusterEnvironment | None:
-    """The environment that knows how this process was started: the one given, or one of ours.
+    """Return the environment that has this process's rank: the one given, or one of ours.
 
     Arguments (``rank``, ``world_size`` and ``local_rank``) that contradict a launcher, or the Trainer's devices, are
     refused.
@@ -105,7 +105,7 @@ def environment_beside(
 
 
 def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:
-    """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+    """Refuse arguments that contradict a launcher."""
     given = (arguments["rank"], arguments["world_size"])
     if given[0] is None or environment is None or not environment.creates_processes_externally:
         return

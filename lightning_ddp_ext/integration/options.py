@@ -34,7 +34,7 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Refuse a value that is none of those allowed, of which the first is the default."""
+    """Refuse a value that is not one of those allowed, of which the first is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
@@ -47,10 +47,10 @@ def check_at_least_one(field: str, value: int) -> None:
 
 
 def check_interface(interface: str | None) -> None:
-    """Refuse interfaces of which this host has none: ``eth1``, or as NCCL takes them, ``eth,ib`` or ``^docker0``.
+    """Refuse a network interface that this host does not have: ``eth1``, or NCCL's forms ``eth,ib`` and ``^docker0``.
 
     Raises:
-        ConfigurationError: names those that there are.
+        ConfigurationError: names those of the host.
     """
     if interface is None:
         return
