@@ -1,7 +1,7 @@
 """Everything from a configuration file, with LightningCLI.
 
     python examples/cli.py fit --config examples/config.yaml
-    python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.timeout 600
+    python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.find_unused_parameters true
     python examples/cli.py fit --config examples/config.yaml --print_config > all_options.yaml
 
 It needs `pip install 'jsonargparse[signatures]'`.

@@ -48,18 +48,7 @@ from lightning_ddp_ext.trees import register_names as _register_names
 from lightning_ddp_ext.world import World
 
 if _TYPE_CHECKING:
-    from lightning_ddp_ext.integration.public import (
-        DDPExtStrategy,
-        HangWatchdog,
-        RankConsistency,
-        RankDebugger,
-        RankLogging,
-        RankZeroCheckpoint,
-        RankZeroCheckpointIO,
-        SamplerEpochSeeding,
-        SyncBatchNormConversion,
-        gather_predictions,
-    )
+    from lightning_ddp_ext.integration.public import *  # noqa: F403
 else:
     _public = _adapter("public")
     globals().update({name: getattr(_public, name) for name in _public.__all__})

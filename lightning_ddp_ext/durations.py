@@ -1,4 +1,4 @@
-"""Which length of time did the user mean?"""
+"""Parse a duration into a timedelta."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """The duration that ``value`` stands for; ``None`` stays ``None``.
+    """Return the duration that ``value`` means; ``None`` stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.
-        field: the argument's name, as the message shall show it.
+        field: the argument's name, for messages.
 
     Raises:
         ConfigurationError: ``value`` is not a number or ``timedelta``, or not between a millisecond and a hundred
@@ -51,10 +51,7 @@ def _seconds(value: object, field: str) -> float:
     if isinstance(value, timedelta):
         return value.total_seconds()
     if not isinstance(value, bool) and isinstance(value, Real):
-        try:
-            return float(value)
-        except OverflowError:
-            return -math.inf if value < 0 else math.inf
+        return float(value)
     raise ConfigurationError(
         f"{field} must be seconds or a timedelta (got {value!r}, of type {type(value).__name__});"
         f" write {field}=60 or {field}=timedelta(minutes=1)"

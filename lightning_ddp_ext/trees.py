@@ -1,4 +1,4 @@
-"""Which Lightning does the program use: ``lightning``, ``pytorch_lightning``, or both?
+"""Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's names with both.
 
 The two are separate class trees, often installed together: a strategy made from one is refused by a Trainer of the
 other. So the files of ``integration`` are loaded once for each tree that is used, as ``lightning_ddp_ext.integration``
@@ -9,7 +9,6 @@ control channel and the errors, is there once.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,9 +18,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from lightning_ddp_ext.errors import ConfigurationError
-
-_CHOICES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _ADAPTERS = {
     "lightning.pytorch": "lightning_ddp_ext.integration",
     "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
@@ -43,17 +39,9 @@ def register_names() -> None:
 
 
 def _choose() -> str:
-    """``DDPX_LIGHTNING`` names the tree; else it is the one that is imported already, else one that is installed."""
-    chosen = os.environ.get("DDPX_LIGHTNING")
-    if chosen is not None:
-        if chosen not in _CHOICES:
-            raise ConfigurationError(
-                f"DDPX_LIGHTNING must be one of {', '.join(_CHOICES)} (got {chosen!r}); "
-                "name the package that your code imports, or unset it"
-            )
-        return _CHOICES[chosen]
+    """Return the tree that is imported already, else one that is installed; ``lightning`` before the other one."""
     imported = [tree for tree in _ADAPTERS if tree in sys.modules]
-    installed = [tree for name, tree in _CHOICES.items() if importlib.util.find_spec(name) is not None]
+    installed = [tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None]
     return (imported or installed or ["lightning.pytorch"])[0]
 
 
@@ -63,7 +51,7 @@ _chosen = _choose()
 def _register(tree: str) -> None:
     # The other tree may be of a version that we do not support, and of no interest to the program's own Trainers.
     with suppress(ImportError):
-        import_module(f"{_ADAPTERS[tree]}.strategy").register()
+        import_module(f"{_ADAPTERS[tree]}.registration").register()
 
 
 class _RegisterOnImport(MetaPathFinder):

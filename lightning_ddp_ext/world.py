@@ -97,8 +97,7 @@ class Launcher:
     """The variables in which a launcher tells a process its place.
 
     Attributes:
-        marker: set wherever the launcher is; then the variables of rank, world size and local rank must be, too.
-        command: starts processes that have these variables.
+        marker: set wherever the launcher is; then the variables of rank, world size and local rank must also be set.
     """
 
     source: str
@@ -108,7 +107,6 @@ class Launcher:
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
     marker: str = ""
-    command: str = ""
 
 
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -116,11 +114,11 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_R
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK"))
-TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), marker="TORCHELASTIC_RUN_ID", command="torchrun")
-OPEN_MPI = Launcher("Open MPI", *_MPI, marker="OMPI_COMM_WORLD_SIZE", command="mpirun")
+TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), marker="TORCHELASTIC_RUN_ID")
+OPEN_MPI = Launcher("Open MPI", *_MPI, marker="OMPI_COMM_WORLD_SIZE")
 HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
 CRAY = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), marker="SLURM_NTASKS", command="srun")
+SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), marker="SLURM_NTASKS")
 
 
 def read_world(
@@ -161,10 +159,10 @@ def read_world(
 
 
 def read_rank(environ: Environ) -> int | None:
-    """The rank as far as it can be told before the ranks have met; ``None`` where it cannot.
+    """Return the rank as far as it is known before the ranks connect; ``None`` where it is not.
 
-    For lines of a log: never an error. A script that Lightning has started once more for a device of the first node
-    is known as well, which has ``LOCAL_RANK`` but no ``RANK``; and a process of which nobody says anything is rank 0.
+    For log lines: never an error. A script that Lightning started once more on the first node has ``LOCAL_RANK`` but
+    no ``RANK``. A process without any of these variables is rank 0.
 
     >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"})
     1
@@ -251,7 +249,7 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
         if launcher.marker and name not in environ:
             raise ConfigurationError(
                 f"{name} must be set beside {launcher.marker}={environ[launcher.marker]!r} (got nothing);"
-                f" start with {launcher.command}, or unset {launcher.marker}"
+                f" set it, or unset {launcher.marker}"
             )
     rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)

@@ -33,8 +33,8 @@ def test_bounds_and_none_are_taken() -> None:
 @pytest.mark.parametrize(
     ("rule", "values"),
     [
-        (POSITIVE, (0, -0.5, 1e-9, math.nan, -math.inf, -(10**400), timedelta(0), timedelta(microseconds=1))),
-        (BOUNDED, (math.inf, 1e30, timedelta.max, 10**400)),
+        (POSITIVE, (0, -0.5, 1e-9, math.nan, -math.inf, timedelta(0), timedelta(microseconds=1))),
+        (BOUNDED, (math.inf, 1e30, timedelta.max)),
         (TYPED + "timeout=timedelta(minutes=1)", (True, "60", [60], 1j)),
     ],
 )

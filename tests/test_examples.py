@@ -192,12 +192,14 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
     config, printed = EXAMPLES / "config.yaml", tmp_path / "printed.yaml"
     argv = ("fit", "--config", str(config), "--print_config")
     printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
-    options = ("--trainer.strategy.init_args.init_method", f"file://{tmp_path}/meet")
+    strategy = "--trainer.strategy.init_args"
+    options = (f"{strategy}.init_method", f"file://{tmp_path}/meet", f"{strategy}.find_unused_parameters", "true")
     output = run_on_ranks(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, cwd=tmp_path)
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
-    assert "idle_ranks: repeat" in (tmp_path / "config.yaml").read_text()
+    assert "resume_data: exact" in (tmp_path / "config.yaml").read_text()
+    assert "find_unused_parameters=True was specified in DDP constructor" in output
 
 
 @pytest.mark.nightly

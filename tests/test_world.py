@@ -159,19 +159,9 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
     ("make", "expected"),
     [
         (
-            lambda: read({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}),
-            "local_world_size must be in 1..4 for world_size 4 (got 0); count the processes of this node "
-            "(source: torchrun)",
-        ),
-        (
             lambda: world(local_rank=2),
             "local_rank must be in 0..1 for world_size 4 and local_world_size 2 (got 2); count the processes of this "
             "node from 0 (source: torchrun)",
-        ),
-        (
-            lambda: world(node_rank=3),
-            "node_rank must be in 0..2 for world_size 4 and local_world_size 2 (got 3); count the nodes from 0 "
-            "(source: torchrun)",
         ),
         (
             lambda: read({}, rank="0", world_size=2),
@@ -183,7 +173,7 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
         ),
         (
             lambda: read(without(TORCHRUN, "LOCAL_RANK")),
-            "LOCAL_RANK must be set beside TORCHELASTIC_RUN_ID='none' (got nothing); start with torchrun, or unset "
+            "LOCAL_RANK must be set beside TORCHELASTIC_RUN_ID='none' (got nothing); set it, or unset "
             "TORCHELASTIC_RUN_ID",
         ),
         (
@@ -194,11 +184,6 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
             lambda: check_devices(world(), devices=4, num_nodes=2),
             "devices * num_nodes must equal world_size (got devices=4 * num_nodes=2 and world_size=4, from torchrun); "
             "write Trainer(devices=2, num_nodes=2), or start 4 processes on each node",
-        ),
-        (
-            lambda: check_devices(world(world_size=5), devices=2, num_nodes=2),
-            "devices * num_nodes must equal world_size (got devices=2 * num_nodes=2 and world_size=5, from torchrun); "
-            "start 2 processes on each node",
         ),
         (
             lambda: check_devices(world(local_rank=3, local_world_size=4, node_rank=0), devices=2, num_nodes=2),

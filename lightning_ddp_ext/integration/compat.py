@@ -75,44 +75,23 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
 class TimedValidation:
     """Validate after the same batch on all ranks with ``Trainer(val_check_interval=timedelta(...))``.
 
-    Lightning has each rank ask its own clock, so that one validates while another trains. Here rank 0 looks at its
-    clock, and says when it looks next: after a tenth of the batches that would fill the interval at the pace of the
-    last ones, and at most twice as many as before, as some are read ahead.
+    Lightning has each rank ask its own clock, so that one validates while another trains. Here rank 0's clock decides.
     """
 
     def __init__(self) -> None:
-        self._last = math.inf  # validation, or the beginning of training
-        self._looked = math.inf
-        self._batches = 0  # since then
-        self._look_after = 1
+        self._last = math.inf  # the last validation, or the beginning of training
 
     def before_batch(self, trainer: Any) -> None:
-        """See whether a validation follows the next batch. Collective where rank 0 looks, if there is an interval."""
+        """Agree whether a validation follows the next batch. Collective, if there is such an interval."""
         interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
         last = getattr(trainer, "_last_val_time", None)  # not before training begins
-        is_due = last == -math.inf  # until there has been one, which Lightning may not want in this epoch
-        if interval is None or last is None or is_due or trainer.world_size == 1:
+        if interval is None or last is None or trainer.world_size == 1:
             return
-        self._batches += 1
-        if math.isfinite(last):  # there has been one since, or training has just begun
-            self._last, self._look_after = last, 1
-        elif self._batches < self._look_after:
-            return
-        look_after = torch.tensor(self._next_look(interval), device=trainer.strategy.root_device)
-        dist.broadcast(look_after, src=0)
-        self._batches, self._look_after = 0, int(look_after)
-        trainer._last_val_time = math.inf if self._look_after else -math.inf  # compared with the clock after the batch
-
-    def _next_look(self, interval: float) -> int:
-        """After so many batches; 0: the validation is due."""
-        now = time.monotonic()
-        left = interval - (now - self._last)
-        seconds_a_batch = (now - self._looked) / self._batches
-        self._looked = now
-        if left <= 0.0:
-            return 0
-        enough = int(left / 10 / seconds_a_batch) if seconds_a_batch > 0.0 else 1
-        return max(1, min(enough, 2 * self._look_after))
+        if math.isfinite(last):  # set by Lightning since the last batch
+            self._last = last
+        is_due = torch.tensor(int(time.monotonic() - self._last >= interval), device=trainer.strategy.root_device)
+        dist.broadcast(is_due, src=0)
+        trainer._last_val_time = -math.inf if is_due else math.inf  # compared with the clock after the batch
 
 
 # Connectors of the Trainer.
@@ -123,8 +102,8 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
 
 
-def note_sigterm(trainer: Any) -> None:
-    """Have Lightning take the exception that follows for the end that a signal has asked for."""
+def record_sigterm(trainer: Any) -> None:
+    """Record SIGTERM in Lightning, which then takes the next exception for the end of a stopped run."""
     trainer._signal_connector.received_sigterm = True
 
 

@@ -45,7 +45,7 @@ class DataPath:
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
         resume_data: ResumeData,
-        idle_ranks: IdleRanks,
+        idle_ranks: IdleRanks = "repeat",
     ) -> None:
         check_choice("sampler", order, *get_args(Order))
         check_choice("exact_evaluation", exact_evaluation, True, False)

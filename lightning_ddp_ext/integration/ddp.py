@@ -1,10 +1,10 @@
-"""What DDP is told: the comm hook, parameters that are unfrozen later; and the names in its error about unused ones."""
+"""Set up DDP's comm hook, form DDP anew for unfrozen parameters, and name parameters in its error about unused ones."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from torch import nn
@@ -12,6 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext.errors import ConfigurationError
+
+from .lightning_tree import pl, rank_zero_info
 
 HookName = Literal["fp16_compress", "bf16_compress", "power_sgd"]
 CommHook = Callable[..., Any]
@@ -25,7 +27,7 @@ _SHOWN = 10  # parameters in a message
 
 
 def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
-    """Find the hook of that name, or refuse the name; with the state that it needs where none is given."""
+    """Return the hook with this name, and a state for it where none is given; refuse an unknown name."""
     if not isinstance(hook, str):
         return hook, state
     if hook not in _HOOKS:
@@ -42,23 +44,29 @@ def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[C
 def register_on_cpu(
     model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
 ) -> None:
-    """Register a hook, as Lightning does on GPUs alone; refuse one that torch has for GPUs alone."""
-    if hook is None:
-        return
-    try:
+    """Register a hook, which Lightning does on GPUs only."""
+    if hook is not None:
         model.register_comm_hook(state=state, hook=hook if wrapper is None else wrapper(hook))
-    except (TypeError, ValueError) as error:
-        name = getattr(hook, "__name__", repr(hook))
-        raise ConfigurationError(
-            f"ddp_comm_hook {name} cannot be used on the CPU: {error}; leave it out there"
-        ) from error
 
 
-def name_unused(error: BaseException, module: nn.Module) -> None:
-    """Begin the message of DDP's error about unused parameters with their names and the remedy; leave others alone."""
+def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter]) -> None:
+    """Form DDP anew if one of the parameters that were frozen no longer is: DDP averages no gradients for these.
+
+    See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+    """
+    unfrozen = sum(parameter.requires_grad for parameter in frozen)
+    if unfrozen:
+        rank_zero_info(f"formed DDP anew, as {unfrozen} parameters that it did not know are no longer frozen")
+        strategy.model = strategy.lightning_module
+        strategy._pl_static_graph_delay_done = False
+        strategy.configure_ddp()
+
+
+def name_unused(error: BaseException, module: nn.Module | None) -> None:
+    """Put names and remedy in front of DDP's message about unused parameters; leave other errors alone."""
     message = str(error)
     found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
-    if found is None or "find_unused_parameters" not in message:
+    if found is None or module is None or "find_unused_parameters" not in message:
         return
     known = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     unused = [known[number] for number in map(int, found[2].split()) if number < len(known)]

@@ -1,4 +1,4 @@
-"""Tell which rank this process is, by arguments, a launcher or Lightning's environment, and which devices it has."""
+"""Find out which rank this process is: by arguments, a launcher's variables or Lightning's environment."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torchmetrics
-from torch import nn
 from typing_extensions import override
 
 from lightning_ddp_ext.errors import ConfigurationError
@@ -19,10 +16,10 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """For processes that somebody else started and that Lightning's own environments do not know.
+    """The environment of processes whose launcher Lightning does not know.
 
-    That is: one process per rank by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK``), and MPI launchers where mpi4py is not installed.
+    These are processes started by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
+    ``LOCAL_RANK``), and those of MPI launchers where mpi4py is not installed.
     """
 
     def __init__(self, world: World) -> None:
@@ -56,11 +53,11 @@ class WorldEnvironment(LightningEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Leave the variables to whoever has set them."""
+        """Leave the variables as they are."""
 
 
 def source_of(environment: ClusterEnvironment) -> str:
-    """Who says which rank this process is, in a user's words."""
+    """Return a user's word for the launcher that set this process's rank."""
     if isinstance(environment, WorldEnvironment):
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
@@ -68,7 +65,7 @@ def source_of(environment: ClusterEnvironment) -> str:
 
 
 def world_of(strategy: Any) -> World:
-    """The place of a strategy's process among all."""
+    """Return the place of a strategy's process among all ranks."""
     environment = strategy.cluster_environment
     if isinstance(environment, WorldEnvironment):
         return environment.world
@@ -85,7 +82,7 @@ def world_of(strategy: Any) -> World:
 def environment_beside(
     environment: ClusterEnvironment | None, arguments: Mapping[str, int | None], *, devices: int, num_nodes: int
 ) -> ClusterEnvironment | None:
-    """The environment that knows how this process was started: the one given, or one of ours.
+    """Return the environment that has this process's rank: the one given, or one of ours.
 
     Arguments (``rank``, ``world_size`` and ``local_rank``) that contradict a launcher, or the Trainer's devices, are
     refused.
@@ -108,7 +105,7 @@ def environment_beside(
 
 
 def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mapping[str, int | None]) -> None:
-    """Arguments that contradict a launcher are a mistake, whichever of them is wrong."""
+    """Refuse arguments that contradict a launcher."""
     given = (arguments["rank"], arguments["world_size"])
     if given[0] is None or environment is None or not environment.creates_processes_externally:
         return
@@ -118,27 +115,3 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
             f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, by which this "
             f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
         )
-
-
-def ranks_of(devices: int, *, per_rank: int) -> int:
-    """The number of ranks that so many devices make; refuse devices that would be left over."""
-    if devices % per_rank:
-        raise ConfigurationError(
-            f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
-            f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
-        )
-    return devices // per_rank
-
-
-def check_parts(model: nn.Module, devices: list[torch.device]) -> None:
-    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
-    for module in model.modules():
-        if isinstance(module, torchmetrics.Metric):
-            module.to(devices[0])
-    for name, parameter in model.named_parameters():
-        if parameter.device not in devices:
-            raise ConfigurationError(
-                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
-                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
-                f"({', '.join(map(str, devices))}) in configure_model"
-            )

@@ -1,4 +1,4 @@
-"""Start the ranks of this node so that they find each other, know who started them, and end with them."""
+"""Start the ranks of this node with what they need to connect, and wait for them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.multiprocessing
 from typing_extensions import override
@@ -35,22 +34,21 @@ from lightning_ddp_ext.supervision.rank_processes import (
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
-from .joining import environment_of_started_ranks, start_variables
+from .joining import Rendezvous, environment_of_started_ranks
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
     MultiProcessingLauncher,
     SubprocessScriptLauncher,
     TunerExitException,
+    check_bad_cuda_fork,
     check_missing_main_guard,
     disable_module_memory_sharing,
     lightning_name,
+    pl,
     set_num_threads_if_needed,
 )
 from .stopping import StoppedException
-
-if TYPE_CHECKING:
-    from .strategy import DDPExtStrategy
 
 _HARMLESS = (TunerExitException, StoppedException)
 
@@ -58,19 +56,21 @@ _HARMLESS = (TunerExitException, StoppedException)
 class ScriptLauncher(SubprocessScriptLauncher):
     """Runs the script once more for each further rank of this node, or does nothing where others started them.
 
-    A process starts ranks once: later Trainers in the script use the same ones. Unlike Lightning's own, it leaves
-    none of the ranks' variables behind in this process's environment, and kills no rank that still works.
+    A process starts ranks once: later Trainers in the script use the same ones. Of the ranks' variables only
+    ``LOCAL_RANK`` stays in this process's environment, as Lightning leaves it: it tells a stock strategy later in the
+    script that the ranks exist. Unlike Lightning's launcher this one does not kill ranks that still work.
     """
 
-    def __init__(self, strategy: DDPExtStrategy) -> None:
+    def __init__(self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
         self._strategy = strategy
+        self._rendezvous = rendezvous
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _refuse_other_size(self.num_processes * self.num_nodes)
+        self._refuse_other_size()
         started = started_ranks()
         if started is not None:
             self.procs = list(started.scripts.children)
@@ -81,49 +81,47 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return supervised(function, *args, harmless=_HARMLESS, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        start = start_variables(self._strategy)
+        start = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**start.variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
+        if self.procs:
+            os.environ["LOCAL_RANK"] = "0"
         limit = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
         scripts = ChildScripts(list(self.procs), **limit)
         note_started(StartedRanks(start.variables, self.num_processes * self.num_nodes, scripts))
         atexit.register(start.clean_up)
-        atexit.register(scripts.wait)  # before that
-        _keep_others_from_starting_ranks()
+        atexit.register(scripts.wait)  # runs before start.clean_up
 
-
-def _refuse_other_size(world_size: int) -> None:
-    context = current()
-    joined = started_ranks() if context is None or len(context.table) == 1 else context.world
-    if joined is not None and joined.world_size != world_size:
-        raise GroupInUseError(
-            f"this script's world_size is {joined.world_size} already, and this Trainer wants {world_size}; give every "
-            "Trainer of a script the same devices and num_nodes, or run the other one in a script of its own"
-        )
-
-
-def _keep_others_from_starting_ranks() -> None:
-    """Have a stock strategy in this script use the ranks that are there, as it would after one of its own kind.
-
-    It looks for ``LOCAL_RANK`` in the environment to learn that; without it, it would run the script once more.
-    """
-
-    def use_those(self: SubprocessScriptLauncher) -> None:
-        _refuse_other_size(self.num_processes * self.num_nodes)
-
-    for tree in ("lightning.pytorch", "pytorch_lightning"):
-        module: Any = sys.modules.get(f"{tree}.strategies.launchers.subprocess_script")
-        if module is not None:
-            module._SubprocessScriptLauncher._call_children_scripts = use_those
+    def _refuse_other_size(self) -> None:
+        context, world_size = current(), self.num_processes * self.num_nodes
+        joined = started_ranks() if context is None or len(context.table) == 1 else context.world
+        if joined is not None and joined.world_size != world_size:
+            raise GroupInUseError(
+                f"this script's world_size is {joined.world_size} already, and this Trainer wants {world_size}; give "
+                "every Trainer of a script the same devices and num_nodes, or run the other one in a separate script"
+            )
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them."""
+    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
 
-    def __init__(self, strategy: DDPExtStrategy, start_method: Any) -> None:
+    Args:
+        strategy: whose ranks.
+        rendezvous: how they connect.
+        start_method: spawn, fork or forkserver.
+        stop_within: seconds that the ranks have to stop together after a signal.
+    """
+
+    _strategy: pl.strategies.DDPStrategy
+
+    def __init__(
+        self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
+    ) -> None:
+        assert strategy.cluster_environment is not None
         super().__init__(strategy, start_method=start_method)
-        self._ddpx = strategy
-        self._child: _Child | None = None
+        self._environment: ClusterEnvironment = strategy.cluster_environment
+        self._rendezvous = rendezvous
+        self._stop_within = stop_within
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
             # Started now, the server imports while the user's code still builds model and data.
             check_missing_main_guard()
@@ -132,82 +130,82 @@ class ProcessesLauncher(MultiProcessingLauncher):
             with suppress(ValueError):
                 forkserver.ensure_running()
 
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        assert self._ddpx.cluster_environment is not None
-        return self._ddpx.cluster_environment
-
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        self._refuse_second_launcher()
-        start = start_variables(self._ddpx)
+        """Start the ranks, wait for them, and give the Trainer rank 0's results.
+
+        Lightning's own method cannot be extended: it calls nothing between the start of the processes and the wait.
+        """
+        self._refuse_second_launch(trainer)
+        start = self._rendezvous.start_variables(self._environment, self._strategy.num_nodes)
         try:
             with (
                 tempfile.TemporaryDirectory(prefix="lightning_ddp_ext-") as directory,
                 environment_of_started_ranks(start.variables),
-                self._joined_by_us(),
             ):
-                # Lightning carries seeds and torch's flags over to spawned processes; a fork server's need it as much.
-                state = GlobalStateSnapshot.capture() if self._start_method == "forkserver" else None
-                self._child = _Child(os.getpid(), dict(os.environ), state, f"{directory}/results")
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                results = _Results(f"{directory}/results")
+                self._run_ranks(results, trainer, function, args, kwargs)
+                output = results.load()
         finally:
             start.clean_up()
-            self._child = None
+        if trainer is None:
+            return output
+        self._already_fit |= trainer.state.fn == "fit"
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
 
-    def _refuse_second_launcher(self) -> None:
+    def _refuse_second_launch(self, trainer: Any) -> None:
         environment, context = self._environment, current()
+        if context is not None and len(context.table) > 1:
+            raise GroupInUseError(
+                f"start_method={self._start_method!r} starts ranks, but this process is a rank of an earlier Trainer "
+                "already; use the same strategy for every Trainer of a script"
+            )
         if environment.creates_processes_externally:
             raise ConfigurationError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process was started as one of "
                 f"them already (rank {environment.global_rank()} of {environment.world_size()}, from "
                 f"{source_of(environment)}); use strategy='ddp_ext' here, or start the script without a launcher"
             )
-        if context is not None and len(context.table) > 1:
-            raise GroupInUseError(
-                f"start_method={self._start_method!r} starts ranks, but this process is a rank of an earlier Trainer "
-                "already; use the same strategy for every Trainer of a script"
+        if self._already_fit and trainer is not None and trainer.state.fn == "fit":
+            raise NotImplementedError(
+                f"a Trainer with start_method={self._start_method!r} can call fit() once; make another Trainer, and "
+                "continue with fit(ckpt_path=...)"
             )
         leave()
 
-    @contextmanager
-    def _joined_by_us(self) -> Iterator[None]:
-        # Lightning starts its processes with this function and offers no hook between their start and the join.
-        original: Callable[..., Any] = torch.multiprocessing.start_processes
+    def _run_ranks(self, results: _Results, trainer: Any, *work: Any) -> None:
+        """Run a function in one process a rank, until all have exited."""
+        if self._start_method == "spawn":
+            check_missing_main_guard()
+        else:
+            check_bad_cuda_fork()
+        os.environ["MASTER_PORT"] = str(self._environment.main_port)
+        # A forked process has seeds and torch's flags already.
+        state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
+        child = _Child(os.getpid(), dict(os.environ), state, results)
+        processes = torch.multiprocessing.start_processes(
+            self._run_rank,
+            args=(child, trainer, *work),
+            nprocs=self._strategy.num_processes,
+            join=False,
+            start_method=self._start_method,
+        )
+        self.procs = processes.processes
+        RankProcesses(processes, results.path, self._stop_within).join()
 
-        def start(*args: Any, **kwargs: Any) -> RankProcesses:
-            assert self._child is not None
-            deadline = self._ddpx.stops.deadline.total_seconds()
-            return RankProcesses(original(*args, **kwargs), self._child.results_file, deadline)
-
-        torch.multiprocessing.start_processes = start
-        try:
-            yield
-        finally:
-            torch.multiprocessing.start_processes = original
-
-    @override
-    def _wrapping_function(
-        self,
-        process_idx: int,
-        trainer: Any,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        return_queue: Any,
-        global_states: Any = None,
-    ) -> None:
-        assert self._child is not None
-        self._child.enter()
+    def _run_rank(self, local_rank: int, child: _Child, trainer: Any, function: Any, args: Any, kwargs: Any) -> None:
+        """Run a function in a started process."""
+        child.enter()
         if self._start_method == "forkserver":
-            # What is pickled for another process is shared memory: the ranks would all train on the same parameters,
-            # each overwriting the others'. Lightning thinks of it for spawn alone.
+            # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
+            # copies them for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
-        args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == process_idx == 0)
+        args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
         work = partial(supervised, function, harmless=_HARMLESS)
-        queue: Any = _ResultsQueue(return_queue, self._child.results_file)
+        results: Any = child.results
         try:
-            super()._wrapping_function(process_idx, trainer, work, args, kwargs, queue, global_states)
+            self._wrapping_function(local_rank, trainer, work, args, kwargs, results, child.global_state)
         except RankFailedError as error:
             print_line(error)  # the launching process prints the traceback of the first rank that failed
             raise
@@ -217,44 +215,37 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
 @dataclass(frozen=True)
 class _Child:
-    """What a started process needs to know of the one that started it."""
+    """Settings of the launching process for a started one."""
 
     launcher_pid: int
     environment: dict[str, str]
     global_state: GlobalStateSnapshot | None
-    results_file: str
+    results: _Results
 
     def enter(self) -> None:
-        """Called first thing in the started process."""
-        # A fork server hands on the environment of its own start, which may be long past.
+        """Prepare the started process, before anything else runs in it."""
+        # A fork server hands on the environment of its start, which may be long past.
         os.environ.clear()
         os.environ.update(self.environment)
-        if self.global_state is not None:
-            self.global_state.restore()
         watch_launcher(self.launcher_pid)
 
 
 @dataclass(frozen=True)
-class _ResultsQueue:
-    """The sending end of Lightning's queue for what rank 0 brings back: it sends the name of a file.
+class _Results:
+    """A file with the results of rank 0, in place of the queue of Lightning's launcher.
 
-    Lightning reads the queue when all processes have ended, and a pipe holds 64 KiB: with some 300 logged metrics
-    rank 0 would wait for a reader for ever.
+    Lightning reads that queue after all processes exited. It is a pipe of 64 KiB: with some 300 logged metrics rank 0
+    would wait for a reader for ever.
     """
 
-    queue: Any
     path: str
 
     def put(self, results: Any) -> None:
-        """Send ``results``; the other end gets them as they are."""
+        """Write the results; Lightning's own code calls this on rank 0."""
         with open(self.path, "wb") as file:
             pickle.dump(results, file)
-        self.queue.put(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load, (self.path,)
-
-
-def _load(path: str) -> Any:
-    with open(path, "rb") as file:  # written by a process of our own
-        return pickle.load(file)
+    def load(self) -> Any:
+        """Read the results."""
+        with open(self.path, "rb") as file:
+            return pickle.load(file)

@@ -1,6 +1,6 @@
-"""The methods of Lightning's that are replaced while a Trainer works, each on one object, and why.
+"""Replace methods of single Lightning objects during a run: at most four, which the strategy's ``teardown`` restores.
 
-Four are the most that a run has, and the strategy's ``teardown`` undoes all of them.
+No class and no module is changed.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from typing import Any
 
 from .lightning_tree import RunningStage, refuse_missing
 
-# What puts a sampler into a loader: given the loader, whether to shuffle, and for what stage.
+# Puts a sampler into a loader, given the loader, whether to shuffle, and the stage.
 Prepare = Callable[[Any, bool, RunningStage], Any]
 
 
 class ReplacedMethods:
-    """Methods that are replaced on single objects, and put back together."""
+    """Methods that are replaced on single objects, and restored together."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object, which the installed Lightning must have."""
+        """Replace a method of one object; refuse one that the installed Lightning does not have."""
         refuse_missing(type(owner), name)
         setattr(owner, name, method)
         self._replaced.append((owner, name))
 
     def put_back(self) -> None:
-        """Give all objects their own methods back."""
+        """Restore the methods of all objects."""
         while self._replaced:
             owner, name = self._replaced.pop()
             vars(owner).pop(name, None)
 
     def prepare_loaders(self, trainer: Any, by: Callable[[Prepare, Any, bool, RunningStage], Any]) -> None:
-        """Have ``by``, which is given Lightning's own way, put samplers into loaders.
+        """Have ``by``, which gets Lightning's own method, put samplers into loaders.
 
-        Lightning chooses a sampler there, and asks nobody.
+        Lightning chooses the sampler in a private method, without a hook.
         """
         connector = trainer._data_connector
 
@@ -55,10 +55,10 @@ class ReplacedMethods:
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from calling a collective in its signal handler, and another one before each batch."""
+        """Keep Lightning from making a collective call in its signal handler, and another one before each batch."""
 
         def nothing(*args: object) -> None:
-            """Our own handlers hear of signals, too."""
+            """Do nothing: our own handlers also get the signals."""
 
         self.replace(trainer._signal_connector, "_sigterm_notifier_fn", nothing)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0

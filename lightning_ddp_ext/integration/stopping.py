@@ -1,4 +1,4 @@
-"""A Trainer that stops on all ranks after the same step, and saves, when one of them is asked to."""
+"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them gets a signal."""
 
 from __future__ import annotations
 
@@ -8,68 +8,67 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
 from .checkpoint_paths import stop_checkpoint_of
-from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, note_sigterm, save_and_requeue
+from .checkpoints import Checkpoints
+from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, record_sigterm, save_and_requeue
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
 
-if TYPE_CHECKING:
-    from .strategy import DDPExtStrategy
-
-# torchrun kills what has not ended 30 s after its SIGTERM; nobody else is known to have a limit.
+# torchrun kills ranks 30 s after its SIGTERM; no other launcher is known to have a limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 
 
 class StoppedException(pl.utilities.exceptions.SIGTERMException):
-    """Raised on all ranks after they have stopped together; ends the process with the signal's usual status."""
+    """Raised on all ranks after they stopped together; the process exits with the signal's usual status."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(status_of(signum))
 
 
-class Stops:
-    """How a strategy's Trainer stops when a signal comes to any rank.
+class StopController:
+    """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
     Args:
-        strategy: whose Trainer; its ``stop_checkpoint`` says where to save.
-        deadline: what the ranks have from the first signal on; ``None`` for 25 s under torchrun and else 10 minutes.
+        checkpoints: those of the strategy, whose ``stop_checkpoint`` says where to save.
+        deadline: time for all ranks to exit after the first signal; ``None`` for 25 s under torchrun and else 10
+            minutes.
 
     Attributes:
-        deadline: the same.
-        stopped: whether all ranks are stopping now, and where: a checkpoint says so.
+        deadline: the same, as a duration.
+        stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
     """
 
-    def __init__(self, strategy: DDPExtStrategy, deadline: timedelta | None) -> None:
-        self._strategy = strategy
+    def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
+        self._checkpoints = checkpoints
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
-        self._signals = StopSignals(self._ask)
+        self._signals = StopSignals(self._request_stop)
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
 
-    # A strategy travels to spawned ranks by pickle; what belongs to a process does not.
+    # A strategy is pickled for spawned ranks, without the state of this process.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"chosen": (self._strategy, self.deadline)}
+        return {"checkpoints": self._checkpoints, "deadline": self.deadline}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(*state["chosen"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
-    def attach(self, trainer: Any, context: ProcessContext | None, replaced: ReplacedMethods) -> None:
-        """From now on signals are heeded. Without a context, in a foreign process group, all is as in Lightning."""
-        self.stopped = None
+    def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
+        """Take over signals for this Trainer; in a foreign process group they are left to Lightning."""
+        context, self.stopped = current(), None
         if context is None:
             return
         self._trainer, self._context = trainer, context
@@ -77,14 +76,14 @@ class Stops:
         replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
-            return  # this Trainer works inside of another one's hook, and that one stops
+            return  # this Trainer runs inside a hook of another one, which stops
         self._stopping = stopping
         self._stopping.begin(self.deadline, self._acknowledge)
         self._signals.install(signal.SIGTERM, signal.SIGINT, *self._warnings)
 
     @property
     def _warnings(self) -> list[signal.Signals]:
-        """The signal by which schedulers say that they will end the job soon, unless the user handles it."""
+        """The signal by which schedulers announce the end of a job, unless the user handles it."""
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         if requeue_signal is None and has_handler(signal.SIGUSR1):
             return []
@@ -92,15 +91,15 @@ class Stops:
 
     @property
     def _slurm(self) -> SLURMEnvironment | None:
-        """Where Lightning is to have jobs requeued."""
-        environment = self._strategy.cluster_environment
+        """The environment by which Lightning requeues jobs, if it does."""
+        environment = self._trainer.strategy.cluster_environment
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
     def detach(self) -> None:
-        """The Trainer has ended: signals are given back to whoever handled them before."""
+        """Restore the signal handlers after the Trainer's run."""
         if self._stopping is None:
             return
-        give_signals_back(self._trainer)  # its handlers came after ours; a signal until it does so would be lost
+        give_signals_back(self._trainer)  # installed after ours; a signal before Lightning does this would be lost
         self._signals.restore()
         if self._context.peers.cause is not None:
             defer_sigterm()
@@ -110,59 +109,59 @@ class Stops:
         is_unheard = noted is not None and not self._signals.has_passed_on
         if is_unheard and self._trainer.state.status != TrainerStatus.INTERRUPTED:
             assert noted is not None
-            os.kill(os.getpid(), noted)  # too late for any stop point: whoever handles it now is to know
+            os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that was just restored
 
-    def _ask(self, signum: int) -> None:
+    def _request_stop(self, signum: int) -> None:
         if self._stopping is not None:
             self._stopping.ask(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
-        """At once: what is under way may take long, and whoever pressed Ctrl-C would press it again."""
-        saved = "without saving" if self._strategy.stop_checkpoint is None else "and save"
+        """Log the signal immediately: the current step may take long, and users would press Ctrl-C again."""
+        saved = "without saving" if self._trainer.strategy.stop_checkpoint is None else "and save"
         again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
         rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
 
     # Stop points.
 
     def before_batch(self) -> None:
-        """The Trainer is about to ask for a training batch: all that belongs to the one before is done."""
+        """Stop between two training batches, if the ranks agreed on it."""
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
     def on_training_step(self) -> None:
-        """There is something to save."""
+        """Record that there is something to save."""
         self._has_trained = True
 
     def at_barrier(self) -> None:
-        """The ranks have met; before they train or evaluate they can stop there."""
+        """Stop at a barrier before training or evaluation, if the ranks agreed on it."""
         if not self._is_running:
             self._stop_if_agreed(GracefulStop.at_point)
 
     def on_start(self) -> None:
-        """The ranks begin to train or to evaluate: barriers are no stop points any more."""
+        """Record that training or evaluation begins: barriers are not stop points from now on."""
         self._is_running = True
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
     def at_step(self) -> None:
-        """Before a step of an evaluation."""
+        """Stop before a step of an evaluation, if the ranks agreed on it."""
         self._stop_if_agreed(partial(GracefulStop.at_step, of_steps=self._of_steps), "validation")
 
     def at_end_of_evaluation(self) -> None:
-        """An evaluation is over; training stops after what it does because of it."""
+        """Stop after an evaluation that the Trainer was called for, if the ranks agreed on it."""
         if self._trainer is not None and self._trainer.state.fn != "fit":
             self.at_end()
 
     def at_end(self) -> None:
-        """The ranks are done with what the Trainer was called for."""
+        """Stop at the end of the Trainer's run, if the ranks agreed on it."""
         self._stop_if_agreed(GracefulStop.at_last_point)
 
     def _stop_if_agreed(
         self, decide: Callable[[GracefulStop], StopRequest | None], where: Stopped | None = None
     ) -> None:
-        """Save and stop, if the ranks have agreed on this stop point."""
+        """Save and stop, if the ranks agreed on this stop point."""
         if self._stopping is None:
             return
         if self._signals.noted is not None:
-            self._ask(self._signals.noted)  # the thread that asks has not heard of it where others are woken instead
+            self._request_stop(self._signals.noted)  # in case that the listening thread was not woken
         request = decide(self._stopping)
         if request is None:
             return
@@ -170,7 +169,7 @@ class Stops:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        note_sigterm(self._trainer)
+        record_sigterm(self._trainer)
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -186,12 +185,12 @@ class Stops:
         if path is None:
             return "nothing is saved, as was asked for"
         self._trainer.save_checkpoint(path)
-        self._strategy.checkpoints.finish()
+        self._checkpoints.finish()
         return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
 
 
 def _steps_of(trainer: Any) -> int:
-    """Steps of the evaluation that begins, if that is known, else 1."""
+    """Return the number of steps of the evaluation that begins, or 1 if it is not known."""
     loop = active_loop_of(trainer)
     if trainer.training or loop is None or mode_of(combined_loader_of(loop)) != "sequential":
         return 1

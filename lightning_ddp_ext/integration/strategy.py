@@ -13,143 +13,89 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
-from lightning_ddp_ext.rendezvous.named_barrier import Call
+from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
-from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
-from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
-from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
-from lightning_ddp_ext.supervision.debugger import DebuggedRank
-from lightning_ddp_ext.supervision.parent_watch import watch_parent
+from lightning_ddp_ext.supervision.call_site import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
-from .environment import check_parts, environment_beside, ranks_of, world_of
-from .evaluation import IdleRanks
-from .joining import join_ranks, request_of
+from .ddp import CommHook, HookName, find_hook, form_anew, name_unused, register_on_cpu
+from .devices import RankDevicesStrategy
+from .environment import environment_beside, world_of
+from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
-from .lightning_tree import ClusterEnvironment, TorchElasticEnvironment, pl, rank_zero_info, refuse_other_tree
+from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .metrics import BatchedMetrics
-from .options import check_backend, check_choice, check_interface, ddp_options, refuse_unknown
+from .named_calls import report_call, report_step, wait_at_barrier
+from .options import check_at_least_one, check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
-from .stopping import Stops
+from .stopping import StopController
 from .uneven import Mode as UnevenMode
 
 T = TypeVar("T")
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
-INIT_TIMEOUT = timedelta(minutes=5)
-HEARTBEAT_TIMEOUT = timedelta(seconds=30)
-TIMEOUT = timedelta(minutes=30)  # Lightning's, for every backend; NCCL's own would be 10 minutes
-
-_START_METHOD_OF = {
-    "ddp_ext": "popen",
-    "ddp_ext_spawn": "spawn",
-    "ddp_ext_fork": "fork",
-    "ddp_ext_notebook": "fork",
-    "ddp_ext_forkserver": "forkserver",
-}
-_SUFFIXES: dict[str, dict[str, bool]] = {
-    "": {},
-    "_find_unused_parameters_false": {"find_unused_parameters": False},
-    "_find_unused_parameters_true": {"find_unused_parameters": True},
-}
+TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 minutes
 
 
-class DDPExtStrategy(pl.strategies.DDPStrategy):
-    """Lightning's ``ddp``, with an explicit choice of how the ranks find each other, and bounded ends.
+class DDPExtStrategy(RankDevicesStrategy):
+    """Lightning's ``ddp`` with a choice of how the ranks connect, and with an end in bounded time for every failure.
 
     Args:
-        init_method: where the ranks meet: ``"env://"`` (``MASTER_ADDR`` and ``MASTER_PORT``), ``"tcp://host:29500"``
-            (rank 0 listens there), ``"file:///shared/run42"`` (a file, or a directory, on a file system that all
-            hosts share), or :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp`,
-            :class:`~lightning_ddp_ext.File`. ``None``: the variable ``DDPX_INIT_METHOD``, else what Lightning's
-            cluster environment says; on one node the kernel chooses a port.
-        rank: this process among all, where you start one process per rank by hand; needs ``world_size``.
-        world_size: how many processes there are; needs ``rank``, and must equal ``devices * num_nodes``.
-        local_rank: this process among those of its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
-        run_id: names the file where ``init_method`` is a directory; the same on every rank, another one each run.
-        init_timeout: seconds or ``timedelta`` that the ranks have to find each other.
-        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead; a
-            process that ends is noticed at once.
+        init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
+            :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
+            ``None``: the variable ``DDPX_INIT_METHOD``, else the address of Lightning's cluster environment; on one
+            node the kernel chooses a port.
+        rank: this process's rank, where you start one process per rank by hand; needs ``world_size``.
+        world_size: the number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
+        local_rank: this process's rank on its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
+        init_timeout: seconds or ``timedelta`` within which all ranks must connect.
+        heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead. An
+            exited process is noticed immediately.
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
-        devices_per_rank: how many of the Trainer's devices each rank has, for models that are spread over several:
-            with ``devices=8`` and ``devices_per_rank=2`` there are 4 ranks. The module puts its parts on
-            ``self.trainer.strategy.rank_devices`` in ``configure_model``; batches come to the first of them.
-        start_method: how further ranks are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"`` and
-            ``"forkserver"`` start functions.
+        devices_per_rank: how many of the Trainer's devices each rank has. The module puts its parts on
+            ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning puts batches on the first of them.
+        start_method: how further ranks are started: ``"popen"`` runs the script again, the others start functions.
         sampler: the order of training samples, where Lightning puts a sampler into a loader: ``"torch"`` for that of
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
-            a loader; stock Lightning repeats samples until the ranks have equally many.
-        idle_ranks: what a rank does in a step of an evaluation for which it has no batch: with ``"repeat"`` it
-            makes the step with a batch that metrics do not count, with ``"skip"`` it makes no step and calls no hook,
-            for steps without collectives. ``strategy.is_idle`` says whether this rank is idle in the present step.
-        uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
-            loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
-            step that each of them has a batch for. With ``"join"`` every batch is trained on once: a rank that has no
-            more repeats its last one, without counting, until all are through, and gradients are averaged over the
-            ranks that still have data. ``None``: loaders with lengths that differ are refused when training
-            begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
-        resume_data: how far a checkpoint's data are resumed: with ``"exact"`` training goes on with the batch that is
-            due and the random numbers of each rank, with ``"epoch"`` from the beginning of the epoch, for data that
-            have changed, and with ``"off"`` as with stock Lightning.
-        stop_checkpoint: where all ranks save when one of them gets SIGTERM, SIGUSR1 or Ctrl-C, before they end: a file
-            name beside the other checkpoints, or a path; ``None`` to save nothing.
-        save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
-            they are ended without; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
-        debug: whether each collective that your code calls waits until all ranks have come to the same one, and names
-            those that are elsewhere; takes part of a millisecond for each.
+        exact_evaluation: whether validation and test count each sample exactly once, where Lightning puts a sampler
+            into a loader; stock Lightning repeats samples until all ranks have the same number.
+        uneven_inputs: the end of an epoch where the ranks have different numbers of training batches. With
+            ``"stop_at_shortest"`` it ends after the last step for which every rank has a batch. With ``"join"`` every
+            batch is trained on once: a rank without further batches repeats its last one, which does not count.
+            ``None``: loaders whose lengths differ are refused.
+        resume_data: where training continues in a checkpoint's epoch: ``"exact"`` with the next batch and each rank's
+            random states, ``"epoch"`` at the epoch's start, for data that have changed, and ``"stock"`` as Lightning.
+        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a file name beside the
+            other checkpoints, or a path; ``None`` to save nothing.
+        save_deadline: seconds or ``timedelta`` from such a signal until ranks that have not exited are killed without
+            saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
-        interface: the network interface that NCCL and gloo use, ``"eth1"``.
+        interface: the network interface for NCCL and gloo, ``"eth1"``.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: the kind of device; the Trainer sets it.
-        parallel_devices: the devices of this host, one for each rank; the Trainer sets them.
-        cluster_environment: a plugin that knows ranks and address; by default the Trainer finds that of the launcher.
+        parallel_devices: the devices of this host; the Trainer sets them.
+        cluster_environment: a plugin with ranks and address; by default the Trainer finds that of the launcher.
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
-        ddp_comm_hook: how gradients are averaged, also on the CPU: a function, or a name of torch's:
+        ddp_comm_hook: how gradients are averaged, also on CPU: a function, or one of torch's hooks by name:
             ``"fp16_compress"``, ``"bf16_compress"`` or ``"power_sgd"``.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: steps between two averages of the model, with post-local SGD.
-        dim: the dimension along which DDP would split a batch over the devices of a rank. This and all that follow
-            are those of :class:`torch.nn.parallel.DistributedDataParallel`.
-        broadcast_buffers: send rank 0's buffers to all ranks before each forward pass; ``None``: torch's default, yes.
-        init_sync: compare the shapes of parameters and send rank 0's to all ranks when training begins.
-        process_group: the ranks that average gradients; ``None`` for all.
-        bucket_cap_mb: MiB of gradients that travel together; ``None`` for 25.
-        find_unused_parameters: look in each step for parameters that the loss does not use, instead of raising.
-        check_reduction: has no effect any more.
-        gradient_as_bucket_view: gradients are views of what travels, which saves a copy and their memory.
-        static_graph: promise that each step uses the same parameters.
-        delay_all_reduce_named_params: parameters whose gradients travel together at the end of the backward pass.
-        param_to_hook_all_reduce: the parameter whose gradient starts that transfer.
-        mixed_precision: DDP's own mixed precision, apart from the Trainer's.
-        device_mesh: a mesh of ranks, for use with tensor parallelism.
-        skip_all_reduce_unused_params: leave parameters that no rank has used out of the all-reduce.
-        bucket_cap_mb_list: MiB of each bucket of gradients; needs a torch that has it.
-        batched_grad_copy: copy the gradients of a bucket in one go; needs a torch that has it.
-        forward_sync_buffers: torch's newer name of ``broadcast_buffers``; needs a torch that has it.
+        **ddp_kwargs: arguments of :class:`torch.nn.parallel.DistributedDataParallel`, such as
+            ``find_unused_parameters=True``, ``static_graph=True`` or ``gradient_as_bucket_view=True``.
 
     Raises:
-        ConfigurationError: ``init_method`` or ``DDPX_INIT_METHOD`` is malformed, or they differ.
-        ConfigurationError: a timeout is not positive.
-        ConfigurationError: ``rank``, ``world_size`` and the Trainer's ``devices`` and ``num_nodes`` do not fit
-            together.
-        ConfigurationError: an argument, a value or a comm hook of that name does not exist, here or in the installed
-            torch.
+        ConfigurationError: an argument or a comm hook of that name does not exist, here or in the installed torch; a
+            value is not allowed; arguments, environment variables and the Trainer's ``devices`` and ``num_nodes``
+            contradict each other.
 
     Example::
 
@@ -158,9 +104,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     strategy_name = "ddp_ext"
 
-    _given_names: frozenset[str] = frozenset()
-
-    @refuse_unknown
     def __init__(
         self,
         init_method: str | InitMethod | None = None,
@@ -168,7 +111,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         rank: int | None = None,
         world_size: int | None = None,
         local_rank: int | None = None,
-        run_id: str | None = None,
         init_timeout: float | timedelta = INIT_TIMEOUT,
         heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
@@ -176,12 +118,10 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
         exact_evaluation: bool = True,
-        idle_ranks: IdleRanks = "repeat",
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
-        debug: bool = False,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
         process_group_backend: str | None = None,
@@ -194,28 +134,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         ddp_comm_hook: HookName | CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: Any = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: Any = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: list[int] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
+        **ddp_kwargs: Any,
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
-        check_backend(process_group_backend)
+        check_at_least_one("devices_per_rank", devices_per_rank)
         hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
-        options = ddp_options(DDPExtStrategy.__init__, locals(), self._given_names)
+        refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -229,21 +153,19 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=to_timedelta(timeout, field="timeout"),
             start_method=start_method,
-            **options,
+            **ddp_kwargs,
         )
-        if devices_per_rank < 1:
-            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
-        check_run_id(run_id)
         self._rank_arguments = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
-        read_world({}, **self._rank_arguments)  # refuses what does not fit together
-        self.chosen_init_method = choose(init_method, os.environ)
-        self.run_id = run_id
+        read_world({}, **self._rank_arguments)  # refuses arguments that contradict each other
         self.devices_per_rank = devices_per_rank
-        self.init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT  # None from a config file
-        heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
-        self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
+        self.rendezvous = Rendezvous(
+            init_method,
+            init_timeout=init_timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            nccl=nccl,
+            interface=interface,
+        )
         self.stop_checkpoint = stop_checkpoint
-        self.averaging_period = model_averaging_period
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
             self,
@@ -251,23 +173,15 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
-            idle_ranks=idle_ranks,
         )
         self.metrics = BatchedMetrics(self)
-        self.stops = Stops(self, to_timedelta(save_deadline, field="save_deadline"))
-        self.debugged: DebuggedRank | None = None
-        self._checks_collectives = debug
-        self._checked: CheckedCollectives | None = None
-        self._nccl, self._interface = nccl, interface
-        self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
+        self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self._frozen: list[torch.nn.Parameter] = []
         self._replaced = ReplacedMethods()
 
-    # Who this process is.
-
     @property
     def world(self) -> World:
-        """This process's place among all; right from the Trainer's construction on."""
+        """This process's place among all ranks; valid as soon as the strategy has a Trainer."""
         return world_of(self)
 
     @override
@@ -280,51 +194,16 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self)
+            self._launcher = ScriptLauncher(self, self.rendezvous)
         else:
-            self._launcher = ProcessesLauncher(self, self._start_method)
-
-    # Devices.
-
-    @property
-    @override
-    def num_processes(self) -> int:
-        return ranks_of(len(self.parallel_devices or ()), per_rank=self.devices_per_rank)
-
-    @property
-    def rank_devices(self) -> list[torch.device]:
-        """This rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
-        first = self.local_rank * self.devices_per_rank
-        return (self.parallel_devices or [])[first : first + self.devices_per_rank]
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return self.rank_devices[0]
-
-    @override
-    def determine_ddp_device_ids(self) -> list[int] | None:
-        return None if self.devices_per_rank > 1 else super().determine_ddp_device_ids()
-
-    @override
-    def model_to_device(self) -> None:
-        if self.devices_per_rank == 1:
-            super().model_to_device()
-        else:
-            assert self.model is not None
-            check_parts(self.model, self.rank_devices)
-
-    # Finding the others.
+            stop_within = self.stops.deadline.total_seconds()
+            self._launcher = ProcessesLauncher(self, self.rendezvous, self._start_method, stop_within)
 
     @override
     def setup_distributed(self) -> None:
-        if isinstance(self.cluster_environment, TorchElasticEnvironment):
-            watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
-        check_interface(self._interface)
-        apply_options(self._nccl, self._interface, os.environ)
-        join_ranks(request_of(self))
-        super().setup_distributed()  # finds the group that is open and leaves it alone
+        self.rendezvous.join(self, debugged_rank(self.current_trainer))
+        super().setup_distributed()  # leaves the open group alone
 
     # Checkpoints.
 
@@ -357,7 +236,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         self.data.training.load(checkpoint)
         return checkpoint
 
-    # The Trainer that the ranks work for.
+    # The Trainer's run.
 
     @property
     def current_trainer(self) -> Any:
@@ -369,23 +248,14 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
     def setup_environment(self) -> None:
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
-        self.debugged = debugged_rank(trainer)
         super().setup_environment()
-        context = current()
-        if self.debugged is not None:
-            self.debugged.wait_if_debugged(self.global_rank)
-        if self.world_size > 1:
-            install_breakpointhook(self.global_rank)
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
-        self.stops.attach(trainer, context, self._replaced)
-        if self._checks_collectives and context is not None:
-            self._checked = CheckedCollectives(context)
-            self._checked.install()
+        self.stops.attach(trainer, self._replaced)
 
     def _start(self) -> None:
-        self._pass()
+        self._report_phase()
         self.stops.on_start()
 
     @override
@@ -402,12 +272,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._pass()
+        self._report_phase()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
-        self._pass()
+        self._report_phase()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -419,17 +289,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._checked is not None:
-            self._checked.restore()
         try:
             self.checkpoints.finish()
             super().teardown()
         finally:
             self._replaced.put_back()
             self.stops.detach()
-            restore_breakpointhook()
-
-    # BatchNorm.
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -444,31 +309,18 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
         if self.root_device.type == "cpu":
-            register_on_cpu(self.model, *self._comm_hook)
+            register_on_cpu(self.model, self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper)
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-
-    def _reform_ddp(self) -> None:
-        """Form DDP anew with parameters that were unfrozen: it averages the gradients of those alone that it knows.
-
-        See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
-        """
-        unfrozen = sum(parameter.requires_grad for parameter in self._frozen)
-        if unfrozen:
-            rank_zero_info(f"formed DDP anew, as {unfrozen} parameters that it did not know are no longer frozen")
-            self.model = self.lightning_module
-            self._pl_static_graph_delay_done = False
-            self.configure_ddp()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.lightning_module is not None:
-            name_unused(exception, self.lightning_module)
+        name_unused(exception, self.lightning_module)
 
-    # Data.
+    # Steps.
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._reform_ddp()
+        form_anew(self, self._frozen)
         self.data.on_train_batch_start(batch)
 
     @override
@@ -476,11 +328,9 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         dataloader = super().process_dataloader(dataloader)
         return dataloader if self.lightning_module is None else self.data.wrap(dataloader)
 
-    # Working together.
-
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._advance()
+        report_step()
         self.stops.on_training_step()
         with self.data.uneven.step(), self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
@@ -504,7 +354,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch is one that does not count, in hooks, too."""
+        """Whether this rank's batch does not count in the current step; also valid in hooks."""
         return self.data.is_idle
 
     @override
@@ -512,22 +362,21 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         self.stops.at_step()
         return super().predict_step(*args, **kwargs)
 
+    # Calls that every rank must make.
+
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks. Collective: every rank must call it, with the same name.
 
         Raises:
-            RankAbsentError: a rank is in another barrier, or in another call that every rank must make.
-            RankAbsentError: a rank has gone on without it, or has not come within ``timeout``.
+            RankAbsentError: a rank made another call that every rank must make, skipped the barrier, or did not call it
+                within ``timeout``.
         """
-        # After an exception some ranks never come: callbacks that save a checkpoint then must not wait for them.
+        # After an exception some ranks never call it: callbacks that save a checkpoint then must not wait for them.
         if self.checkpoints.is_interrupted:
             return
-        call = self._begin(f"barrier {name!r}" if name else "a barrier")
-        context = current()
-        if context is not None and call is not None:
-            context.barriers.wait(call)
-        if context is None or self.root_device.type != "cpu":  # what an accelerator was given before is done, too
+        is_past_barrier = wait_at_barrier(name)
+        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for the accelerator's earlier work
             super().barrier(name, *args, **kwargs)
         self.stops.at_barrier()
 
@@ -537,14 +386,14 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             return obj
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
         if not (is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
-            self._begin(f"broadcast from rank {src}")
+            report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self.checkpoints.is_handling_exception:
             return decision
-        self._begin("a decision of all ranks (reduce_boolean_decision)")
+        report_call("a decision of all ranks (reduce_boolean_decision)")
         return super().reduce_boolean_decision(decision, all)
 
     @override
@@ -560,38 +409,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         """
         return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
 
-    def _begin(self, what: str) -> Call | None:
-        """Say that this rank begins a call that every rank must make, and that is rare enough to say so."""
-        context = current()
-        return None if context is None else context.barriers.begin(what, call_site())
-
-    def _advance(self) -> None:
-        """Advance this rank's step counter, so that a skipped call can be detected."""
-        context = current()
-        if context is not None:
-            context.barriers.advance()
-
-    def _pass(self) -> None:
-        """Advance it where ranks with different numbers of batches might come at other steps, or not at all."""
+    def _report_phase(self) -> None:
+        """Report a step, unless the ranks have different numbers of batches, and so their phases at other steps."""
         if self.data.uneven.are_even:
-            self._advance()
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register every name; a second call replaces the entries by the same."""
-        for name, start_method in _START_METHOD_OF.items():
-            for suffix, options in _SUFFIXES.items():
-                strategy_registry.register(
-                    name + suffix,
-                    cls,
-                    description=f"DDPExtStrategy by {start_method}{suffix}",
-                    override=True,
-                    start_method=start_method,
-                    **options,
-                )
-
-
-def register() -> None:
-    """Make the strategy names known to the Trainer."""
-    DDPExtStrategy.register_strategies(pl.strategies.StrategyRegistry)
+            report_step()

@@ -191,7 +191,7 @@ def _obstacle_to_join(trainer: Any) -> str | None:
         needed = "a training_step that takes a batch (it takes dataloader_iter); take batch"
     elif layers:
         needed = f"layers that leave out idle ranks ({layers[0]} is torch's SyncBatchNorm); use sync_batchnorm=True"
-    elif trainer.strategy.averaging_period is not None:
+    elif trainer.strategy._model_averaging_period is not None:
         needed = "gradients that are averaged in every step; leave model_averaging_period out"
     else:
         return None

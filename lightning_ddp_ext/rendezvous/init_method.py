@@ -110,7 +110,7 @@ class File:
         if not name:
             raise ConfigurationError(
                 f"init_method '{self}' is a directory and needs a run id to name a file in it (got none);"
-                f" give run_id= or set {RUN_ID_VARIABLE}, the same on every rank"
+                f" write File({self.path!r}, run_id=...) or set {RUN_ID_VARIABLE}, the same on every rank"
             )
         return os.path.join(self.path, f"ddpx-{sanitise(name)}.store")
 

@@ -108,8 +108,9 @@ def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind
     watchdog = HangWatchdog(model.timeout, options.pop("on_hang", "abort"), directory / "reports")
     strategy = make_strategy(kind, directory)
     if isinstance(strategy, DDPExtStrategy):
-        grace = {**strategy.timeouts.grace, "hung": 0.3}
-        strategy.timeouts = replace(strategy.timeouts, answer=1.0, grace=grace)
+        timeouts = strategy.rendezvous.timeouts
+        grace = {**timeouts.grace, "hung": 0.3}
+        strategy.rendezvous.timeouts = replace(timeouts, answer=1.0, grace=grace)
     settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)

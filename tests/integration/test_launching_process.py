@@ -83,8 +83,8 @@ def test_a_script_and_its_trainers() -> None:
     assert done.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
     started = [(report["rank"], report["seed"]) for report in reports(done, "start")]
     assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
-    # The script is a rank, too, and Lightning limits the threads of each rank, as it does with stock.
-    assert [trained[what][0]["changed"] for what in ("first", "second")] == [["OMP_NUM_THREADS"], []]
+    # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
+    assert [trained[what][0]["changed"] for what in ("first", "second")] == [["LOCAL_RANK", "OMP_NUM_THREADS"], []]
     variables = [report["RANK"] for report in reports(done, "variables")]
     assert variables == ["0", None], "a stray RANK is neither followed nor taken away"
 

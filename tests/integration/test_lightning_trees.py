@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.ranks import by_hand_env, free_port, run_ranks
 from tests.harness.scripts import run_script
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -37,46 +37,6 @@ class Without(importlib.abc.MetaPathFinder):
 
 def hide(*names: str) -> None:
     sys.meta_path[:] = [Without(finder, names) for finder in sys.meta_path]
-
-
-def tree_in_use(rank: int, world_size: int, imports: Sequence[str], hidden: Sequence[str] = ()) -> str:
-    """The package that our strategy's base class comes from, after these imports."""
-    hide(*hidden)
-    for name in imports:
-        importlib.import_module(name)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_ddp_ext"]:
-        del sys.modules[name]  # as in a process that has not imported it
-    ours = importlib.import_module("lightning_ddp_ext")
-    tree: str = ours.DDPExtStrategy.__mro__[1].__module__.partition(".")[0]
-    pl = importlib.import_module("lightning.pytorch" if tree == "lightning" else tree)
-    assert isinstance(pl.Trainer(strategy="ddp_ext", devices=2, accelerator="cpu").strategy, ours.DDPExtStrategy)
-    return tree
-
-
-@pytest.mark.parametrize(
-    ("imports", "hidden", "variable", "tree"),
-    [
-        (["pytorch_lightning"], [], None, "lightning"),
-        ([], [], "pytorch_lightning", "pytorch_lightning"),
-        ([], ["pytorch_lightning", "lightning_fabric"], None, "lightning"),
-    ],
-    ids=["both imported", "the other one asked for", "the other one not installed"],
-)
-def test_the_variable_names_the_tree_and_else_the_imports(
-    imports: list[str], hidden: list[str], variable: str | None, tree: str
-) -> None:
-    """With both trees imported it is `lightning`, unless `DDPX_LIGHTNING` says otherwise."""
-    assert run_ranks(tree_in_use, 1, imports, hidden, env={"DDPX_LIGHTNING": variable}) == [tree]
-
-
-def test_another_value_of_the_variable_is_refused() -> None:
-    """The message names the variable, what it may be, what it is and what to do."""
-    (outcome,) = launch_ranks(tree_in_use, 1, [], env={"DDPX_LIGHTNING": "pl"})
-    assert outcome.error is not None
-    assert f"{outcome.error.type_name}: {outcome.error.message}" == (
-        "ConfigurationError: DDPX_LIGHTNING must be one of lightning, pytorch_lightning (got 'pl'); "
-        "name the package that your code imports, or unset it"
-    )
 
 
 OTHER_TREE = """

@@ -15,7 +15,6 @@ import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
-from tests.harness.ranks import run_ranks
 from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_ranks
 
 START_METHODS = {
@@ -76,7 +75,7 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
     trainer.fit(Net())
     found["worlds"].append(strategy.world)
     copies.append(pickle.loads(pickle.dumps(strategy)))
-    found["copies"] = [str(copy.chosen_init_method) for copy in copies]
+    found["copies"] = [str(copy.rendezvous.init_method) for copy in copies]
     trainer.state.status = L.pytorch.trainer.states.TrainerStatus.INTERRUPTED
     if trainer.is_global_zero:
         strategy.barrier()
@@ -100,19 +99,6 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
             "alone": "alone" if rank == 0 else None,
         }
     assert (tmp_path / "ours" / "last.ckpt").is_file()
-
-
-def set_up_data(rank: int, world_size: int) -> int:
-    trainer, model = make_trainer("ddp_ext"), Net()
-    trainer.strategy.connect(model)
-    trainer._data_connector.attach_data(model)
-    trainer.fit_loop.setup_data()
-    return len(trainer.train_dataloader)  # type: ignore[arg-type]
-
-
-def test_a_loop_sets_up_its_data_without_a_run() -> None:
-    """With a model connected, as Lightning's own tests do it, it gets loaders for this rank of two."""
-    assert run_ranks(set_up_data, 1) == [4]
 
 
 @pytest.mark.lowest

@@ -50,7 +50,7 @@ class StoppedAtTheEnd(Net):
 
 def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int) -> None:
     strategy = DDPExtStrategy(url, timeout=2)
-    strategy.timeouts = replace(strategy.timeouts, answer=1.0)
+    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=1.0)
     make_trainer(strategy, devices=world_size, max_epochs=max_epochs, limit_val_batches=0).fit(model)
 
 

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.utils.data import DataLoader
@@ -22,7 +22,6 @@ from tests.harness.training import (
     Batch,
     Kind,
     Net,
-    Recorder,
     assert_same,
     data,
     make_strategy,
@@ -59,16 +58,6 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "stochastic average": lambda: {"callbacks": [callbacks.StochasticWeightAveraging(0.01, 1)], "max_epochs": 3},
     "moving average": lambda: {"callbacks": [callbacks.EMAWeightAveraging(decay=0.5)]},
 }
-
-
-class Pinned(Net):
-    def train_dataloader(self) -> DataLoader[Any]:
-        worker = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(data(), batch_size=3, shuffle=True, pin_memory=True, **worker)  # type: ignore[arg-type]
-
-
-def pinned_memory(kind: Kind, directory: Path) -> Result:
-    return fit(kind, directory, Pinned())
 
 
 class Writer(callbacks.BasePredictionWriter):
@@ -110,12 +99,6 @@ def simple_profiler(kind: Kind, directory: Path) -> Result:
     families = ("[Strategy]", "[_TrainingEpochLoop]", "run_training_batch")
     durations = profiler.recorded_durations.items()
     return {**result, **{name.split(".")[-1]: len(each) for name, each in durations if name.startswith(families)}}
-
-
-def pytorch_profiler(kind: Kind, directory: Path) -> Result:
-    profiler = PyTorchProfiler(dirpath=directory, filename="torch", emit_nvtx=False)
-    result = fit(kind, directory, profiler=profiler, max_epochs=1)
-    return {**result, "files": len(list(directory.glob("fit-torch*")))}
 
 
 class Module(L.LightningDataModule):
@@ -165,32 +148,13 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
     }
 
 
-def resume(kind: Kind, directory: Path) -> Result:
-    """Two epochs, and the rest from the last checkpoint of them; a test from the best one."""
-    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True}
-    checkpoint, recorder = callbacks.ModelCheckpoint(directory, "{epoch}", **options), Recorder()
-    trainer_in(kind, directory, callbacks=[checkpoint], enable_checkpointing=True).fit(Net())
-    again = callbacks.ModelCheckpoint(directory, "{epoch}", **options)
-    trainer = trainer_in(kind, directory, callbacks=[recorder, again], enable_checkpointing=True, max_epochs=4)
-    model = Net()
-    trainer.fit(model, ckpt_path="last")
-    tested = trainer.test(model, ckpt_path="best", verbose=False)
-    file = torch.load(directory / "last.ckpt", weights_only=True)
-    saved = {name: file[name] for name in ("state_dict", "epoch", "global_step")}
-    result = {"weights": weights(model), "metrics": recorder.metrics, "tested": tested}
-    return {**result, **saved, "step": trainer.global_step}
-
-
 FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
     feature.__name__: feature
     for feature in (
-        pinned_memory,
         prediction_writer,
         loggers,
         simple_profiler,
-        pytorch_profiler,
         checkpoints_and_early_stopping,
-        resume,
     )
 }
 
@@ -215,7 +179,6 @@ def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     assert (found["best"], found["epochs"]) == ("epoch=1.ckpt", 4)
     assert found["hooks"] == ["prepare_data", "setup", "teardown"]
     assert ours[1]["checkpoints_and_early_stopping"]["hooks"] == ["setup", "teardown"]
-    assert ours[0]["resume"]["step"] == 16
 
 
 def assert_same_result(ours: Result, stock: Result) -> None:

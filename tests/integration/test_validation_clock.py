@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -58,28 +57,11 @@ def train(rank: int, world_size: int, directory: Path) -> list[list[int]]:
 
 
 def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
-    """All ranks validate after the same batches, never before the span has passed on rank 0, and not much later."""
+    """All ranks validate after the same batches: when the span has passed on rank 0, or one batch later."""
     found, others = run_ranks(train, 2, tmp_path, env=by_hand_env(2), time_limit=40)
     assert found == others
     for validated in found:
         spans = [later - earlier for earlier, later in zip([0, *validated], validated, strict=False)]
         assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
-        assert max(spans) <= 5, validated
-        assert EPOCHS * BATCHES - validated[-1] <= 5, validated
-
-
-def broadcasts(rank: int, world_size: int, directory: Path) -> list[int]:
-    """How many there are in training without a span, and with one that does not pass."""
-    counts = []
-    for options in ({}, {"val_check_interval": timedelta(hours=1), "limit_val_batches": 1.0}):
-        training = Training(lambda: DataLoader(Numbers(4 * BATCHES), 2), directory, options=options)
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            training.run()
-        counts.append(sum("gloo:broadcast" in event.name for event in recorded.events()))
-    return counts
-
-
-def test_the_clock_is_looked_at_rarely_while_there_is_time(tmp_path: Path) -> None:
-    """It takes an exchange, which a step can do without."""
-    for without, with_span in run_ranks(broadcasts, 2, tmp_path, env=by_hand_env(2)):
-        assert with_span - without < EPOCHS * BATCHES / 2
+        assert max(spans) <= 4, validated
+        assert EPOCHS * BATCHES - validated[-1] <= 4, validated

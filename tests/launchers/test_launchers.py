@@ -141,10 +141,10 @@ def test_by_hand_with_three_variables(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
-    """``rank=`` and ``world_size=`` make a rank of any process, and ``run_id=`` names its run, without a variable."""
+    """``rank=`` and ``world_size=`` make a rank of any process."""
     runs = Runs(tmp_path, "none", *METHODS)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, "run_id": "run 42"})
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DDPX_RUN_ID": "run 42"}
+    argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2})
     runs.expect_trained(run_script(argument, env))
 
 
@@ -175,13 +175,6 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
     runs.expect_trained(output, returns=len(methods), launches=[len(calls)] * len(methods))
     results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]
     assert output.count(results) == len(methods) * ("test" in calls)
-
-
-def test_torch_distributed_launch(tmp_path: Path) -> None:
-    """The older launcher starts ranks as torchrun does, if it leaves the script's arguments alone."""
-    runs = Runs(tmp_path, *METHODS)
-    words = ("--use-env", "--nproc-per-node=2", f"--master-port={free_port()}", SCRIPT, runs.argument())
-    runs.expect_trained(run_launcher("torch.distributed.launch", *words))
 
 
 def test_torchrun(tmp_path: Path) -> None:

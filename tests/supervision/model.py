@@ -109,7 +109,8 @@ def by_hand(
 ) -> ddpx.DDPExtStrategy:
     """The strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
-    strategy.timeouts = replace(strategy.timeouts, grace={**strategy.timeouts.grace, **(grace or {})})
+    timeouts = strategy.rendezvous.timeouts
+    strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **(grace or {})})
     return strategy
 
 

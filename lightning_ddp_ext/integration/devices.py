@@ -1,0 +1,69 @@
+"""Give each rank several of the Trainer's devices, for models that are spread over them."""
+
+from __future__ import annotations
+
+import torch
+import torchmetrics
+from torch import nn
+from typing_extensions import override
+
+from lightning_ddp_ext.errors import ConfigurationError
+
+from .lightning_tree import pl
+
+
+class RankDevicesStrategy(pl.strategies.DDPStrategy):
+    """Lightning's ``ddp`` with ``devices_per_rank`` devices for each rank.
+
+    The module puts its parts on them; Lightning puts batches on the first one.
+    """
+
+    devices_per_rank: int = 1
+
+    @property
+    def rank_devices(self) -> list[torch.device]:
+        """This rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
+        first = self.local_rank * self.devices_per_rank
+        return (self.parallel_devices or [])[first : first + self.devices_per_rank]
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self.rank_devices[0]
+
+    @property
+    @override
+    def num_processes(self) -> int:
+        devices, per_rank = len(self.parallel_devices or ()), self.devices_per_rank
+        if devices % per_rank:
+            raise ConfigurationError(
+                f"devices must be a multiple of devices_per_rank={per_rank} (got {devices}); choose "
+                f"{devices - devices % per_rank} or {devices + per_rank - devices % per_rank} devices"
+            )
+        return devices // per_rank
+
+    @override
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        return None if self.devices_per_rank > 1 else super().determine_ddp_device_ids()
+
+    @override
+    def model_to_device(self) -> None:
+        if self.devices_per_rank == 1:
+            super().model_to_device()
+        else:
+            assert self.model is not None
+            _check_parts(self.model, self.rank_devices)
+
+
+def _check_parts(model: nn.Module, devices: list[torch.device]) -> None:
+    """Move metrics to a rank's first device, and refuse a parameter that is on none of its devices."""
+    for module in model.modules():
+        if isinstance(module, torchmetrics.Metric):
+            module.to(devices[0])
+    for name, parameter in model.named_parameters():
+        if parameter.device not in devices:
+            raise ConfigurationError(
+                f"with devices_per_rank={len(devices)} the module places its parts by itself, and {name} "
+                f"is on {parameter.device}; put it on one of self.trainer.strategy.rank_devices "
+                f"({', '.join(map(str, devices))}) in configure_model"
+            )
