@@ -174,7 +174,7 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
     assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
-    assert "idle_ranks: repeat" in (tmp_path / "config.yaml").read_text()
+    assert "resume_data: exact" in (tmp_path / "config.yaml").read_text()
 
 
 def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
 from .ddp import CommHook, HookName, find_hook, name_unused, register_on_cpu
 from .environment import check_parts, environment_beside, ranks_of, world_of
-from .evaluation import IdleRanks
 from .joining import join_ranks, request_of
 from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
@@ -93,9 +92,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether validation and test see each sample exactly once, where Lightning puts a sampler into
             a loader; stock Lightning repeats samples until the ranks have equally many.
-        idle_ranks: what a rank does in a step of an evaluation for which it has no batch: with ``"repeat"`` it
-            makes the step with a batch that metrics do not count, with ``"skip"`` it makes no step and calls no hook,
-            for steps without collectives. ``strategy.is_idle`` says whether this rank is idle in the present step.
         uneven_inputs: what happens where the ranks have different numbers of training batches (iterable datasets,
             loaders of one's own, samplers by rank): with ``"stop_at_shortest"`` all ranks end the epoch after the last
             step that each of them has a batch for. With ``"join"`` every batch is trained on once: a rank that has no
@@ -104,7 +100,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             begins; without lengths ranks wait for the one that has ended, as with stock Lightning.
         resume_data: how far a checkpoint's data are resumed: with ``"exact"`` training goes on with the batch that is
             due and the random numbers of each rank, with ``"epoch"`` from the beginning of the epoch, for data that
-            have changed, and with ``"off"`` as with stock Lightning.
+            have changed, and with ``"stock"`` as with stock Lightning.
         stop_checkpoint: where all ranks save when one of them gets SIGTERM, SIGUSR1 or Ctrl-C, before they end: a file
             name beside the other checkpoints, or a path; ``None`` to save nothing.
         save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
@@ -176,7 +172,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         start_method: StartMethod = "popen",
         sampler: Order = "torch",
         exact_evaluation: bool = True,
-        idle_ranks: IdleRanks = "repeat",
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "preempted.ckpt",
@@ -251,7 +246,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             exact_evaluation=exact_evaluation,
             uneven_inputs=uneven_inputs,
             resume_data=resume_data,
-            idle_ranks=idle_ranks,
         )
         self.metrics = BatchedMetrics(self)
         self.stops = Stops(self, to_timedelta(save_deadline, field="save_deadline"))
@@ -492,7 +486,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.weigh(closure_loss), optimizer, *args, **kwargs)
+            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

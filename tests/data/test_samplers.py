@@ -9,7 +9,6 @@ from collections import Counter, deque
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import Make, dealt, in_turn
 from tests.harness.ranks import run_ranks
@@ -36,16 +34,9 @@ def random_indices(length: int, rank: int) -> RandomSampler:
     return RandomSampler(range(length), generator=torch.Generator().manual_seed(rank))
 
 
-def weighted(length: int, world_size: int, rank: int, *, replacement: bool, **options: Any) -> Any:
-    weights = np.arange(1, length + 1)
-    return DistributedWeightedSampler(weights, length, replacement, num_replicas=world_size, rank=rank, **options)
-
-
 KINDS: dict[str, Any] = {
     "scalable": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, **options),
     "in order": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, shuffle=False, **options),
-    "weighted": lambda n, w, r, **options: weighted(n, w, r, replacement=True, **options),
-    "weighted, each once": lambda n, w, r, **options: weighted(n, w, r, replacement=False, **options),
     "shared": lambda n, w, r, **options: SharedSampler(random_indices(n, r), w, r, **options),
     "batches": lambda n, w, r, **options: DistributedBatchSamplerWrapper(
         BatchSampler(random_indices(n, r), 3, False), w, r, **options
@@ -72,17 +63,13 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int
 def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
     """All that is read where so many ranks read so many items each, one after another, and ``last`` ranks the rest."""
     read: list[Any] = []
-    state: Any = None
+    position = 0
     for world_size, consumed in [*stops, (last, None)]:
         samplers = [make(world_size, rank) for rank in range(world_size)]
         for sampler in samplers:
-            sampler.set_epoch(epoch)
-            if state is not None:
-                sampler.load_state_dict(state)
+            sampler.resume_at(epoch, position)
             read += islice(sampler, consumed)
-        states = [sampler.state_dict(consumed or 0) for sampler in samplers]
-        state = states[0]
-        assert states == [state] * world_size
+        (position,) = {sampler.shard(position).position_after(consumed or 0) for sampler in samplers}
     return read
 
 
@@ -158,24 +145,12 @@ def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 256, 257, 33_000])
-def test_the_state_is_what_the_newest_iterator_has_handed_out(taken: int) -> None:
-    """To the sample, wherever in a block, and whatever older iterators have done."""
-    sampler, resumed = (scalable(100_000, seed=4)(3, 1) for _ in range(2))
-    whole = list(sampler)
-    assert list(islice(sampler, 77)) == whole[:77]
-    assert list(islice(sampler, taken)) == whole[:taken]
-    assert sampler.state_dict()["position"] == 3 * taken
-    resumed.load_state_dict(sampler.state_dict())
+def test_an_order_continues_at_any_position(taken: int) -> None:
+    """To the sample, wherever in a block of computed indices."""
+    whole = list(scalable(100_000, seed=4)(3, 1))
+    resumed = scalable(100_000, seed=4)(3, 1)
+    resumed.resume_at(0, 3 * taken)
     assert list(resumed) == whole[taken:]
-
-
-def test_a_state_is_plain_and_whole() -> None:
-    """Numbers, booleans and strings, and all that a position depends on; behind the end nothing is left to read."""
-    sampler = scalable(100, seed=9, uneven="drop")(4, 1)
-    sampler.resume_at(2, 8)
-    facts = {"version": 1, "kind": "scalable", "length": 100, "seed": 9, "shuffle": True, "uneven": "drop"}
-    assert sampler.state_dict() == {**facts, "epoch": 2, "position": 8}
-    assert scalable(10, uneven="drop")(4, 1).state_dict(2)["position"] == 10
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
@@ -184,10 +159,10 @@ def test_a_position_belongs_to_its_epoch() -> None:
     [whole] = dealt(scalable(100), 1, 5)
     sampler.resume_at(5, 40)
     sampler.set_epoch(5)
-    assert (sampler.position, len(sampler), sampler.left) == (40, 100, 60)
+    assert (sampler.position, len(sampler)) == (40, 100)
     assert list(sampler) == whole[40:]
     sampler.set_epoch(6)
-    assert (sampler.position, sampler.left, sampler.state_dict()["position"]) == (0, 100, 0)
+    assert sampler.position == 0
     sampler.set_epoch(5)
     assert list(sampler) == whole
 
@@ -200,18 +175,14 @@ def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None
     begun = list(islice(iterator, 10))
     sampler.set_epoch(4)
     assert [begun + list(iterator)] == dealt(scalable(2000), 1, 3)
-    assert sampler.state_dict()["position"] == 0
 
 
-@pytest.mark.parametrize("kind", ["scalable", "weighted"])
-def test_a_sampler_can_be_pickled_while_it_is_read(kind: str) -> None:
-    """Spawned processes get a copy that stands where it stood."""
-    sampler = KINDS[kind](100, 2, 1)
-    iterator = iter(sampler)
-    next(iterator)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert copy.state_dict() == sampler.state_dict()
-    assert list(copy) == list(sampler)
+def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
+    """Spawned processes get a copy that reads the same."""
+    sampler = scalable(100)(2, 1)
+    sampler.resume_at(3, 10)
+    next(iter(sampler))
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
 def built_before_the_group(rank: int, world_size: int, path: str) -> tuple[list[int], list[int], list[int]]:
@@ -252,30 +223,9 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         (lambda: one_sample(drop_last=True, uneven="exact"), r"uneven must be 'drop' with drop_last=True \(got 'ex"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
-        (lambda: one_sample().state_dict(-1), r"consumed must be .*at least 0 \(got -1\)"),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, says: str) -> None:
     """The error, a ValueError, names the field, the rule and the value."""
     with pytest.raises(ConfigurationError, match=says):
         make()
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"length": 99}, r"length of the state must be the sampler's, 100 \(got 99\); build the same sampler"),
-        ({"kind": "torch"}, r"kind of the state must be the sampler's, 'scalable' \(got 'torch'\); build"),
-        ({"position": 101}, r"position must be .*from 0 to 100 \(got 101\)"),
-        ({"epoch": -1}, r"epoch must be .*at least 0 \(got -1\)"),
-        ({"position": None, "seed": None}, r"state must be a dict with \['version', .*'position'\] \(got \{'version'"),
-    ],
-)
-def test_states_of_others_are_refused(change: dict[str, Any], says: str) -> None:
-    """The error names the field, both values and what to do, and the sampler stays where it was."""
-    state = {**scalable(100)(1, 0).state_dict(), **change}
-    sampler = scalable(100)(1, 0)
-    sampler.resume_at(3, 7)
-    with pytest.raises(ConfigurationError, match=says):
-        sampler.load_state_dict({name: value for name, value in state.items() if value is not None})
-    assert (sampler.epoch, sampler.position) == (3, 7)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_ext.data.worker_seeds import start_epoch
+from lightning_ddp_ext.data.epochs import start_epoch
 
 
 class Mapped(Dataset[Any]):
