@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import random
 import tracemalloc
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
@@ -29,17 +32,39 @@ def scalable(length: int, **options: Any) -> Make:
     return lambda world_size, rank: ScalableDistributedSampler(range(length), world_size, rank, **options)
 
 
-def random_indices(length: int, rank: int) -> RandomSampler:
-    """A sampler whose generator is not that of other ranks."""
-    return RandomSampler(range(length), generator=torch.Generator().manual_seed(rank))
+class Epochs(Sampler[int]):
+    """Draws numbers with every generator there is, its own one among them, and yields its epoch first."""
+
+    def __init__(self, length: int, promised: int | None = None, *, seed: int = 0) -> None:
+        self.length, self.promised, self.epoch = length, promised, 0
+        self.torch = self.again = torch.Generator().manual_seed(seed)
+        self.numpy, self.old = np.random.default_rng(seed), np.random.RandomState(seed)
+        self.python = random.Random(seed)
+
+    def draw(self) -> int:
+        """Numbers of the generators of its own."""
+        drawn = torch.randint(7, (), generator=self.torch), torch.randint(7, (), generator=self.again)
+        return int(sum(drawn)) + self.numpy.integers(7) + self.old.randint(7) + self.python.randrange(7)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length if self.promised is None else self.promised
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+        assert self.torch is self.again
+        for _ in range(self.length - 1):
+            yield self.draw() + int(torch.randint(7, ())) + int(np.random.randint(7)) + random.randrange(7)
 
 
 KINDS: dict[str, Any] = {
     "scalable": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, **options),
     "in order": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, shuffle=False, **options),
-    "shared": lambda n, w, r, **options: SharedSampler(random_indices(n, r), w, r, **options),
+    "shared": lambda n, w, r, **options: SharedSampler(Epochs(n, seed=r), w, r, **options),
     "batches": lambda n, w, r, **options: DistributedBatchSamplerWrapper(
-        BatchSampler(random_indices(n, r), 3, False), w, r, **options
+        BatchSampler(Epochs(n, seed=r), 3, False), w, r, **options
     ),
 }
 
@@ -113,10 +138,11 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
-def test_another_seed_makes_another_order(kind: str) -> None:
-    """Of the same epoch, in every sampler that shuffles, draws or shares out."""
-    one, other = (list(KINDS[kind](50, 1, 0, seed=seed)) for seed in (1, 2))
-    assert one != other
+def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
+    """In every sampler that shuffles, draws or shares out."""
+    seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
+    orders = [dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch) for seed, epoch in seeds_and_epochs]
+    assert len({str(order[0][1:]) for order in orders}) == len(orders)  # the first one may tell the epoch
 
 
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
@@ -229,3 +255,38 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
     """The error, a ValueError, names the field, the rule and the value."""
     with pytest.raises(ConfigurationError, match=says):
         make()
+
+
+def test_drawing_leaves_generators_alone() -> None:
+    """Global generators, and the sampler's own, are where the rest of the program has left them."""
+
+    def draw(sampler: Epochs) -> tuple[float, ...]:
+        return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    unread, read = Epochs(41), Epochs(41)
+    expected = [draw(unread) for _ in range(21)]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert [draw(read) for _ in SharedSampler(read, 2, 0)] == expected
+
+
+def test_batches_reach_the_loader_unchanged() -> None:
+    """Where the batch sampler fills one list again and again, and where a sampler yields batches."""
+
+    class Reusing(list[Any]):
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0]
+            for batch[0] in range(len(self)):
+                yield batch
+
+    parts = dealt(lambda w, r: DistributedBatchSamplerWrapper(Reusing([0] * 5), w, r), 2)
+    assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
+    batches = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
+    assert dealt(lambda w, r: SharedSampler(batches, w, r), 2) == [[[0, 1]], [[2, 3]]]
+
+
+def test_a_sampler_that_yields_too_little_is_named() -> None:
+    """Its length is a promise; more than that is left unread."""
+    with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
+        list(SharedSampler(Epochs(7, promised=9), 2, 0))
+    assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6

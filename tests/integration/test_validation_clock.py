@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
@@ -66,20 +65,3 @@ def test_rank_zeros_clock_decides_when_all_validate(tmp_path: Path) -> None:
         assert all(span >= 3 or number % BATCHES == 0 for span, number in zip(spans, validated, strict=True)), validated
         assert max(spans) <= 5, validated
         assert EPOCHS * BATCHES - validated[-1] <= 5, validated
-
-
-def broadcasts(rank: int, world_size: int, directory: Path) -> list[int]:
-    """How many there are in training without a span, and with one that does not pass."""
-    counts = []
-    for options in ({}, {"val_check_interval": timedelta(hours=1), "limit_val_batches": 1.0}):
-        training = Training(lambda: DataLoader(Numbers(4 * BATCHES), 2), directory, options=options)
-        with profile(activities=[ProfilerActivity.CPU]) as recorded:
-            training.run()
-        counts.append(sum("gloo:broadcast" in event.name for event in recorded.events()))
-    return counts
-
-
-def test_the_clock_is_looked_at_rarely_while_there_is_time(tmp_path: Path) -> None:
-    """It takes an exchange, which a step can do without."""
-    for without, with_span in run_ranks(broadcasts, 2, tmp_path, env=by_hand_env(2)):
-        assert with_span - without < EPOCHS * BATCHES / 2
