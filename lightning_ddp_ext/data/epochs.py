@@ -60,7 +60,7 @@ def set_epoch(loaders: object, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` on everything that has this method at or below ``loaders``, once each.
 
     The innermost objects come first. So one that makes its batches in ``set_epoch`` makes them from something that
-    knows the epoch already. Not collective. What a ``set_epoch`` raises is raised.
+    has the epoch already. Not collective. What a ``set_epoch`` raises is raised.
 
     The search follows attributes, whatever their names, of these objects:
 
@@ -68,14 +68,14 @@ def set_epoch(loaders: object, epoch: int) -> None:
     - objects that have a method ``set_epoch``,
     - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a loader of one's own,
     - lists, tuples and dicts, and their elements. Of one with more than 32 elements it looks at the first only, and
-      goes on if that is a loader, sampler or dataset, or has ``set_epoch``.
+      continues if that is a loader, sampler or dataset, or has ``set_epoch``.
 
     It does not follow modules (a ``LightningModule`` is one), a ``Trainer``, tensors, arrays, strings and classes, and
     it reads no properties.
 
     Args:
         loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders, with loaders in it.
-        epoch: the epoch that comes next, from 0.
+        epoch: the next epoch, from 0.
 
     Example:
         >>> from torch.utils.data import DistributedSampler

@@ -36,7 +36,7 @@ class UnevenInputs(IdleSteps):
     With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
     longest rank is through. Its step takes part in every collective, and leaves no trace in gradients, in metrics and
     in the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
-    batch that every rank has. ``None`` refuses ranks that know that they have different numbers of batches.
+    batch that every rank has. ``None`` refuses loaders whose lengths differ.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
@@ -90,7 +90,7 @@ class UnevenInputs(IdleSteps):
         return until_longest(position.give(batches), group, on_item=record_idle, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
-        """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
+        """Have Lightning take the next batch for the last one, where a single loader decides that."""
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
@@ -200,7 +200,7 @@ def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> 
         rank_zero_warn(
             f"the first training batch is the same on ranks {_listed(ranks)}: {' and '.join(names) or 'the data'} does "
             f"not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an epoch; in "
-            "__iter__, yield only this rank's share (torch.distributed.get_rank(), asked in the main process), and of "
+            "__iter__, yield only this rank's shard (torch.distributed.get_rank(), asked in the main process), and of "
             "it this worker's (torch.utils.data.get_worker_info())"
         )
 
