@@ -20,11 +20,7 @@ from measuring import Effort, Figures, Table, alone, main, power, ratio, spread,
 from memory import MIB, peak, reset_peak
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_ddp_ext import (
-    DistributedBatchSamplerWrapper,
-    DistributedWeightedSampler,
-    ScalableDistributedSampler,
-)
+from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from lightning_ddp_ext.data.samplers import TorchOrderSampler
 
 
@@ -104,18 +100,15 @@ def whole_epoch(make: Callable[[], Any], count: int) -> Figures:
 def measure_index(effort: Effort) -> Table:
     count = effort.choose(1_000_000, quick=10_000)
     length = 8 * (count + count // 20)
-    weights = torch.ones(effort.choose(1_000_000, quick=1000))
     stock = partial(DistributedSampler, Sized(length), 8, 3)
     scalable, longest = (partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12))
     in_torchs_order = partial(TorchOrderSampler, Sized(length), 8, 3)
-    weighted = partial(DistributedWeightedSampler, weights, length, num_replicas=8, rank=3)
     turns: dict[str, Callable[[], Figures]] = {
         "torch, once its list is there": partial(next_indices, stock, count),
         f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
         "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
         "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),
         f"torch's order as we make it, over {power(length)}": partial(next_indices, in_torchs_order, count),
-        f"`DistributedWeightedSampler`, {power(len(weights))} weights": partial(next_indices, weighted, count),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
     return Table("index", ["processor time of an index", "ns"], [[n, spread(f["ns"])] for n, f in results.items()])

@@ -16,7 +16,6 @@ from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, resto
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import (
     BatchNormError,
     CheckpointError,
@@ -64,7 +63,6 @@ __all__ = [
     "DDPExtStrategy",
     "DamagedCheckpointError",
     "DistributedBatchSamplerWrapper",
-    "DistributedWeightedSampler",
     "DivergenceError",
     "Env",
     "ExactDistributedSampler",

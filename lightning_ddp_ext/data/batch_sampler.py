@@ -17,7 +17,7 @@ class PermanentBatchSampler(Sampler[Any]):
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
-        batch_sampler: a batch sampler, or, for a loader without batches, a sampler. Its attributes are this one's, too.
+        batch_sampler: a batch sampler, or, for a loader without batches, a sampler. This one also has its attributes.
         padded_to: items in all, reached by repeating the last one; ``None`` to repeat nothing.
         spare: the item to repeat where the sampler has none.
 

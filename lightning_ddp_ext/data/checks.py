@@ -12,10 +12,10 @@ LARGEST = 2**62  # of a length: positions beyond it, which padding reaches, stil
 
 
 def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | None = None, remedy: str) -> int:
-    """``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
+    """Return ``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
 
     Raises:
-        ConfigurationError: it is no whole number, or outside of ``at_least`` to ``at_most``.
+        ConfigurationError: it is not a whole number, or outside of ``at_least`` to ``at_most``.
 
     >>> try:
     ...     whole_number(-1, "seed", remedy="pass seed=0")
@@ -34,19 +34,19 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
 
 
 def seed_of(value: Any) -> int:
-    """A seed that can be mixed with an epoch."""
+    """Return a seed that can be mixed with an epoch."""
     return whole_number(value, "seed", remedy="pass the same seed on every rank, such as seed=0")
 
 
 def uneven_of(value: Any) -> Uneven:
-    """One of the policies for lengths that the ranks do not divide."""
+    """Return one of the policies for lengths that the ranks do not divide."""
     if not isinstance(value, str) or value not in get_args(Uneven):
         raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
     return value  # type: ignore[return-value]
 
 
 def length_of(thing: Any, field: str, remedy: str) -> int:
-    """``len(thing)``.
+    """Return ``len(thing)``.
 
     Raises:
         ConfigurationError: it has none, or one that is too large.
@@ -61,5 +61,5 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
 
 
 def samples_of(dataset: Any) -> int:
-    """The number of samples of a dataset that is to be shared out."""
+    """Return the number of samples of a dataset that is to be shared out."""
     return length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")

@@ -1,24 +1,22 @@
-"""Make fingerprints of batches, by which ranks find out whether they read the same data."""
+"""Compute digests of batches, by which ranks find out whether they read the same data."""
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import io
 import pickle
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 
 def digest(batch: Any) -> str | None:
-    """Return a fingerprint of a batch: two batches that differ, in whatever they hold, have different ones.
+    """Return a digest of a batch; batches that differ in any part have different ones.
 
     Returns:
-        32 hexadecimal digits; ``None`` where the batch holds no tensor or array, only empty ones, or something that
-        cannot be pickled. Never raises.
+        32 hexadecimal digits; ``None`` where the batch cannot be pickled. Never raises.
 
     >>> digest({"x": torch.zeros(2), "y": 1}) == digest({"x": torch.zeros(2), "y": 1})
     True
@@ -26,25 +24,16 @@ def digest(batch: Any) -> str | None:
     False
     """
     contents = io.BytesIO()
-    pickler = _BatchPickler(contents)
+    pickler = pickle.Pickler(contents)
+    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce_tensor}
     try:
         pickler.dump(batch)
     except Exception:  # a missed warning rather than a failed run, whatever objects of the user's own do
         return None
-    return hashlib.blake2b(contents.getbuffer(), digest_size=16).hexdigest() if pickler.has_content else None
+    return hashlib.blake2b(contents.getbuffer(), digest_size=16).hexdigest()
 
 
-class _BatchPickler(pickle.Pickler):
-    """Pickles tensors as their type, shape and bytes: torch's own pickles of equal tensors differ."""
-
-    has_content = False
-
-    @override
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, Tensor):
-            self.has_content |= obj.numel() > 0
-            content = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            return tuple, ((str(obj.dtype), tuple(obj.shape), content),)
-        if isinstance(obj, np.ndarray):
-            self.has_content |= obj.size > 0
-        return NotImplemented
+def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
+    """Reduce a tensor to its type, shape and bytes: torch's own pickles of equal tensors differ."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tuple, ((str(tensor.dtype), tuple(tensor.shape), content),)

@@ -1,26 +1,66 @@
-"""Find what has ``set_epoch`` below a loader, and call it."""
+"""Start an epoch in a loader: call ``set_epoch`` on all that has it, and have workers notice."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from inspect import getattr_static
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lightning_ddp_ext.data.loader import forget_workers
+from lightning_ddp_ext.data.seeding import SeedWorker
+
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
 _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearray, range, type)
-_KNOWN = ("torch.", "lightning.", "pytorch_lightning.", "lightning_ddp_ext.")
 _SHORT = 32  # a longer list or dict holds samples, unless its first element is a loader, sampler or dataset
+
+
+def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+    """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
+
+    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next iterator starts
+    new ones.
+
+    Args:
+        loader: a loader of our own, see ``loader.own_copy``, since its ``worker_init_fn`` may be replaced.
+        epoch: the epoch, from 0.
+        rank: this process's rank.
+        seed: with one, the generators of the loader's workers are seeded by ``seed_generators``.
+
+    Example:
+        >>> from torch.utils.data import IterableDataset
+        >>> class Epochs(IterableDataset[int]):
+        ...     def set_epoch(self, epoch):
+        ...         self.epoch = epoch
+        ...     def __iter__(self):
+        ...         yield self.epoch
+        >>> loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
+        >>> for epoch in range(3):
+        ...     start_epoch(loader, epoch, rank=0)
+        ...     print([int(epoch) for epoch in loader])
+        [0]
+        [1]
+        [2]
+    """
+    set_epoch(loader, epoch)
+    if seed is not None and isinstance(loader, DataLoader):
+        own = loader.worker_init_fn
+        loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
+    kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
+    for each in kept:
+        if seed is not None or any(has_set_epoch(below) for below in all_below(each.dataset)):
+            forget_workers(each)
 
 
 def set_epoch(loaders: object, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` on everything that has this method at or below ``loaders``, once each.
 
     The innermost objects come first. So one that makes its batches in ``set_epoch`` makes them from something that
-    knows the epoch already. Not collective. What a ``set_epoch`` raises is raised.
+    has the epoch already. Not collective. What a ``set_epoch`` raises is raised.
 
     The search follows attributes, whatever their names, of these objects:
 
@@ -28,14 +68,14 @@ def set_epoch(loaders: object, epoch: int) -> None:
     - objects that have a method ``set_epoch``,
     - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a loader of one's own,
     - lists, tuples and dicts, and their elements. Of one with more than 32 elements it looks at the first only, and
-      goes on if that is a loader, sampler or dataset, or has ``set_epoch``.
+      continues if that is a loader, sampler or dataset, or has ``set_epoch``.
 
     It does not follow modules (a ``LightningModule`` is one), a ``Trainer``, tensors, arrays, strings and classes, and
     it reads no properties.
 
     Args:
         loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders, with loaders in it.
-        epoch: the epoch that comes next, from 0.
+        epoch: the next epoch, from 0.
 
     Example:
         >>> from torch.utils.data import DistributedSampler
@@ -58,19 +98,6 @@ def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
     # Looked up statically: an object with __getattr__ may promise anything, and a property may fail.
     return callable(getattr_static(thing, "set_epoch", None))
-
-
-def fixed_shufflers(loaders: object) -> list[object]:
-    """Samplers below ``loaders`` whose ``shuffle`` is true, and that have no ``set_epoch`` to change their order.
-
-    There are none where something of the user's own has ``set_epoch``, since that may hand the epoch on in its own way.
-    """
-    everything = all_below(loaders)
-    methods = [getattr_static(thing, "set_epoch") for thing in everything if has_set_epoch(thing)]
-    if not all(str(method.__module__).startswith(_KNOWN) for method in methods):
-        return []
-    samplers = [thing for thing in everything if isinstance(thing, Sampler) and not has_set_epoch(thing)]
-    return [sampler for sampler in samplers if getattr_static(sampler, "shuffle", False) is True]
 
 
 def all_below(root: object) -> list[object]:

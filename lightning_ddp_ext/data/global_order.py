@@ -1,10 +1,8 @@
-"""Share out one global order of an epoch among the ranks, from any position of it on."""
+"""Shard one global order of an epoch among the ranks, from any position of it on."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -14,7 +12,7 @@ from numpy.typing import NDArray
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext.data.checks import seed_of, uneven_of, whole_number
-from lightning_ddp_ext.data.partition import Share, Uneven
+from lightning_ddp_ext.data.partition import Shard, Uneven
 from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
@@ -37,7 +35,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     """
 
     kind: ClassVar[str]
-    """Distinguishes the states of different samplers."""
+    """Distinguishes the orders of different samplers."""
 
     def __init__(
         self,
@@ -64,7 +62,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self.uneven: Uneven = uneven_of(uneven)
         self.epoch = 0
         self._position = 0
-        self._chunks: _Chunks | None = None  # of the newest iterator
 
     def _order(self) -> Order:
         """Return the order of ``self.epoch``: a function from positions to what the sampler yields for them."""
@@ -107,15 +104,20 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         """What this rank reads in a whole epoch, whatever ``position`` is; loops count from an epoch's beginning."""
-        return len(replace(self.share(), start=0))
+        return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's items from ``position`` on; nothing is computed before the first one is asked for."""
         return chain.from_iterable(self._iterate())
 
-    def _iterate(self) -> Iterator[Iterator[Any]]:
-        chunks = self._chunks = _Chunks(self.share(), self._order())
-        yield from chunks
+    def _iterate(self) -> Iterator[list[Any]]:
+        shard, order = self.shard(self._position), self._order()
+        end, size = 0, FIRST_BLOCK
+        while end < len(shard):
+            items = order(shard.positions(end, end + size))
+            for first in range(0, len(items), CHUNK):
+                yield items[first : first + CHUNK].tolist()
+            end, size = end + len(items), BLOCK
 
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch's order; if it is another epoch than before, from its beginning.
@@ -135,15 +137,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         """Where in the global order of this epoch an iterator starts; the same number on every rank."""
         return self._position
 
-    @property
-    def left(self) -> int:
-        """What this rank reads from ``position`` to the end of the epoch."""
-        return len(self.share())
-
-    def share(self) -> Share:
-        """Return what this rank reads from ``position`` on."""
+    def shard(self, start: int) -> Shard:
+        """Return what this rank reads from a position on."""
         num_replicas, rank = self._ranks()
-        return Share(self.length, num_replicas, rank, self.uneven, start=self._position)
+        return Shard(self.length, num_replicas, rank, self.uneven, start)
 
     def resume_at(self, epoch: int, position: int) -> None:
         """Read this epoch's order from a position of the global order on; pass the same on every rank.
@@ -152,49 +149,10 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             ConfigurationError: ``epoch`` is negative, or ``position`` is not from 0 to the length of the order.
         """
         epoch = whole_number(epoch, "epoch", remedy="count epochs from 0")
-        remedy = "take it from a state that a sampler of this length has saved"
+        remedy = "positions belong to the order of one length"
         self._position = whole_number(position, "position", at_most=self.length, remedy=remedy)
         self.epoch = epoch
-        self._chunks = None
         self._set_wrapped_epoch()
-
-    def state_dict(self, consumed: int | None = None) -> dict[str, int | bool | str]:
-        """Return the position that has been reached: the same on every rank, and good for any number of ranks.
-
-        Args:
-            consumed: how much of its share each rank has used since the iterator was started; by default, what
-                this rank's newest iterator has handed out, which a loader that prefetches asks for before it is used.
-
-        Returns:
-            Plain numbers, booleans and strings.
-
-        Raises:
-            ConfigurationError: ``consumed`` is negative or no whole number.
-        """
-        if consumed is None:
-            consumed = 0 if self._chunks is None else self._chunks.handed_out
-        consumed = whole_number(consumed, "consumed", remedy="count the samples of this rank")
-        return {**self.identity(), "epoch": self.epoch, "position": self.share().position_after(consumed)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position of a state, saved on any number of ranks.
-
-        Raises:
-            ConfigurationError: it is no such state, or of another length, seed, shuffle, policy or kind of sampler.
-        """
-        mine = self.identity()
-        names = [*mine, "epoch", "position"]
-        if not isinstance(state, Mapping) or not state.keys() >= set(names):
-            raise ConfigurationError(
-                f"state must be a dict with {names} (got {state!r}); pass what state_dict() returned"
-            )
-        for name, value in mine.items():
-            if state[name] != value:
-                raise ConfigurationError(
-                    f"{name} of the state must be the sampler's, {value!r} (got {state[name]!r}); build the same"
-                    " sampler, over the same data, as the run that saved the state"
-                )
-        self.resume_at(state["epoch"], state["position"])
 
     def identity(self) -> dict[str, int | bool | str]:
         """What must be equal for a position to mean the same."""
@@ -224,28 +182,3 @@ class GlobalOrderSampler(DistributedSampler[Any]):
                 " leave both out to use those of the process group"
             )
         return num_replicas, rank
-
-
-class _Chunks:
-    """Iterators over the parts of a share, one after another; the newest one knows how much of it is left."""
-
-    def __init__(self, share: Share, order: Order) -> None:
-        self._share = share
-        self._order = order
-        self._end = 0
-        self._chunk: Iterator[Any] = iter(())
-
-    @property
-    def handed_out(self) -> int:
-        return self._end - operator.length_hint(self._chunk)
-
-    def __iter__(self) -> Iterator[Iterator[Any]]:
-        size = FIRST_BLOCK
-        while self._end < len(self._share):
-            items = self._order(self._share.positions(self._end, self._end + size))
-            for begin in range(0, len(items), CHUNK):
-                chunk = items[begin : begin + CHUNK].tolist()
-                self._end += len(chunk)
-                self._chunk = iter(chunk)
-                yield self._chunk
-            size = BLOCK

@@ -1,4 +1,4 @@
-"""Wrap a loader so that each iterator over it begins where training is."""
+"""Wrap a loader so that each iterator over it starts when its first batch is asked for."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_ddp_ext.data.generators import with_wrapped
-
-Begin = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
+StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader whose iterators are begun by ``begin``, when their first batch is asked for.
+    """A loader whose iterators are started by ``start_iterator``, when their first batch is asked for.
 
     Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
-    does nothing before its first batch: only then does ``begin`` look up the epoch and the position to begin at.
+    does nothing before its first batch: only then does ``start_iterator`` look up the epoch and the position.
 
     Every other attribute is the wrapped loader's, for reading and for writing.
 
     Args:
         source: what the Trainer was given; any iterable. It is left as it is, unless it keeps a state of its own.
-        begin: given this loader and the new iterator, returns the iterator that yields the batches.
+        start_iterator: given this loader and the new iterator, returns the iterator that yields the batches.
 
     Attributes:
         source: as given.
@@ -38,20 +36,21 @@ class DistributedLoader:
     (2, [1, 2], [1, 2])
     """
 
-    def __init__(self, source: Any, begin: Begin) -> None:
+    def __init__(self, source: Any, start_iterator: StartIterator) -> None:
         own = own_copy(source)
-        vars(self).update(source=source, loader=own, begin=begin, length=None, position=None, balance=None)
+        vars(self).update(source=source, loader=own, start_iterator=start_iterator)
+        vars(self).update(length=None, position=None, balance=None)
 
     @staticmethod
-    def around(source: Any, begin: Begin) -> DistributedLoader:
+    def around(source: Any, start_iterator: StartIterator) -> DistributedLoader:
         """Wrap a loader, in a class that keeps a state if the loader does."""
-        return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, begin)
+        return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, start_iterator)
 
     def __iter__(self) -> Iterator[Any]:
         return LazyIterator(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.loader,)  # copies belong to nobody's training
+        return _itself, (self.loader,)  # a copy is detached from the training run
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
@@ -79,25 +78,25 @@ class StatefulDistributedLoader(DistributedLoader):
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Have the loader go on from a state."""
+        """Have the loader continue from a state."""
         self.loader.load_state_dict(state)
 
 
 class LazyIterator(Iterator[Any]):
-    """One iterator over a :class:`DistributedLoader`, begun when its first batch is asked for."""
+    """One iterator over a :class:`DistributedLoader`, started when its first batch is asked for."""
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
         self._batches: Iterator[Any] | None = None
 
-    def begin(self) -> Iterator[Any]:
-        """Begin to read, unless that has begun."""
+    def start(self) -> Iterator[Any]:
+        """Start to read, unless that is done."""
         if self._batches is None:
-            self._batches = self.loader.begin(self.loader, self)
+            self._batches = self.loader.start_iterator(self.loader, self)
         return self._batches
 
     def __next__(self) -> Any:
-        return next(self.begin())
+        return next(self.start())
 
 
 def _itself(loader: Any) -> Any:
@@ -110,10 +109,10 @@ def is_stateful(loader: object) -> bool:
 
 
 def own_copy(loader: Any) -> Any:
-    """Copy a ``DataLoader``, so that what is changed here is not changed for whoever made it.
+    """Copy a ``DataLoader``, so that changes of the copy leave the user's loader as it is.
 
-    A loader that keeps a state is not copied: its owner may ask it for that state. Neither is what is no DataLoader,
-    since nothing of it is changed.
+    A loader that keeps a state is not copied: its owner may ask it for that state. Other iterables are not copied
+    either, since nothing of them is changed.
     """
     if not isinstance(loader, DataLoader) or is_stateful(loader):
         return loader
@@ -123,43 +122,57 @@ def own_copy(loader: Any) -> Any:
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have the next iterator start workers of its own.
+    """Have the next iterator start new workers.
 
     torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
     """
     object.__setattr__(loader, "_iterator", None)
 
 
-def index_sampler_of(loader: DataLoader[Any]) -> Any:
-    """The sampler that says what to read: of batches, or, without batches, of samples."""
+def index_sampler_of(loader: Any) -> Any:
+    """Return the sampler of batches, or of samples, that decides what is read; ``None`` where no sampler does."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def set_index_sampler(loader: DataLoader[Any], sampler: Any) -> None:
-    """Have a loader of our own read what ``sampler`` says; torch itself refuses that once a loader is made."""
+    """Replace the index sampler of a loader of our own; torch itself refuses that once a loader is made."""
     object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
 
 
+def with_wrapped(sampler: object) -> list[object]:
+    """Return the sampler, and the samplers that are its attributes, at any depth."""
+    found = [sampler]
+    for owner in found:
+        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+            if _is_sampler(name, value) and not any(value is other for other in found):
+                found.append(value)
+    return found
+
+
+def _is_sampler(name: str, value: object) -> bool:
+    return isinstance(value, Sampler) or (name in ("sampler", "batch_sampler") and hasattr(value, "__iter__"))
+
+
 def name_of(loader: Any) -> str:
-    """What an error calls the data of a loader: by what its user has made."""
-    if not isinstance(loader, DataLoader):
-        return type(loader).__name__
-    if isinstance(loader.dataset, IterableDataset):
-        return type(loader.dataset).__name__
+    """Return what an error calls the data of a loader: the class that the user has chosen."""
     sampler = index_sampler_of(loader)
+    if sampler is None:
+        return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
     inner = getattr(sampler, "sampler", None)
     return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers draw from, besides the global ones."""
-    owners = [loader, *(with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ())]
+    """Return the generators that a loader and its samplers draw from, besides the global ones."""
+    owners = (loader, *with_wrapped(index_sampler_of(loader)))
     found = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def batches_of(loader: Any) -> float:
-    """The number of batches by a loader's own length; ``inf`` if it has none."""
+    """Return the number of batches by a loader's own length; ``inf`` if it has none."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):

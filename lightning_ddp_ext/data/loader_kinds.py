@@ -1,40 +1,31 @@
-"""Begin a loader in the middle of an epoch, in the quickest way that it allows.
+"""Start an iterator in the middle of an epoch, in the quickest way that the loader allows.
 
-There are four, from quick to slow: a sampler of ours begins at a position of the global order, on any number of ranks;
+There are four, from quick to slow: a sampler of ours starts at a position of the global order, on any number of ranks;
 another sampler leaves out indices; a loader that keeps a state of its own is given that state; and batches of
 everything else are read and dropped, see ``position``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
-from lightning_ddp_ext.data.generators import with_wrapped
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
-    """Choose the quickest way of beginning a loader in the middle of an epoch.
+    """Choose the quickest way to start an iterator over a loader in the middle of an epoch.
 
     Args:
         loader: a loader of our own, whose index sampler may be replaced.
@@ -50,25 +41,24 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """The sampler of ours that decides what a loader reads, if there is one."""
-    sampler = index_sampler_of(loader) if isinstance(loader, DataLoader) else None
+    """Return the sampler of ours that decides what a loader reads; ``None`` if another one does."""
+    sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
     return sampler if isinstance(sampler, GlobalOrderSampler) else None
 
 
 def rewind(loader: Any) -> None:
-    """Have samplers of ours begin at the start of their epoch: training may be in its middle, others read all of it."""
-    for sampler in with_wrapped(index_sampler_of(loader)) if isinstance(loader, DataLoader) else ():
+    """Have samplers of ours start at the beginning of the epoch, whose middle training may have reached."""
+    for sampler in with_wrapped(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
 
 def _reads_indices(loader: object) -> bool:
     """Whether a sampler with a length says what is read; a class that iterates in its own way may not ask it."""
-    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return False
-    return not isinstance(loader.dataset, IterableDataset) and batches_of(index_sampler_of(loader)) != float("inf")
+    has_length = batches_of(index_sampler_of(loader)) != float("inf")
+    return has_length and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
 
 
 class OrderPosition(LoaderPosition):
@@ -85,18 +75,17 @@ class OrderPosition(LoaderPosition):
         self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # in items of the sampler
 
     @override
-    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, start.at)
         return iter(self.loader)
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
-        share = replace(self._sampler.share(), start=start.at)
-        return share.position_after(batches * self._batch_size)
+        return self._sampler.shard(start.at).position_after(batches * self._batch_size)
 
     @override
     def left_after(self, position: int) -> float:
-        left = len(replace(self._sampler.share(), start=position))
+        left = len(self._sampler.shard(position))
         is_cut = getattr(index_sampler_of(self.loader), "drop_last", False)
         return left // self._batch_size if is_cut else -(-left // self._batch_size)
 
@@ -117,14 +106,14 @@ class IndexPosition(LoaderPosition):
         set_index_sampler(loader, self._sampler)
 
     @override
-    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
-        self._sampler.skip(start.at, generators=partial(self._as_at, start) if start.at else nullcontext)
+    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
+        self._sampler.skip(start.at, generators=partial(self._generators_as_at, start) if start.at else nullcontext)
         return iter(self.loader)
 
     @contextmanager
     @override
-    def _as_at(self, start: IteratorStart) -> Iterator[None]:
-        with super()._as_at(start):
+    def _generators_as_at(self, start: IteratorStart) -> Iterator[None]:
+        with super()._generators_as_at(start):
             if start.at and start.random is not None:  # a loader draws its workers' seed before the order is drawn
                 torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
             yield
@@ -147,7 +136,7 @@ class StatePosition(LoaderPosition):
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # from the state of their end, some loaders begin anew
+        if self._starts and self._drawn is not None:  # from the state of their end, some loaders start anew
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)
@@ -155,14 +144,14 @@ class StatePosition(LoaderPosition):
         return {**super().state_dict(done), "own": {"state": state, "dropped": batches - drawn}}
 
     @override
-    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
-        state, dropped = (None, 0) if own is None else (own["state"], own["dropped"])
+    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
+        state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
         if state is not None:
             start.states = [(-dropped, state)]
             self.loader.load_state_dict(state)
         # Without a state of its own, Lightning has given the loader of a resumed run rank 0's, or none.
         self._drawn = 0
-        with self._as_at(start) if state is None else nullcontext():
+        with self._generators_as_at(start) if state is None else nullcontext():
             batches = iter(self.loader)
             self._drop(batches, dropped)
         return self._count_drawn(batches)

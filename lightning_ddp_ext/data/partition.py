@@ -12,7 +12,7 @@ Uneven = Literal["pad", "drop", "exact"]
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """The positions that one rank reads from ``start`` on: the k-th is ``start + rank + k * world_size``.
 
     Where the ranks do not divide what is left, ``uneven`` decides:
@@ -21,7 +21,7 @@ class Share:
     - ``"drop"``: every rank reads equally many; the last positions are left out;
     - ``"exact"``: every position is read by one rank; the first ranks may read one more than the others.
 
-    Resuming on another number of ranks is a new share that starts at ``position_after(consumed)``.
+    Resuming on another number of ranks is a new shard that starts at ``position_after(consumed)``.
 
     Args:
         length: positions of the whole epoch.
@@ -30,11 +30,11 @@ class Share:
         uneven: the policy.
         start: the first position that has not been read, 0 to ``length``.
 
-    >>> [Share(10, 4, rank, "pad").positions(0, 3).tolist() for rank in range(4)]
+    >>> [Shard(10, 4, rank, "pad").positions(0, 3).tolist() for rank in range(4)]
     [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
-    >>> Share(10, 4, 0, "pad").position_after(1)
+    >>> Shard(10, 4, 0, "pad").position_after(1)
     4
-    >>> [Share(10, 2, rank, "exact", start=4).positions(0, 3).tolist() for rank in range(2)]
+    >>> [Shard(10, 2, rank, "exact", start=4).positions(0, 3).tolist() for rank in range(2)]
     [[4, 6, 8], [5, 7, 9]]
     """
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.checks import LARGEST, whole_number
-from lightning_ddp_ext.data.generators import mix
+from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.errors import ConfigurationError
 
 ROUNDS = 10
@@ -39,7 +39,7 @@ class Permutation:
 
     Args:
         length: 0 to 2**62.
-        key: 0 to 2**64 - 1; see ``data.generators.mix``.
+        key: 0 to 2**64 - 1; see ``data.seeding.mix``.
 
     Raises:
         ConfigurationError: length or key out of range.
@@ -63,7 +63,7 @@ class Permutation:
         if positions.size and not (positions.min() >= 0 and positions.max() < self._length):
             raise ConfigurationError(
                 f"positions must be from 0 to {self._length - 1}"
-                f" (got {positions.min()} to {positions.max()}); take them from a Share of this length"
+                f" (got {positions.min()} to {positions.max()}); take them from a Shard of this length"
             )
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)
 

@@ -1,4 +1,4 @@
-"""Track how far the Trainer has read one training loader, and begin where another run left it."""
+"""Track how far the Trainer has read one training loader, and start iterators where another run left it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.generators import keep_random, mix, restore_random, take_random
 from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of
+from lightning_ddp_ext.data.random_state import preserve_random_state, record_random_state, restore_random_state
+from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.errors import ResumeError
 
-FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to go on from the beginning of that epoch'
+FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
 
 
 @dataclass
 class IteratorStart:
-    """Where one iterator of a loader began; a loader that is combined with a longer one makes several in an epoch.
+    """Where one iterator of a loader started; a loader that is combined with a longer one has several in an epoch.
 
     Args:
         number: iterators of the epoch before it.
         after: batches of the epoch that the loader gave before this iterator was made.
-        at: the position at which it began; 0 at the beginning.
-        random: the random numbers from which its order was drawn.
+        at: the position at which it started; 0 at the beginning.
+        random: the random state from which its order was drawn.
+        own: what a resumed run has saved for this kind of loader alone.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
 
@@ -34,6 +36,7 @@ class IteratorStart:
     after: int = 0
     at: int = 0
     random: dict[str, Any] | None = None
+    own: Mapping[str, Any] | None = None
     states: list[tuple[int, Any]] = field(default_factory=list)
 
 
@@ -76,15 +79,15 @@ class LoaderPosition:
         Args:
             epoch: the epoch.
             done: batches of it that were done before, counted on as many ranks as there are now.
-            state: the :meth:`state_dict` of the run that left it there; ``None`` to begin at the start.
+            state: the :meth:`state_dict` of the run that left it there; ``None`` to start at the beginning.
         """
         self.epoch, self.given = epoch, done
         self._starts.clear()
         self._resumed = state
         self._has_to_end = state is not None and state["number"] > 0
 
-    def begin(self) -> Iterator[Any]:
-        """Begin the next iterator of the epoch.
+    def start_iterator(self) -> Iterator[Any]:
+        """Start the next iterator of the epoch.
 
         Raises:
             ResumeError: the data end before the batches that were done.
@@ -95,24 +98,24 @@ class LoaderPosition:
         self._spare_global_generator()
         state, self._resumed = self._resumed, None
         if state is None:
-            return self._begin_at_start()
-        batches = self._go_on(state)
+            return self._start_at_beginning()
+        batches = self._continue(state)
         if not state["number"]:
             return batches
         first = list(islice(batches, 1))
-        return chain(first, batches) if first else self._begin_at_start()  # a second end would be that of the epoch
+        return chain(first, batches) if first else self._start_at_beginning()  # a second end would end the epoch
 
-    def _begin_at_start(self) -> Iterator[Any]:
+    def _start_at_beginning(self) -> Iterator[Any]:
         number = self._starts[-1].number + 1 if self._starts else 0
-        start = IteratorStart(number, self.given, random=take_random(generators=generators_of(self.loader)))
-        self._starts.append(start)
-        return self._iterate(start, None)
+        random = record_random_state(generators=generators_of(self.loader))
+        self._starts.append(IteratorStart(number, self.given, random=random))
+        return self._iterate(self._starts[-1])
 
-    def _go_on(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        start = IteratorStart(state["number"], self.given, state["at"], state["random"])
+    def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        start = IteratorStart(state["number"], self.given, state["at"], state["random"], state.get("own"))
         self._starts.append(start)
-        with keep_random():  # the run that is resumed had this iterator already, and drew nothing here
-            return self._iterate(start, state.get("own"))
+        with preserve_random_state():  # the run that is resumed had this iterator already, and drew nothing here
+            return self._iterate(start)
 
     def _spare_global_generator(self) -> None:
         """Draw the seed of workers that persist from another generator, after the epoch in which they start.
@@ -125,7 +128,7 @@ class LoaderPosition:
             self._generator.manual_seed(mix(torch.initial_seed() % 2**63, self.epoch))
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count what the Trainer is given of these batches."""
+        """Count the batches that the Trainer is given."""
         for batch in batches:
             self.given += 1
             yield batch
@@ -144,7 +147,7 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """The iterator that a batch belongs to, and how many batches it had given by then.
+        """Return the iterator that a batch belongs to, and how many batches it had given by then.
 
         After the last batch of an iterator that is the iterator itself, and not the one that follows.
         """
@@ -153,10 +156,10 @@ class LoaderPosition:
         start = next((each for each in reversed(self._starts) if each.after < done), self._starts[0])
         return start, max(0, min(done, self.given) - start.after)
 
-    # What a resumed run asks.
+    # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of other data, or of another number of ranks that cannot share these.
+        """Refuse the state of other data, or of another number of ranks that cannot shard these.
 
         Raises:
             ResumeError: says what differs.
@@ -166,7 +169,7 @@ class LoaderPosition:
             was, has = then.get(name), now.get(name)
             if was != has:
                 raise ResumeError(
-                    f"epoch {state['epoch']} cannot go on in its middle: {self.name} had {name}={was!r} when the "
+                    f"epoch {state['epoch']} cannot continue in its middle: {self.name} had {name}={was!r} when the "
                     f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
                     f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
                 )
@@ -177,40 +180,38 @@ class LoaderPosition:
 
     # What each kind of loader does otherwise.
 
-    def _iterate(self, start: IteratorStart, own: Mapping[str, Any] | None) -> Iterator[Any]:
+    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
         """Make an iterator that begins at ``start``."""
-        with self._as_at(start):
+        with self._generators_as_at(start):
             batches: Iterator[Any] = iter(self.loader)
             self._drop(batches, start.at)
         return batches
 
     def _position(self, start: IteratorStart, batches: int) -> int:
-        """The position of an iterator after so many batches."""
+        """Return the position of an iterator after so many batches."""
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """What must be the same for a position to mean the same batch."""
+        """Return what must be the same for a position to mean the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
         batch_size = getattr(self.loader, "batch_size", None)
         return {"loader": self.kind, "ranks": self._world_size, "samples": samples, "batch_size": batch_size}
 
-    # What they share.
-
     def _drop(self, batches: Iterator[Any], number: int) -> None:
         dropped = sum(1 for _ in islice(batches, number))
         if dropped < number:
             raise ResumeError(
-                f"epoch {self.epoch} cannot go on in its middle: {self.name} ends after {dropped} batches, and "
+                f"epoch {self.epoch} cannot continue in its middle: {self.name} ends after {dropped} batches, and "
                 f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )
 
     @contextmanager
-    def _as_at(self, start: IteratorStart) -> Iterator[None]:
-        """Set the generators as they were when an iterator began that goes on; restore the global ones afterwards."""
+    def _generators_as_at(self, start: IteratorStart) -> Iterator[None]:
+        """Restore the random state of an iterator that continues; after the block, that of before the block."""
         if not start.at or start.random is None:
             yield
             return
-        with keep_random():
-            restore_random(start.random, generators=generators_of(self.loader))
+        with preserve_random_state():
+            restore_random_state(start.random, generators=generators_of(self.loader))
             yield

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import samples_of, uneven_of
-from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
+from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.errors import ConfigurationError
 
 
@@ -21,8 +21,8 @@ class ScalableDistributedSampler(GlobalOrderSampler):
     """A ``DistributedSampler`` that shuffles without a list: any length costs no memory and no time to start.
 
     The order of an epoch is a keyed permutation, see ``data.permutation``, that depends on ``seed`` and ``epoch``
-    alone (mixed, not added). Each rank computes only the indices that it yields. A state can be loaded on any number
-    of ranks, which then read what has not been read before.
+    alone (mixed, not added). Each rank computes only the indices that it yields. Any number of ranks can continue at a
+    position of the order, which ``resume_at`` sets.
 
     Args:
         dataset: anything with a length, up to 2**62.
@@ -38,17 +38,13 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         ConfigurationError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
             ``drop_last=True`` with another policy.
 
-    >>> sampler = ScalableDistributedSampler(range(10), num_replicas=2, rank=0, seed=3)
-    >>> samples = iter(sampler)
-    >>> read = [next(samples), next(samples)]
-    >>> state = sampler.state_dict()
-    >>> state["position"]
-    4
-    >>> resumed = [ScalableDistributedSampler(range(10), num_replicas=3, rank=rank, seed=3) for rank in range(3)]
-    >>> for each in resumed:
-    ...     each.load_state_dict(state)
-    >>> [each.left for each in resumed]
-    [2, 2, 2]
+    >>> two = [ScalableDistributedSampler(range(10), num_replicas=2, rank=rank, seed=3) for rank in range(2)]
+    >>> read = [list(sampler)[:2] for sampler in two]
+    >>> three = [ScalableDistributedSampler(range(10), num_replicas=3, rank=rank, seed=3) for rank in range(3)]
+    >>> for sampler in three:
+    ...     sampler.resume_at(epoch=0, position=4)
+    >>> sorted(sample for samples in (*read, *three) for sample in samples)
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
     kind: ClassVar[str] = "scalable"

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.epochs import set_epoch_of
-from lightning_ddp_ext.data.generators import mix, seeded, with_wrapped
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
+from lightning_ddp_ext.data.loader import with_wrapped
 from lightning_ddp_ext.data.partition import Uneven
+from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 

@@ -35,11 +35,13 @@ def until_shortest(
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
-    ahead = _next_everywhere(items, group)
-    while ahead:
-        (item,) = ahead
-        ahead = _next_everywhere(items, group)
-        if not ahead:
+    ahead = list(islice(items, 1))
+    found = _found_by_rank(ahead, [], group)
+    while min(found) == _HAS_NEXT:
+        item = ahead[0]
+        ahead = list(islice(items, 1))
+        found = _found_by_rank(ahead, [], group)
+        if min(found) != _HAS_NEXT:
             on_last()
         yield item
 
@@ -97,12 +99,4 @@ def _found_by_rank(ahead: list[T], current: list[T], group: dist.ProcessGroup | 
     states = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     states[dist.get_rank(group)] = _HAS_NEXT if ahead else _CAN_REPEAT if current else _HAS_NOTHING
     dist.all_reduce(states, group=group)
-    return [int(state) for state in states]
-
-
-def _next_everywhere(items: Iterator[T], group: dist.ProcessGroup | None) -> list[T]:
-    """Return the next item, if every rank has one. Collective."""
-    drawn = list(islice(items, 1))
-    fewest = torch.tensor(len(drawn))
-    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=group)
-    return drawn if fewest else []
+    return states.tolist()

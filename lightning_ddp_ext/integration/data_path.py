@@ -1,29 +1,25 @@
-"""What a strategy does about data: it chooses samplers, wraps loaders, and begins each iterator over them.
+"""Choose samplers for a strategy's loaders, and wrap the loaders.
 
 Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for what is to be iterated
-over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. When its first batch is asked for, :meth:`DataPath.begin`
-calls ``set_epoch`` on everything inside the loader and begins to read: training loaders where training is, see
-``training_data``, and others at their start, see ``evaluation``.
+over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. Its iterators are started by ``iterator_start``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
-from lightning_ddp_ext.data.epochs import fixed_shufflers
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
-from lightning_ddp_ext.data.loader_kinds import position_of, rewind
+from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader_kinds import position_of
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
-from lightning_ddp_ext.data.worker_seeds import start_epoch
 
-from .compat import active_loop_of, iterators_of, needs_sampler
-from .evaluation import EVALUATED, Evaluation, IdleRanks
-from .lightning_tree import RunningStage, rank_zero_warn, update_dataloader
+from .compat import needs_sampler
+from .evaluation import EVALUATED, Evaluation
+from .iterator_start import IteratorStarts
+from .lightning_tree import RunningStage, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -45,26 +41,25 @@ class DataPath:
         exact_evaluation: bool,
         uneven_inputs: UnevenMode | None,
         resume_data: ResumeData,
-        idle_ranks: IdleRanks = "repeat",
     ) -> None:
         check_choice("sampler", order, *get_args(Order))
         check_choice("exact_evaluation", exact_evaluation, True, False)
         check_choice("resume_data", resume_data, *get_args(ResumeData))
-        check_choice("idle_ranks", idle_ranks, *get_args(IdleRanks))
         check_choice("uneven_inputs", uneven_inputs, None, *get_args(UnevenMode))
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
-        self.training = TrainingData(strategy, self.uneven, resume_data)
-        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation, idle_ranks=idle_ranks)
-        self.worker_seed: int | None = None  # see SamplerEpochSeeding
+        self.training = TrainingData(strategy, resume_data)
+        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
+        self.starts = IteratorStarts(strategy, self.training, self.uneven, self.evaluation)
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
         self.training.attach(trainer)
         self.uneven.attach()
+        self.starts.attach()
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
@@ -78,7 +73,7 @@ class DataPath:
         return self.uneven.idle or self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """The first batch is there. Collective, if its loaders are new."""
+        """Continue as any epoch does, and compare the ranks' first batches. Collective, if the loaders are new."""
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
@@ -120,8 +115,7 @@ class DataPath:
 
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
-        loader = DistributedLoader.around(dataloader, self.begin)
-        warn_of_fixed_orders(loader.loader)
+        loader = DistributedLoader.around(dataloader, self.starts.start_iterator)
         # Loaders of training may be asked for in the middle of an evaluation.
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
@@ -132,32 +126,9 @@ class DataPath:
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader
 
-    def begin(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Begin an iterator over a loader: its first batch has just been asked for."""
-        trainer = self._strategy.current_trainer
-        epoch = self.training.epoch
-        start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
-        loop = trainer.fit_loop if loader.position is not None else active_loop_of(trainer)
-        if not any(iterator is each for each in iterators_of(loop)):
-            rewind(loader.loader)
-            return iter(own_copy(loader.loader))  # somebody looks at a batch: not to disturb the workers that are read
-        if loader.position is not None:
-            return self.training.begin(loader, epoch)
-        rewind(loader.loader)
-        return self.evaluation.begin(loader)
-
 
 def is_shared_out(loader: Any) -> bool:
     """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)
-
-
-def warn_of_fixed_orders(loader: object) -> None:
-    """Name the samplers below a loader that shuffle and cannot be told the epoch."""
-    for name in sorted({type(sampler).__name__ for sampler in fixed_shufflers(loader)}):
-        rank_zero_warn(
-            f"{name} shuffles, and has no set_epoch, so it may read the same order in every epoch; give it a "
-            "method set_epoch(epoch) that its order depends on"
-        )

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
@@ -26,25 +25,20 @@ from .compat import active_loop_of, combined_loader_of, mode_of
 from .idle_steps import IdleSteps
 from .lightning_tree import RunningStage, rank_zero_warn
 
-IdleRanks = Literal["repeat", "skip"]
-
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 
 
 class Evaluation(IdleSteps):
     """Evaluation and prediction on a strategy's ranks.
 
-    A rank that has no batch for a step that others make is idle. By default it takes part with a batch that does not
-    count: what ``self.log`` and torchmetrics hold is put back after the step, and reductions in the step leave it out.
-    What the user's code keeps by itself, or counts in hooks around the step, cannot be put back; with
-    ``idle_ranks="skip"`` an idle rank makes no step and calls no hook.
+    A rank that has no batch for a step that others make is idle. It makes the step with a batch that does not count:
+    what ``self.log`` and torchmetrics hold is put back after the step, and reductions in the step leave it out. What
+    the user's code keeps by itself, or counts in hooks around the step, cannot be put back.
     """
 
-    def __init__(self, strategy: Any, *, is_exact: bool, idle_ranks: IdleRanks) -> None:
+    def __init__(self, strategy: Any, *, is_exact: bool) -> None:
         super().__init__(strategy)
         self._is_exact = is_exact
-        self._skips = idle_ranks == "skip"
-        self._batches: tuple[int, ...] | None = None  # by rank, of the loader that is read, where they differ
         self._step = 0
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
@@ -59,7 +53,7 @@ class Evaluation(IdleSteps):
 
     def _pad(self, loader: DistributedLoader) -> None:
         """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
-        sampler = _index_sampler_of(loader.loader)
+        sampler = index_sampler_of(loader.loader)
         batches = self._lengths_by_rank(loader.loader if sampler is None else sampler)
         has_length = -1 not in batches
         if len(set(batches)) == 1 and (has_length or sampler is None):
@@ -67,26 +61,20 @@ class Evaluation(IdleSteps):
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
             raise _idle_rank_error(batches, f"no sampler with a length (-1: none) says what {name} reads")
-        loader.balance, loader.length = batches, max(batches)
-        if self._skips:
-            if min(batches) == 0:
-                raise _idle_rank_error(batches, "idle_ranks='skip' is set")
-            return
         spare = None
-        if min(batches) == 0:  # it reads what another rank begins with: any index that the sampler may yield will do
+        if min(batches) == 0:  # it reads the first batch of another rank: any index that the sampler may yield will do
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
+        loader.balance, loader.length = batches, max(batches)
         loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
         forget_workers(loader.loader)
         set_index_sampler(loader.loader, PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare))
 
-    # Reading.
-
-    def begin(self, loader: DistributedLoader) -> Iterator[Any]:
-        """Begin an iterator over a loader; refuse idle ranks where a batch that does not count cannot be told."""
+    def read(self, loader: DistributedLoader) -> Iterator[Any]:
+        """Yield the batches of a loader, and count the steps; refuse idle ranks where these cannot be known."""
         if loader.balance is not None:
             self._refuse_unknown_idle_ranks(loader.balance)
         for step, batch in enumerate(loader.loader):
-            self._batches, self._step = loader.balance, step
+            self._batches, self._step = dict(enumerate(loader.balance or ())), step
             yield batch
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
@@ -98,27 +86,18 @@ class Evaluation(IdleSteps):
             )
             self._refuse(_idle_rank_error(batches, where))
 
-    # Steps.
-
     @property
     @override
-    def _idle_ranks(self) -> tuple[int, ...]:
-        """The ranks that have no batch for the present step."""
-        return tuple(rank for rank, batches in enumerate(self._batches or ()) if batches <= self._step)
+    def _number(self) -> int:
+        return self._step
 
     def end(self) -> None:
-        """The evaluation is over."""
-        self._batches = None
-
-
-def _index_sampler_of(loader: Any) -> Any:
-    """The sampler of batches, or of samples, that decides what a loader reads; ``None`` if there is none."""
-    has_indices = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    return index_sampler_of(loader) if has_indices else None
+        """End the evaluation: no rank is idle."""
+        self._batches = {}
 
 
 def _warn_of_repeats(loader: Any) -> None:
-    """Say so where a sampler that the user chose repeats samples."""
+    """Warn where a sampler that the user chose repeats samples."""
     sampler = getattr(loader, "sampler", None)
     if type(sampler) is DistributedSampler and sampler.total_size > len(cast(Any, sampler.dataset)):
         rank_zero_warn(

@@ -1,4 +1,4 @@
-"""Steps that a rank without a batch takes part in, and that leave no trace in any metric."""
+"""Have a rank without a batch take part in a step without leaving a trace in any metric."""
 
 from __future__ import annotations
 
@@ -16,16 +16,25 @@ from .compat import results_of
 
 
 class IdleSteps(ABC):
-    """Base of what has ranks make equally many steps, in training and in evaluation."""
+    """Base of training and evaluation, in which ranks without a batch are idle."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        self._batches: dict[int, int] = {}  # of ranks that have fewer than others, by rank
         self._is_in_step = False
 
     @property
     @abstractmethod
+    def _number(self) -> int:
+        """The number of the present step's batch, from 0."""
+
+    @property
     def _idle_ranks(self) -> tuple[int, ...]:
         """The ranks that have no batch of their own for the present step."""
+        if not self._batches:
+            return ()
+        number = self._number
+        return tuple(rank for rank, batches in sorted(self._batches.items()) if batches <= number)
 
     @property
     def is_idle(self) -> bool:
@@ -39,7 +48,7 @@ class IdleSteps(ABC):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of the module: on an idle rank it leaves no trace in any metric."""
+        """Have an idle rank leave no trace of a step of the module in any metric."""
         module = self._strategy.lightning_module
         self._is_in_step = True
         try:
@@ -49,12 +58,12 @@ class IdleSteps(ABC):
             self._is_in_step = False
 
     def _lengths_by_rank(self, sized: Any) -> tuple[int, ...]:
-        """The numbers of batches, by rank; -1 for none. Collective: every rank must call it."""
+        """Return the numbers of batches, by rank; -1 for none. Collective: every rank must call it."""
         length = batches_of(sized)
         own = torch.tensor(-1 if length == float("inf") else int(length), device=self._strategy.root_device)
         return tuple(self._strategy.all_gather(own).flatten().tolist())
 
     def _refuse(self, error: Exception) -> None:
-        """Raise what every rank has found; together, or the slower ones would hear of a failure instead of this."""
+        """Raise an error that every rank has found, once all have: else slower ranks would report a failed rank."""
         self._strategy.barrier("a refusal")
         raise error

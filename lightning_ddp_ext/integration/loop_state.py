@@ -1,12 +1,12 @@
-"""Change the state of Lightning's loops in a checkpoint to one from which Lightning goes on rightly.
+"""Change the state of Lightning's loops in a checkpoint to one from which Lightning continues correctly.
 
 A checkpoint tells how far each loop was when it was saved: in the middle of a batch, after it, between two epochs.
-Lightning does not go on rightly from all of these: gradients that were accumulated are lost, a batch that raised an
-exception may be, and an epoch is left out by a run that is resumed twice. So the state is changed, as a dictionary and
-before Lightning reads it, to one of four:
+Lightning does not continue correctly from all of these: accumulated gradients are lost, a batch that raised an
+exception may be lost, and an epoch is left out by a run that is resumed twice. So the state is changed, as a dictionary
+and before Lightning reads it, to one of four:
 
 - "epoch_start": between two epochs; the next one begins with its hooks.
-- "batch_end": as saved in ``on_train_batch_end``; training goes on with the next batch.
+- "batch_end": as saved in ``on_train_batch_end``; training continues with the next batch.
 - "validation": as saved before the first batch of a validation, which is run as a whole.
 - "epoch_end": as it was: saved in a validation after an epoch's last batch; only the epoch's end is left.
 """
@@ -29,11 +29,11 @@ def epoch_of(trainer: Any) -> int:
 
 @dataclass(frozen=True)
 class Restart:
-    """Where training goes on.
+    """Where training continues.
 
     Args:
         at: see the module.
-        epoch: the epoch that begins, goes on, or ends.
+        epoch: the epoch that begins, continues, or ends.
         done: batches of this epoch that are done.
         has_started: at "epoch_start", whether the hooks of the epoch's start had been called; they are called again.
     """
@@ -45,12 +45,12 @@ class Restart:
 
     @property
     def is_within(self) -> bool:
-        """Whether training goes on in the middle of the epoch."""
+        """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation")
 
 
 def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
-    """Find where training goes on from ``FitLoop.state_dict()``.
+    """Find where training continues from ``FitLoop.state_dict()``.
 
     Args:
         fit_loop: that state.
@@ -79,7 +79,7 @@ def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
 
 
 def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
-    """Return a copy of a fit loop's state from which Lightning goes on at what :func:`find_restart` found in it."""
+    """Return a copy of a fit loop's state from which Lightning continues at what :func:`find_restart` found in it."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed

@@ -1,40 +1,28 @@
-"""Bring together what ``trainer.predict`` has predicted on all ranks: each sample once, in the dataset's order."""
+"""Gather what ``trainer.predict`` has predicted on all ranks: each sample once, in the dataset's order."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.ranks import Ranks
 
 from .lightning_tree import pl
 
-_REMEDY = (
-    "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
-    "tuples of these, alike in every batch, and padded where shapes differ"
-)
+Predicted = list[list[PredictedBatch]]  # by loader
+
 _NO_PREDICTIONS = (
     "trainer has no predictions; call trainer.predict on every rank first, with data, and by a strategy that neither "
     "spawns nor forks its ranks"
 )
-
-
-class _Batch(NamedTuple):
-    """What one step has returned, and the samples that it was for."""
-
-    loader: int
-    samples: list[Any]
-    output: Any
 
 
 def gather_predictions(trainer: Any) -> Any:
@@ -63,7 +51,7 @@ def gather_predictions(trainer: Any) -> Any:
             torch.save(predictions, "predictions.pt")
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return _join_loaders(*_own_batches(trainer))
+        return _join_ranks([_predicted_here(trainer)])
     # In CPU memory, so that rank 0's GPU need not hold what it receives.
     group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     try:
@@ -74,15 +62,16 @@ def gather_predictions(trainer: Any) -> Any:
 
 
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
-    """Join the predictions of all ranks on rank 0; what goes wrong on one rank is raised on all. Collective."""
+    """Join the predictions of all ranks on rank 0; raise the error of any rank on all. Collective."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
 
     def on_all(work: Callable[[], Any], problem: str) -> Any:
         return ranks.on_every_rank(partial(_explained, work, problem), "gather_predictions")
 
-    own = on_all(lambda: pickle.dumps(_own_batches(trainer)), "predictions must be picklable to be gathered")
+    own = on_all(lambda: pickle.dumps(_predicted_here(trainer)), "predictions must be picklable to be gathered")
     found = ranks.to_rank_zero(own)
-    return on_all(lambda: None if found is None else _join_ranks(found), "predictions cannot be joined")
+    join = partial(_join_ranks, map(pickle.loads, found or ()))
+    return on_all(lambda: None if found is None else join(), "predictions cannot be joined")
 
 
 def _explained(work: Callable[[], Any], problem: str) -> Any:
@@ -91,11 +80,11 @@ def _explained(work: Callable[[], Any], problem: str) -> Any:
     except SamplingError:
         raise
     except Exception as error:
-        raise SamplingError(f"{problem}: {type(error).__name__}: {error}; {_REMEDY}") from error
+        raise SamplingError(f"{problem}: {type(error).__name__}: {error}; {REMEDY}") from error
 
 
-def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
-    """Return the number of loaders, and the batches that this rank has predicted."""
+def _predicted_here(trainer: Any) -> Predicted:
+    """Return the batches that this rank has predicted."""
     loop, iterables = trainer.predict_loop, trainer.predict_dataloaders
     if iterables is None:
         raise SamplingError(_NO_PREDICTIONS)
@@ -105,9 +94,9 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
     if loop.skip:  # this rank had nothing to read, and its predictions are those of an earlier call
-        return len(loaders), []
+        return [[] for _ in loaders]
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
-    batches = []
+    found = []
     for number, (loader, of_loader) in enumerate(zip(loaders, outputs, strict=True)):
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
@@ -117,56 +106,16 @@ def _own_batches(trainer: Any) -> tuple[int, list[_Batch]]:
                 "use a DataLoader over a dataset with indices"
             )
         # A loader may have read more than was predicted: workers read ahead.
-        batches += [_Batch(number, list(samples), output) for samples, output in zip(seen, of_loader, strict=False)]
-    return len(loaders), batches
+        found.append([PredictedBatch(list(samples), each) for samples, each in zip(seen, of_loader, strict=False)])
+    return found
 
 
-def _join_ranks(pickled: list[bytes]) -> Any:
-    ranks = [pickle.loads(each) for each in pickled]
-    steps = zip_longest(*(batches for _, batches in ranks))
-    return _join_loaders(ranks[0][0], [batch for step in steps for batch in step if batch is not None])
-
-
-def _join_loaders(loaders: int, batches: list[_Batch]) -> Any:
-    if not batches:
+def _join_ranks(ranks: Iterable[Predicted]) -> Any:
+    """Join each loader's batches, taken from the ranks in turn."""
+    joined = []
+    for by_rank in zip(*ranks, strict=True):
+        in_turn = [batch for step in zip_longest(*by_rank) for batch in step if batch is not None]
+        joined.append(join_batches(in_turn))
+    if all(each is None for each in joined):
         raise SamplingError(_NO_PREDICTIONS)
-    joined = [_join_batches([batch for batch in batches if batch.loader == number]) for number in range(loaders)]
-    return joined if loaders > 1 else joined[0]
-
-
-def _join_batches(batches: list[_Batch]) -> Any:
-    if not batches:
-        return None
-    first_rows: dict[Any, int] = {}
-    for row, sample in enumerate(sample for batch in batches for sample in batch.samples):
-        first_rows.setdefault(sample, row)
-    rows = [first_rows[sample] for sample in sorted(first_rows)]
-    return _join([batch.output for batch in batches], [len(batch.samples) for batch in batches], rows, "predictions")
-
-
-def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """Return the rows, in this order, of what the parts hold together.
-
-    A part is what one batch's step has returned, or an item of that; it has a row for each sample of its batch.
-    """
-
-    def join_items(key: Any) -> Any:
-        return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
-
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {key: join_items(key) for key in first}
-    if isinstance(first, tuple):
-        joined = [join_items(index) for index in range(len(first))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    for part, size in zip(parts, sizes, strict=True):
-        has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
-        if not has_rows or len(part) != size or type(part) is not type(first):
-            raise SamplingError(
-                f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
-                f"rows: {len(part) if has_rows else 'none'}); {_REMEDY}"
-            )
-    if isinstance(first, list):
-        items = [item for part in parts for item in part]
-        return [items[row] for row in rows]
-    return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]
+    return joined if len(joined) > 1 else joined[0]

@@ -338,7 +338,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.weigh(closure_loss), optimizer, *args, **kwargs)
+            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

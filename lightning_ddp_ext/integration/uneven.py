@@ -1,4 +1,4 @@
-"""Training batches of ranks that have different numbers of them, or all the same ones."""
+"""Train on ranks that have different numbers of batches, and warn of ranks that all read the same ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
-from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.sync_context import is_idle, set_idle
 from lightning_ddp_ext.data.digest import digest
-from lightning_ddp_ext.data.loader import DistributedLoader, name_of
+from lightning_ddp_ext.data.loader import DistributedLoader, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import until_longest, until_shortest
 from lightning_ddp_ext.errors import SamplingError
@@ -37,7 +36,7 @@ class UnevenInputs(IdleSteps):
     With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
     longest rank is through. Its step takes part in every collective, and leaves no trace in gradients, in metrics and
     in the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
-    batch that every rank has. ``None`` refuses ranks that know that they have different numbers of batches.
+    batch that every rank has. ``None`` refuses loaders whose lengths differ.
 
     Attributes:
         are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
@@ -49,10 +48,10 @@ class UnevenInputs(IdleSteps):
         self.attach()
 
     def attach(self) -> None:
-        """Begin with a Trainer that has no loaders yet."""
+        """Prepare for a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._batches: dict[int, int] = {}  # of the epoch, of ranks that have come to their end, by rank
+        self._batches.clear()
 
     @property
     def _ends_together(self) -> bool:
@@ -71,29 +70,27 @@ class UnevenInputs(IdleSteps):
             )
         loader.length = None if -1 in lengths else max(lengths) if self._mode == "join" else min(lengths)
 
-    def begin(self, position: LoaderPosition) -> Iterator[Any]:
-        """Begin an iterator, counted by its position; all ranks end it together, if that was asked for."""
+    def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
+        """Count the batches of an iterator that has just started, and end it on all ranks together, if asked to."""
         self._batches.clear()
-        done = position.given
-        batches = position.begin()
         if not self._ends_together:
             return position.give(batches)
         context = current()  # whose group for CPU tensors keeps an accelerator from waiting
         group = None if context is None else context.side_group()
         if self._mode == "stop_at_shortest":
             return position.give(until_shortest(batches, group, on_last=self._end_epoch))
-        numbers = itertools.count(done)
+        numbers = itertools.count(position.given)
 
-        def note_idle(ranks: list[int]) -> None:
+        def record_idle(ranks: list[int]) -> None:
             number = next(numbers)
             for rank in ranks:
                 self._batches.setdefault(rank, number)
 
-        # A position counts what was read, and not what is repeated.
-        return until_longest(position.give(batches), group, on_item=note_idle, on_last=self._end_epoch)
+        # A position counts the batches that were read, and not those that are repeated.
+        return until_longest(position.give(batches), group, on_item=record_idle, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
-        """Tell Lightning that the batch that it is about to get is the last, where a single loader decides that."""
+        """Have Lightning take the next batch for the last one, where a single loader decides that."""
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
@@ -102,23 +99,20 @@ class UnevenInputs(IdleSteps):
 
     @property
     @override
-    def _idle_ranks(self) -> tuple[int, ...]:
-        """The ranks that have no batch of their own for the present step."""
-        if not self._batches:
-            return ()
-        number = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return tuple(rank for rank, batches in sorted(self._batches.items()) if batches < number)
+    def _number(self) -> int:
+        ready: int = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return ready - 1
 
     @override
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One ``training_step``: on an idle rank it leaves no trace in metrics, nor in synchronised BatchNorm."""
+        """Have an idle rank leave no trace of a ``training_step`` in metrics and in synchronised BatchNorm."""
         with super().step(), self.idle_layers():
             yield
 
     @contextmanager
     def idle_layers(self) -> Iterator[None]:
-        """A forward or backward pass: an idle rank's synchronised BatchNorm layers take part with an empty batch."""
+        """Have an idle rank's synchronised BatchNorm layers take part in a pass with an empty batch."""
         before = is_idle()
         set_idle(self.is_idle)
         try:
@@ -126,22 +120,22 @@ class UnevenInputs(IdleSteps):
         finally:
             set_idle(before)
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """The loss whose gradients DDP averages: over the ranks that are not idle, and of these alone."""
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Scale the loss so that DDP's mean over all ranks is that over the ranks that are not idle."""
         idle, world_size = self._idle_ranks, self._strategy.world_size
         if not idle:
             return loss
         return loss * (0.0 if self.is_idle else world_size / (world_size - len(idle)))
 
-    def most(self, number: float) -> float:
-        """The largest number of any rank, where ranks may be idle. Collective then."""
+    def max_over_ranks(self, number: float) -> float:
+        """Return the maximum of a number over all ranks, where ranks may be idle. Collective then."""
         if self._mode != "join" or not self._ends_together:
             return number
         found = [number] * self._strategy.world_size
         dist.all_gather_object(found, number)
         return max(found)
 
-    # When the first batch is there.
+    # When the first batch was read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
         """Compare numbers of batches, and the first batch, once for new loaders. Collective then."""
@@ -149,7 +143,7 @@ class UnevenInputs(IdleSteps):
             return
         self._has_new_loaders = False
         loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
-        streams = [name_of(loader) for loader in loaders if _is_stream(loader)]
+        streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
         found: list[Any] = [None] * self._strategy.world_size
         is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or was read before
         dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if is_own else None))
@@ -167,7 +161,7 @@ class UnevenInputs(IdleSteps):
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
-    """What is wrong with these numbers of batches, by rank, unless ``max_steps`` ends training before it matters."""
+    """Describe why these numbers of batches, by rank, cannot work; ``None`` if they can, as with few ``max_steps``."""
     fewest, most_steps = min(lengths), trainer.max_steps
     if len(set(lengths)) == 1 or math.inf in lengths:
         return None
@@ -182,7 +176,7 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
 
 
 def _obstacle_to_join(trainer: Any) -> str | None:
-    """What an idle rank cannot take part in without counting."""
+    """Describe why an idle rank cannot take part in the steps of this training; ``None`` if it can."""
     loaders = len(combined_loader_of(trainer.fit_loop).flattened)
     layers = [name for name, each in trainer.lightning_module.named_modules() if type(each) is TorchSyncBatchNorm]
     if loaders != 1:
@@ -206,15 +200,10 @@ def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> 
         rank_zero_warn(
             f"the first training batch is the same on ranks {_listed(ranks)}: {' and '.join(names) or 'the data'} does "
             f"not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an epoch; in "
-            "__iter__, yield only this rank's share (torch.distributed.get_rank(), asked in the main process), and of "
+            "__iter__, yield only this rank's shard (torch.distributed.get_rank(), asked in the main process), and of "
             "it this worker's (torch.utils.data.get_worker_info())"
         )
 
 
 def _listed(items: list[Any]) -> str:
     return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")
-
-
-def _is_stream(loader: Any) -> bool:
-    """Whether no sampler says which samples a rank reads."""
-    return not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_ddp_ext.data.generators import mix
 from lightning_ddp_ext.data.permutation import Permutation
+from lightning_ddp_ext.data.seeding import mix
 from tests.data.data import p_of
 
 SMALLEST_P = 1e-4

@@ -43,7 +43,7 @@ def begin(loader: Any, world_size: int, state: Any = None, done: int = 0) -> tup
     position = position_of(own_copy(loader), world_size=world_size, remembered=5)
     set_epoch(position.loader, 1)
     position.start_epoch(1, done=done, state=state)
-    return position, position.give(position.begin())
+    return position, position.give(position.start_iterator())
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import random
 import tracemalloc
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,11 +17,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
-from lightning_ddp_ext.data.weighted import DistributedWeightedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import Make, dealt, in_turn
 from tests.harness.ranks import run_ranks
@@ -31,24 +32,39 @@ def scalable(length: int, **options: Any) -> Make:
     return lambda world_size, rank: ScalableDistributedSampler(range(length), world_size, rank, **options)
 
 
-def random_indices(length: int, rank: int) -> RandomSampler:
-    """A sampler whose generator is not that of other ranks."""
-    return RandomSampler(range(length), generator=torch.Generator().manual_seed(rank))
+class Epochs(Sampler[int]):
+    """Draws numbers with every generator there is, its own one among them, and yields its epoch first."""
 
+    def __init__(self, length: int, promised: int | None = None, *, seed: int = 0) -> None:
+        self.length, self.promised, self.epoch = length, promised, 0
+        self.torch = self.again = torch.Generator().manual_seed(seed)
+        self.numpy, self.old = np.random.default_rng(seed), np.random.RandomState(seed)
+        self.python = random.Random(seed)
 
-def weighted(length: int, world_size: int, rank: int, *, replacement: bool, **options: Any) -> Any:
-    weights = np.arange(1, length + 1)
-    return DistributedWeightedSampler(weights, length, replacement, num_replicas=world_size, rank=rank, **options)
+    def draw(self) -> int:
+        """Numbers of the generators of its own."""
+        drawn = torch.randint(7, (), generator=self.torch), torch.randint(7, (), generator=self.again)
+        return int(sum(drawn)) + self.numpy.integers(7) + self.old.randint(7) + self.python.randrange(7)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length if self.promised is None else self.promised
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+        assert self.torch is self.again
+        for _ in range(self.length - 1):
+            yield self.draw() + int(torch.randint(7, ())) + int(np.random.randint(7)) + random.randrange(7)
 
 
 KINDS: dict[str, Any] = {
     "scalable": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, **options),
     "in order": lambda n, w, r, **options: ScalableDistributedSampler(range(n), w, r, shuffle=False, **options),
-    "weighted": lambda n, w, r, **options: weighted(n, w, r, replacement=True, **options),
-    "weighted, each once": lambda n, w, r, **options: weighted(n, w, r, replacement=False, **options),
-    "shared": lambda n, w, r, **options: SharedSampler(random_indices(n, r), w, r, **options),
+    "shared": lambda n, w, r, **options: SharedSampler(Epochs(n, seed=r), w, r, **options),
     "batches": lambda n, w, r, **options: DistributedBatchSamplerWrapper(
-        BatchSampler(random_indices(n, r), 3, False), w, r, **options
+        BatchSampler(Epochs(n, seed=r), 3, False), w, r, **options
     ),
 }
 
@@ -72,17 +88,13 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int
 def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
     """All that is read where so many ranks read so many items each, one after another, and ``last`` ranks the rest."""
     read: list[Any] = []
-    state: Any = None
+    position = 0
     for world_size, consumed in [*stops, (last, None)]:
         samplers = [make(world_size, rank) for rank in range(world_size)]
         for sampler in samplers:
-            sampler.set_epoch(epoch)
-            if state is not None:
-                sampler.load_state_dict(state)
+            sampler.resume_at(epoch, position)
             read += islice(sampler, consumed)
-        states = [sampler.state_dict(consumed or 0) for sampler in samplers]
-        state = states[0]
-        assert states == [state] * world_size
+        (position,) = {sampler.shard(position).position_after(consumed or 0) for sampler in samplers}
     return read
 
 
@@ -126,10 +138,11 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
-def test_another_seed_makes_another_order(kind: str) -> None:
-    """Of the same epoch, in every sampler that shuffles, draws or shares out."""
-    one, other = (list(KINDS[kind](50, 1, 0, seed=seed)) for seed in (1, 2))
-    assert one != other
+def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
+    """In every sampler that shuffles, draws or shares out."""
+    seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
+    orders = [dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch) for seed, epoch in seeds_and_epochs]
+    assert len({str(order[0][1:]) for order in orders}) == len(orders)  # the first one may tell the epoch
 
 
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
@@ -158,24 +171,12 @@ def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
 
 
 @pytest.mark.parametrize("taken", [1, 256, 257, 33_000])
-def test_the_state_is_what_the_newest_iterator_has_handed_out(taken: int) -> None:
-    """To the sample, wherever in a block, and whatever older iterators have done."""
-    sampler, resumed = (scalable(100_000, seed=4)(3, 1) for _ in range(2))
-    whole = list(sampler)
-    assert list(islice(sampler, 77)) == whole[:77]
-    assert list(islice(sampler, taken)) == whole[:taken]
-    assert sampler.state_dict()["position"] == 3 * taken
-    resumed.load_state_dict(sampler.state_dict())
+def test_an_order_continues_at_any_position(taken: int) -> None:
+    """To the sample, wherever in a block of computed indices."""
+    whole = list(scalable(100_000, seed=4)(3, 1))
+    resumed = scalable(100_000, seed=4)(3, 1)
+    resumed.resume_at(0, 3 * taken)
     assert list(resumed) == whole[taken:]
-
-
-def test_a_state_is_plain_and_whole() -> None:
-    """Numbers, booleans and strings, and all that a position depends on; behind the end nothing is left to read."""
-    sampler = scalable(100, seed=9, uneven="drop")(4, 1)
-    sampler.resume_at(2, 8)
-    facts = {"version": 1, "kind": "scalable", "length": 100, "seed": 9, "shuffle": True, "uneven": "drop"}
-    assert sampler.state_dict() == {**facts, "epoch": 2, "position": 8}
-    assert scalable(10, uneven="drop")(4, 1).state_dict(2)["position"] == 10
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
@@ -184,10 +185,10 @@ def test_a_position_belongs_to_its_epoch() -> None:
     [whole] = dealt(scalable(100), 1, 5)
     sampler.resume_at(5, 40)
     sampler.set_epoch(5)
-    assert (sampler.position, len(sampler), sampler.left) == (40, 100, 60)
+    assert (sampler.position, len(sampler)) == (40, 100)
     assert list(sampler) == whole[40:]
     sampler.set_epoch(6)
-    assert (sampler.position, sampler.left, sampler.state_dict()["position"]) == (0, 100, 0)
+    assert sampler.position == 0
     sampler.set_epoch(5)
     assert list(sampler) == whole
 
@@ -200,18 +201,14 @@ def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None
     begun = list(islice(iterator, 10))
     sampler.set_epoch(4)
     assert [begun + list(iterator)] == dealt(scalable(2000), 1, 3)
-    assert sampler.state_dict()["position"] == 0
 
 
-@pytest.mark.parametrize("kind", ["scalable", "weighted"])
-def test_a_sampler_can_be_pickled_while_it_is_read(kind: str) -> None:
-    """Spawned processes get a copy that stands where it stood."""
-    sampler = KINDS[kind](100, 2, 1)
-    iterator = iter(sampler)
-    next(iterator)
-    copy = pickle.loads(pickle.dumps(sampler))
-    assert copy.state_dict() == sampler.state_dict()
-    assert list(copy) == list(sampler)
+def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
+    """Spawned processes get a copy that reads the same."""
+    sampler = scalable(100)(2, 1)
+    sampler.resume_at(3, 10)
+    next(iter(sampler))
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
 def built_before_the_group(rank: int, world_size: int, path: str) -> tuple[list[int], list[int], list[int]]:
@@ -252,7 +249,6 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
         (lambda: one_sample(drop_last=True, uneven="exact"), r"uneven must be 'drop' with drop_last=True \(got 'ex"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
-        (lambda: one_sample().state_dict(-1), r"consumed must be .*at least 0 \(got -1\)"),
     ],
 )
 def test_bad_arguments_are_refused(make: Any, says: str) -> None:
@@ -261,21 +257,36 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"length": 99}, r"length of the state must be the sampler's, 100 \(got 99\); build the same sampler"),
-        ({"kind": "torch"}, r"kind of the state must be the sampler's, 'scalable' \(got 'torch'\); build"),
-        ({"position": 101}, r"position must be .*from 0 to 100 \(got 101\)"),
-        ({"epoch": -1}, r"epoch must be .*at least 0 \(got -1\)"),
-        ({"position": None, "seed": None}, r"state must be a dict with \['version', .*'position'\] \(got \{'version'"),
-    ],
-)
-def test_states_of_others_are_refused(change: dict[str, Any], says: str) -> None:
-    """The error names the field, both values and what to do, and the sampler stays where it was."""
-    state = {**scalable(100)(1, 0).state_dict(), **change}
-    sampler = scalable(100)(1, 0)
-    sampler.resume_at(3, 7)
-    with pytest.raises(ConfigurationError, match=says):
-        sampler.load_state_dict({name: value for name, value in state.items() if value is not None})
-    assert (sampler.epoch, sampler.position) == (3, 7)
+def test_drawing_leaves_generators_alone() -> None:
+    """Global generators, and the sampler's own, are where the rest of the program has left them."""
+
+    def draw(sampler: Epochs) -> tuple[float, ...]:
+        return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
+
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    unread, read = Epochs(41), Epochs(41)
+    expected = [draw(unread) for _ in range(21)]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    assert [draw(read) for _ in SharedSampler(read, 2, 0)] == expected
+
+
+def test_batches_reach_the_loader_unchanged() -> None:
+    """Where the batch sampler fills one list again and again, and where a sampler yields batches."""
+
+    class Reusing(list[Any]):
+        def __iter__(self) -> Iterator[list[int]]:
+            batch = [0]
+            for batch[0] in range(len(self)):
+                yield batch
+
+    parts = dealt(lambda w, r: DistributedBatchSamplerWrapper(Reusing([0] * 5), w, r), 2)
+    assert parts == [[[0], [2], [4]], [[1], [3], [0]]]
+    batches = BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)
+    assert dealt(lambda w, r: SharedSampler(batches, w, r), 2) == [[[0, 1]], [[2, 3]]]
+
+
+def test_a_sampler_that_yields_too_little_is_named() -> None:
+    """Its length is a promise; more than that is left unread."""
+    with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
+        list(SharedSampler(Epochs(7, promised=9), 2, 0))
+    assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6

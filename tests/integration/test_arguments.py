@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
     ({"sampler": "fast"}, ConfigurationError, "sampler must be 'torch' or 'scalable' (got 'fast')"),
     ({"exact_evaluation": 1}, ConfigurationError, "exact_evaluation must be True or False (got 1)"),
     ({"uneven_inputs": "pad"}, ConfigurationError, "uneven_inputs must be None or 'stop_at_shortest' or 'join' (got"),
-    ({"resume_data": None}, ConfigurationError, "resume_data must be 'exact' or 'epoch' or 'off' (got None)"),
+    ({"resume_data": False}, ConfigurationError, "resume_data must be 'exact' or 'epoch' or 'stock' (got False)"),
     ({"devices_per_rank": 0}, ConfigurationError, "devices_per_rank must be at least 1 (got 0)"),
     (
         {"start_method": "thread"},

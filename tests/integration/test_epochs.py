@@ -189,36 +189,3 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_pat
     drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
-
-
-class Shuffling(Sampler[int]):
-    """The same order in each epoch."""
-
-    shuffle = True
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([2, 0, 3, 1])
-
-    def __len__(self) -> int:
-        return 4
-
-
-def warnings_of(kind: Kind, directory: Path) -> list[str]:
-    """Those of a run with ours, in which Lightning has the sampler shared out, or with stock, as it is."""
-    callbacks: list[L.Callback] = [SamplerEpochSeeding()] if kind == "stock" else []
-    options = {"use_distributed_sampler": kind == "ours", "reload_dataloaders_every_n_epochs": 1}
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")  # as Python shows them
-        shuffled = partial(loader, [torch.zeros(1)] * 4, sampler=Shuffling())
-        trainer.fit(Reader(shuffled, shuffled))
-    return [text for each in caught if "set_epoch" in (text := str(each.message))]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sampler_that_shuffles_and_takes_no_epoch_is_named_once(kind: Kind, tmp_path: Path) -> None:
-    """Rank 0 warns once in a run, also where the sampler has been put into one that shares out what it yields."""
-    (message,), silent = on_ranks(kind, warnings_of, tmp_path)
-    assert "Shuffling shuffles, and has no set_epoch" in message
-    assert "give it a method set_epoch(epoch)" in message
-    assert silent == []

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_ddp_ext import (
-    DistributedBatchSamplerWrapper,
-    DistributedWeightedSampler,
-    SamplerEpochSeeding,
-    ScalableDistributedSampler,
-)
+from lightning_ddp_ext import DistributedBatchSamplerWrapper, SamplerEpochSeeding, ScalableDistributedSampler
+from tests.data.data import p_of
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import Net, Numbers, Saver
 
@@ -93,10 +90,8 @@ class Careless(Sampler[int]):
 def share_out(kind: Kind, directory: Path) -> dict[str, Batches]:
     torch.manual_seed(os.getpid())
     random.seed(os.getpid())
-    samplers: dict[str, Any] = {"Python's": Careless(), "weighted": WeightedRandomSampler([1.0] * 39 + [0.0], 40)}
-    found = {name: fit(kind, directory, loader(40, sampler=sampler)) for name, sampler in samplers.items()}
-    found["shuffled"] = fit(kind, directory, loader(40, shuffle=True))
-    return found
+    options: dict[str, Any] = {"Python's": {"sampler": Careless()}, "shuffled": {"shuffle": True}}
+    return {name: fit(kind, directory, loader(40, **each)) for name, each in options.items()}
 
 
 def test_ranks_share_out_one_order_whatever_their_seeds(tmp_path: Path) -> None:
@@ -110,7 +105,43 @@ def test_ranks_share_out_one_order_whatever_their_seeds(tmp_path: Path) -> None:
     for run in ours:
         for batches in run.values():
             assert batches[0] != batches[1] != batches[2]
-    assert 39 not in samples([run["weighted"] for run in ours], 0)
+
+
+def each_once() -> DataLoader[Any]:
+    """36 draws an epoch of 39 samples, and of one that weighs nothing."""
+    sampler = WeightedRandomSampler([1.0] * 39 + [0.0], 36, replacement=False)
+    return DataLoader(Numbers(40), 2, sampler=sampler)
+
+
+def draw(kind: Kind, directory: Path) -> tuple[Batches, str, Batches]:
+    """What is drawn each once, a checkpoint after the third batch, and what is drawn by weight."""
+    torch.manual_seed(os.getpid())
+    saver = Saver(directory, ["train_batch_end-3"])
+    whole = fit(kind, directory, each_once, callbacks=[saver])
+    by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
+    return whole, saver.saved["train_batch_end-3"], fit(kind, directory, by_weight, max_epochs=1)
+
+
+def continue_draw(kind: Kind, directory: Path, path: str) -> Batches:
+    return fit(kind, directory, each_once, ckpt_path=path, devices=3)
+
+
+def test_ranks_share_out_what_torchs_weighted_sampler_draws(tmp_path: Path) -> None:
+    """Each epoch has one draw, by the weights, whose parts the ranks read; other ranks continue it after a resume."""
+    by_rank = on_ranks("ours", draw, tmp_path)
+    whole, (path, _), by_weight = zip(*by_rank, strict=True)
+    epochs = [samples(whole, epoch) for epoch in range(3)]
+    for drawn in epochs:
+        assert len(drawn) == len(set(drawn)) == 36
+        assert 39 not in drawn
+    assert len({tuple(drawn) for drawn in epochs}) == 3
+    counts = np.bincount(samples(by_weight, 0), minlength=4)
+    assert (counts.sum(), counts[2]) == (4000, 0)
+    assert p_of(counts[[0, 1, 3]], [400, 1200, 2400]) > 1e-4
+    resumed = on_ranks("ours", continue_draw, tmp_path, path, world_size=3)
+    before = [sample for run in whole for batch in run[0][:3] for sample in batch]
+    assert sorted(before + samples(resumed, 0)) == sorted(epochs[0])
+    assert sorted(samples(resumed, 1)) == sorted(epochs[1])
 
 
 def train_with_own(kind: Kind, directory: Path) -> list[Batches]:
@@ -118,9 +149,7 @@ def train_with_own(kind: Kind, directory: Path) -> list[Batches]:
     scalable = ScalableDistributedSampler(range(24), seed=3)  # type: ignore[arg-type]
     wrapped = DistributedBatchSamplerWrapper(BatchSampler(RandomSampler(range(24)), 4, False), seed=3)
     batches = BatchSampler(scalable, 2, drop_last=False)
-    weighted = DistributedWeightedSampler([1.0] * 24, 24, replacement=False, seed=3)
-    samplers = [loader(24, sampler=each)() for each in (scalable, weighted)]
-    loaders = [*samplers, *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
+    loaders = [loader(24, sampler=scalable)(), *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
     found = []
     if kind == "ours":
         found.append(fit(kind, directory, loader(24, shuffle=True), strategy={"sampler": "scalable"}))

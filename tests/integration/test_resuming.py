@@ -23,7 +23,6 @@ from tests.integration.continuing import (
     Loaders,
     Net,
     Numbers,
-    Order,
     Points,
     Training,
     difference,
@@ -145,6 +144,25 @@ CASES: dict[str, dict[str, Check]] = {
             dropout=False,
         ),
     },
+    # Lightning's epochs have a limit of four batches where there are five.
+    "workers that stay": {
+        "lightning's order": resumes(
+            sampled("lightning's", 18, **KEPT),
+            ["train_batch_end-1", "train_batch_end-6", "validation_end-4"],
+            **{**VALIDATING, "kind": ValidatesWithWorkers, "limit_train_batches": 4},
+        ),
+        "own sampler": resumes(
+            sampled("distributed", 14, **KEPT),
+            [*("train_batch_end-1", "train_batch_end-6"), *("validation_end-2", "validation_end-4")],
+            **{**VALIDATING, "kind": ValidatesWithWorkers},
+        ),
+        "own sampler, no distributed one": resumes(
+            sampled("plain", 14, **KEPT),
+            ["train_batch_end-4", "validation_end-2"],
+            **VALIDATING,
+            use_distributed_sampler=False,
+        ),
+    },
     "combined loaders": {
         "min_size": resumes(
             beside("min_size", SHORT, LONG), ["train_batch_end-1", "train_epoch_end-2"], ["train_batch_end-4"]
@@ -177,34 +195,6 @@ def test_a_resumed_run_can_be_resumed(group: str, tmp_path: Path) -> None:
     """However often it was stopped, the batches that are left are the same, and so are the weights, bit for bit."""
     found = run_ranks(run_cases, 2, tmp_path, group, env=by_hand_env(2), time_limit=110)
     assert found == [{name: {} for name in CASES[group]}] * 2
-
-
-SAVED = (
-    *("train_batch_end-1", "train_batch_end-4", "train_batch_end-6"),
-    *("validation_end-2", "validation_end-4", "train_epoch_end-4"),
-)
-# On so many ranks; Lightning's epochs have a limit of four batches where there are five.
-STAYING: dict[tuple[int, Order], tuple[Points, dict[str, Any]]] = {
-    (1, "plain"): (["train_batch_end-4", "validation_end-2"], {"use_distributed_sampler": False}),
-    (2, "lightning's"): (["train_batch_end-1", "train_batch_end-6", "validation_end-4"], {"limit_train_batches": 4}),
-    (2, "distributed"): (SAVED, {}),
-}
-
-
-def stay(rank: int, world_size: int, directory: Path, order: Order) -> dict[str, str]:
-    points, options = STAYING[world_size, order]
-    samples = (9 if order == "lightning's" else 7) * world_size
-    options = {**VALIDATING, "kind": ValidatesWithWorkers, **options}
-    return resumes(sampled(order, samples, **KEPT), points, **options)(rank, world_size, directory, "run")
-
-
-@pytest.mark.parametrize(("world_size", "order"), STAYING)
-def test_workers_that_stay_read_what_is_left_and_then_whole_epochs(
-    world_size: int, order: Order, tmp_path: Path
-) -> None:
-    """Saved at any moment, with any sampler, on one device or two."""
-    found = run_ranks(stay, world_size, tmp_path, order, env=by_hand_env(world_size), time_limit=110)
-    assert found == [{}] * world_size
 
 
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[str]:

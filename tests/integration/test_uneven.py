@@ -211,7 +211,7 @@ def test_ranks_that_read_the_same_are_told_once(tmp_path: Path) -> None:
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
         "the first training batch is the same on ranks 0, 1: Stream does not seem to be split among the ranks, so that "
-        "each sample is trained on 2 times an epoch; in __iter__, yield only this rank's share (torch.distributed."
+        "each sample is trained on 2 times an epoch; in __iter__, yield only this rank's shard (torch.distributed."
     )
     assert "Tensor does not seem to be split" in first[2][0]
     assert second == [[], [], [], []]

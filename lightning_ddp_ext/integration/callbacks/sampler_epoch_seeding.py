@@ -1,4 +1,4 @@
-"""A callback that tells everything below the loaders which epoch it is, with any strategy."""
+"""A callback that gives everything below the loaders its epoch, with any strategy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import seed_of
+from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.worker_seeds import seed_generators, start_epoch
+from lightning_ddp_ext.data.seeding import seed_generators
 
-from ..data_path import DataPath, is_shared_out, warn_of_fixed_orders
+from ..data_path import DataPath, is_shared_out
 from ..lightning_tree import RunningStage, pl
 from ..loop_state import epoch_of
 from ..replaced_methods import Prepare, ReplacedMethods
@@ -22,8 +23,7 @@ class SamplerEpochSeeding(pl.Callback):
 
     Just before a loader is iterated over, in training and in evaluation, everything below it that has a method
     ``set_epoch`` is given the epoch that training is in, also after a resume: samplers, batch samplers, what they wrap,
-    datasets and what they wrap, loaders that are no ``DataLoader``, and datasets in persistent workers. A sampler that
-    shuffles and has no such method is named in a warning.
+    datasets and what they wrap, loaders that are not a ``DataLoader``, and datasets in persistent workers.
 
     ``DDPExtStrategy`` does this by itself: there the callback is needed for ``seed`` alone.
 
@@ -32,7 +32,7 @@ class SamplerEpochSeeding(pl.Callback):
             in each worker with a stream made from (``seed``, epoch, rank, worker). ``None`` leaves them alone.
 
     Raises:
-        ConfigurationError: ``seed`` is negative or no integer.
+        ConfigurationError: ``seed`` is negative or not an integer.
 
     Example::
 
@@ -47,7 +47,7 @@ class SamplerEpochSeeding(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, DataPath):
-            data.worker_seed = self.seed
+            data.starts.worker_seed = self.seed
             return
         self._replaced.put_back()
 
@@ -55,11 +55,9 @@ class SamplerEpochSeeding(pl.Callback):
             source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
             if not is_shared_out(source):
                 source = as_lightning(source, shuffle, stage)
-            loader = DistributedLoader.around(source, begin)
-            warn_of_fixed_orders(loader.loader)
-            return loader
+            return DistributedLoader.around(source, start_iterator)
 
-        def begin(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
+        def start_iterator(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
             start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
             return iter(loader.loader)
 

@@ -1,0 +1,70 @@
+"""Join what batches of predictions hold, with a row for each sample, and put the rows into order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_ddp_ext.errors import SamplingError
+
+REMEDY = (
+    "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
+    "tuples of these, with the same structure in every batch, and padded where shapes differ"
+)
+
+
+class PredictedBatch(NamedTuple):
+    """What one step has returned, and the samples that it was for."""
+
+    samples: list[Any]
+    output: Any
+
+
+def join_batches(batches: list[PredictedBatch]) -> Any:
+    """Return the predictions of all batches in the order of their samples, the first one of each; ``None`` for none.
+
+    >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
+    ['a', 'b', 'c']
+
+    Raises:
+        SamplingError: an output does not have a first dimension by sample.
+    """
+    if not batches:
+        return None
+    first_rows: dict[Any, int] = {}
+    for row, sample in enumerate(sample for batch in batches for sample in batch.samples):
+        first_rows.setdefault(sample, row)
+    rows = [first_rows[sample] for sample in sorted(first_rows)]
+    return _join([batch.output for batch in batches], [len(batch.samples) for batch in batches], rows, "predictions")
+
+
+def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
+    """Return the rows, in this order, of what the parts hold together.
+
+    A part is what one batch's step has returned, or an item of that; it has a row for each sample of its batch.
+    """
+
+    def join_items(key: Any) -> Any:
+        return _join([part[key] for part in parts], sizes, rows, f"{name}[{key!r}]")
+
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {key: join_items(key) for key in first}
+    if isinstance(first, tuple):
+        joined = [join_items(index) for index in range(len(first))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    for part, size in zip(parts, sizes, strict=True):
+        has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
+        if not has_rows or len(part) != size or type(part) is not type(first):
+            raise SamplingError(
+                f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
+                f"rows: {len(part) if has_rows else 'none'}); {REMEDY}"
+            )
+    if isinstance(first, list):
+        items = [item for part in parts for item in part]
+        return [items[row] for row in rows]
+    return torch.cat(parts)[rows] if isinstance(first, Tensor) else np.concatenate(parts)[rows]

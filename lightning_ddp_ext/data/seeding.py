@@ -1,0 +1,122 @@
+"""Make seeds, and seed random number generators with them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lightning_ddp_ext.data.random_state import preserve_random_state
+from lightning_ddp_ext.errors import ConfigurationError
+
+
+def mix(*words: int) -> int:
+    """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
+
+    Raises:
+        ConfigurationError: a word is negative.
+
+    >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
+    (False, False)
+    """
+    if any(word < 0 for word in words):
+        raise ConfigurationError(f"seeds and epochs must not be negative (got {words}); count from 0")
+    text = ",".join(f"{word:x}" for word in words)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
+    """Seed the global generators of Python's ``random``, NumPy and torch (on all devices), each by a hash of all four.
+
+    So nothing is added up: (seed 0, epoch 1) is not (seed 1, epoch 0), and practically no other epoch, rank or worker
+    has one of these seeds. Not collective.
+
+    Args:
+        seed: the seed of the run.
+        epoch: from 0.
+        rank: from 0.
+        worker: the worker's id, or ``None`` for the rank's main process.
+
+    Raises:
+        ConfigurationError: a number is negative.
+
+    Example:
+        >>> seed_generators(42, epoch=0, rank=1)
+        >>> first = random.random(), float(torch.rand(()))
+        >>> seed_generators(42, epoch=0, rank=1)
+        >>> first == (random.random(), float(torch.rand(())))
+        True
+    """
+    process = 0 if worker is None else worker + 1
+    for_python, for_numpy, for_torch = (mix(seed, epoch, rank, process, generator) for generator in range(3))
+    random.seed(for_python)
+    np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # it takes 32 bits at a time
+    torch.manual_seed(for_torch)
+
+
+@dataclass(frozen=True)
+class SeedWorker:
+    """A ``worker_init_fn`` that calls the loader's ``own`` one, and then :func:`seed_generators`."""
+
+    own: Callable[[int], None] | None
+    epoch: int
+    rank: int
+    seed: int
+
+    def __call__(self, worker: int) -> None:
+        """Start a worker."""
+        if self.own is not None:
+            self.own(worker)
+        seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
+
+
+@contextmanager
+def seeded(seed: int, *owners: object) -> Iterator[None]:
+    """Seed all generators in the block, each with a stream of its own, and restore them after it.
+
+    These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
+    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, which has another one in the block.
+
+    >>> with seeded(1):
+    ...     first = random.random()
+    >>> with seeded(1):
+    ...     print(random.random() == first)
+    True
+    """
+    others: dict[int, object] = {}
+    replaced: list[tuple[object, str, object]] = []
+    for owner in owners:
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if id(value) not in others:  # several owners may share one
+                others[id(value)] = _seeded_like(value, mix(seed, 3, len(replaced)))
+            if others[id(value)] is not None:
+                replaced.append((owner, name, value))
+    with preserve_random_state():
+        random.seed(mix(seed, 0))
+        np.random.seed(mix(seed, 1) % 2**32)
+        torch.default_generator.manual_seed(mix(seed, 2))
+        try:
+            for owner, name, value in replaced:
+                setattr(owner, name, others[id(value)])
+            yield
+        finally:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
+
+
+def _seeded_like(value: object, seed: int) -> object | None:
+    """Return another generator of the same kind; ``None`` for other objects, and for torch's global generator."""
+    if isinstance(value, torch.Generator) and value is not torch.default_generator:
+        return torch.Generator(value.device).manual_seed(seed)
+    if isinstance(value, np.random.Generator):
+        return np.random.Generator(type(value.bit_generator)(seed))
+    if isinstance(value, np.random.RandomState):
+        return np.random.RandomState(seed % 2**32)
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return random.Random(seed)
+    return None
