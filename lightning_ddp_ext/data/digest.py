@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import hashlib
 import io
 import pickle
@@ -10,13 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 
 def digest(batch: Any) -> str | None:
     """Return a digest of a batch; batches that differ in any part have different ones.
 
     Returns:
-        32 hexadecimal digits; ``None`` where the batch cannot be pickled. Never raises.
+        32 hexadecimal digits; ``None`` where the batch holds no tensor, only empty ones, or something that cannot be
+        pickled. Never raises.
 
     >>> digest({"x": torch.zeros(2), "y": 1}) == digest({"x": torch.zeros(2), "y": 1})
     True
@@ -24,16 +25,23 @@ def digest(batch: Any) -> str | None:
     False
     """
     contents = io.BytesIO()
-    pickler = pickle.Pickler(contents)
-    pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduce_tensor}
+    pickler = _BatchPickler(contents)
     try:
         pickler.dump(batch)
     except Exception:  # a missed warning rather than a failed run, whatever objects of the user's own do
         return None
-    return hashlib.blake2b(contents.getbuffer(), digest_size=16).hexdigest()
+    return hashlib.blake2b(contents.getbuffer(), digest_size=16).hexdigest() if pickler.has_content else None
 
 
-def _reduce_tensor(tensor: Tensor) -> tuple[Any, ...]:
-    """Reduce a tensor to its type, shape and bytes: torch's own pickles of equal tensors differ."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return tuple, ((str(tensor.dtype), tuple(tensor.shape), content),)
+class _BatchPickler(pickle.Pickler):
+    """Pickles tensors as their type, shape and bytes: torch's own pickles of equal tensors differ."""
+
+    has_content = False
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        self.has_content |= obj.numel() > 0
+        content = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tuple, ((str(obj.dtype), tuple(obj.shape), content),)

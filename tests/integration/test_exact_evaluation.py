@@ -181,6 +181,22 @@ def by_the_users_exact_sampler(make: Make) -> Found:
     return found
 
 
+class Dealt(DistributedSampler[Any]):
+    """A user's sampler that knows of ranks and repeats nothing, so that some have one sample more."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
+
+
+def by_the_users_own_dealing(make: Make) -> Found:
+    trainer = make(use_distributed_sampler=False)
+    ranks = trainer.world_size, trainer.global_rank
+    return validate(trainer, [loader(n, 1, sampler=Dealt(scores(n), *ranks)) for n in (5, 1)], Measured(2))
+
+
 def by_dealt_batches(make: Make) -> Found:
     """Whole batches that are dealt out: five of the first loader, and one of the second, which is evaluated twice."""
     batches = [DistributedBatchSamplerWrapper(BatchSampler(range(n), 3, False), uneven="exact") for n in (13, 3)]
@@ -190,7 +206,8 @@ def by_dealt_batches(make: Make) -> Found:
 
 SAME = (
     *(several_loaders, fitted, shuffled_and_of_a_subset),
-    *(by_a_users_batch_sampler, by_the_users_exact_sampler, by_dealt_batches, of_combined_loaders),
+    *(by_a_users_batch_sampler, by_the_users_exact_sampler, by_the_users_own_dealing, by_dealt_batches),
+    of_combined_loaders,
 )
 
 
