@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
@@ -53,6 +54,27 @@ class HalfUsed(Net):
         return super().loss(batch) + self.branches[self.global_rank](batch[1]).square().mean()
 
 
+class TwoOptimizers(Net):
+    """Trains its two halves in turn, each with its own optimiser, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch)
+            self.log("loss", loss, sync_dist=True)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.layers[0].parameters()), torch.optim.SGD(self.layers[3].parameters(), lr=0.1)
+
+
 FLAGS = {
     "num_sanity_val_steps": 1,
     "limit_train_batches": 3,
@@ -70,6 +92,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
     "bf16-mixed": (Net, {"precision": "bf16-mixed"}, dict),
     "64-true": (Net, {"precision": "64-true"}, dict),
     "manual optimisation": (Manual, {}, dict),
+    "several optimisers": (TwoOptimizers, {}, lambda: {"find_unused_parameters": True}),
     "unused parameters": (HalfUsed, {}, lambda: {"find_unused_parameters": True}),
     "static graph": (Manual, {}, lambda: {"static_graph": True}),
     "bucket views": (Net, {}, lambda: {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}),

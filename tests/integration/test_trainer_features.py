@@ -22,6 +22,7 @@ from tests.harness.training import (
     Batch,
     Kind,
     Net,
+    Recorder,
     assert_same,
     data,
     make_strategy,
@@ -148,6 +149,22 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
     }
 
 
+def resume(kind: Kind, directory: Path) -> Result:
+    """Two epochs, and the rest from the last checkpoint of them; a test from the best one."""
+    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True}
+    checkpoint, recorder = callbacks.ModelCheckpoint(directory, "{epoch}", **options), Recorder()
+    trainer_in(kind, directory, callbacks=[checkpoint], enable_checkpointing=True).fit(Net())
+    again = callbacks.ModelCheckpoint(directory, "{epoch}", **options)
+    trainer = trainer_in(kind, directory, callbacks=[recorder, again], enable_checkpointing=True, max_epochs=4)
+    model = Net()
+    trainer.fit(model, ckpt_path="last")
+    tested = trainer.test(model, ckpt_path="best", verbose=False)
+    file = torch.load(directory / "last.ckpt", weights_only=True)
+    saved = {name: file[name] for name in ("state_dict", "epoch", "global_step")}
+    result = {"weights": weights(model), "metrics": recorder.metrics, "tested": tested}
+    return {**result, **saved, "step": trainer.global_step}
+
+
 FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
     feature.__name__: feature
     for feature in (
@@ -155,6 +172,7 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
         loggers,
         simple_profiler,
         checkpoints_and_early_stopping,
+        resume,
     )
 }
 
