@@ -2,7 +2,7 @@
 
 It is written under a temporary name in the same directory, forced to the disk, and renamed. While it is open its writer
 holds a lock on it, which ends with the process. Some file systems keep locks to one host, so a temporary file counts as
-left behind only when, besides, nobody has written to it for an hour.
+left behind only if it was not written to for an hour.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def atomic_write(path: Path) -> Iterator[Sink]:
         OSError: the system's, as it is.
     """
     partial = _temporary(path, "partial")
-    # O_EXCL follows no link that somebody else may have put there.
+    # O_EXCL follows no link that another user may have put there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _try_to_lock(descriptor)
@@ -131,7 +131,7 @@ class Leftover:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether nobody is writing it on another host, either."""
+        """Whether no process of another host can be writing it."""
         return self.age > _LEFT_BEHIND_AFTER
 
 
@@ -160,7 +160,7 @@ def _is_being_written(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return True  # it has just been finished, or is somebody else's, whom this process cannot ask
+        return True  # it was just finished, or belongs to another user
     try:
         return not _try_to_lock(descriptor)
     finally:

@@ -51,7 +51,7 @@ def refuse_damage(archive: Archive, records: Iterable[Record]) -> None:
     Raises:
         DamagedCheckpointError: some have been altered; names them.
     """
-    names = tuple(record.name for record in find_damage(archive, (*archive.skeleton, *records)))
+    names = tuple(record.name for record in find_damage(archive, (*archive.metadata, *records)))
     if names:
         listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         raise DamagedCheckpointError(

@@ -1,8 +1,8 @@
-"""Read a checkpoint on all ranks, from its disk once: each maps the same file, or receives what rank 0 has read.
+"""Read a checkpoint once for all ranks: each maps the same file, or receives what rank 0 read.
 
-Where every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share
-the checking among them. If any rank does not see it, all receive it from rank 0. Either every rank has the checkpoint
-in the end, or every rank raises the error of the first rank that failed.
+If every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share the
+checking among them. If any rank does not see it, all receive it from rank 0. Either every rank gets the checkpoint, or
+every rank raises the error of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def restore(
             a model and drop them; all else is in this process's own memory.
 
     Returns:
-        The checkpoint; how it has come here, in words for the log; and whether all of it was checked, or nobody wanted
-        that.
+        The checkpoint; how it was read, in words for the log; and whether all of it was checked, unless ``verify`` is
+        off.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
@@ -51,16 +51,16 @@ def restore(
     with ExitStack() as stack:
         archive, view = _open(stack, location, ranks, options)
         views = ranks.gather(view)
-        blind = _without_rank_zeros_file(views, options, location)
+        missing = _ranks_without_file(views, options, location)
 
         def read_own() -> Any:
             assert archive is not None, "a rank without the file cannot map it"
             if options.verify:
-                refuse_damage(archive, _own_share(archive, views, ranks.rank))
+                refuse_damage(archive, _own_shard(archive, views, ranks.rank))
             return read(archive, options, map_weights=map_weights)
 
-        if options.mode == "broadcast" or blind:
-            why = f"rank {blind[0]} on host {views[blind[0]].host} does not see it" if blind else "as asked for"
+        if options.mode == "broadcast" or missing:
+            why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as asked for"
             how = f"sent from rank 0 to all ({why})"
             value = broadcast(archive if ranks.rank == 0 else None, ranks, options, name=location.url)
         else:
@@ -71,14 +71,14 @@ def restore(
 
 @dataclass(frozen=True)
 class _View:
-    """What one rank sees at the path.
+    """The file that one rank sees at the path.
 
     Attributes:
         host: where it is.
         file: equal for one and the same file, as seen from one host.
         content: equal for files of equal content, whatever host they are on, as far as that can be told.
         has_checksums: whether that of all of its content can be told.
-        error: why it sees nothing.
+        error: why it sees none.
     """
 
     host: str
@@ -89,38 +89,38 @@ class _View:
 
 
 def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions) -> tuple[Archive | None, _View]:
-    """The checkpoint as this rank sees it; nothing on a rank that is to receive it. An error is in the view."""
+    """Open the checkpoint, unless this rank is to receive it; an error is part of the view."""
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
         return None, _View(host)
     try:
         archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
         status = os.stat(archive.path)
-    except (CheckpointError, OSError) as error:  # the other ranks wait to hear of it
+    except (CheckpointError, OSError) as error:  # the other ranks wait for the view
         return None, _View(host, error=error)
     file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
 
 
-def _without_rank_zeros_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
-    """The ranks that do not see what rank 0 does; refuses a file that cannot be read as was asked."""
+def _ranks_without_file(views: list[_View], options: LoadOptions, location: Location) -> list[int]:
+    """Return the ranks that do not see rank 0's file; refuse a file that cannot be read in the requested mode."""
     first = views[0]
     if first.error is not None:
         raise first.error
-    blind = [rank for rank, view in enumerate(views) if view.content != first.content]
-    if options.mode == "map" and blind:
-        rank, view = blind[0], views[blind[0]]
+    without_file = [rank for rank, view in enumerate(views) if view.content != first.content]
+    if options.mode == "map" and without_file:
+        rank, view = without_file[0], views[without_file[0]]
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
             f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
-    return blind
+    return without_file
 
 
-def _own_share(archive: Archive, views: list[_View], rank: int) -> list[Record]:
-    """What this rank checks, where the ranks of a host that see the same file share out its bytes."""
+def _own_shard(archive: Archive, views: list[_View], rank: int) -> list[Record]:
+    """Return the records that this rank checks: the ranks of a host that see the same file share them out."""
     mine = (views[rank].host, views[rank].file)
     peers = [peer for peer, view in enumerate(views) if (view.host, view.file) == mine]
     largest_first = sorted(archive.tensor_data, key=lambda record: record.size, reverse=True)
@@ -142,11 +142,11 @@ def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, na
         CheckpointError: one of its kinds, the same on every rank.
     """
 
-    def take_apart() -> tuple[Any, list[UntypedStorage]]:
-        return (None, []) if archive is None else _take_apart(archive, options)
+    def flatten() -> tuple[Any, list[UntypedStorage]]:
+        return (None, []) if archive is None else _flatten(archive, options)
 
-    manifest, storages = ranks.on_every_rank(take_apart, f"reading {name}")
-    skeleton, pieces = ranks.from_rank_zero(manifest)
+    manifest, storages = ranks.on_every_rank(flatten, f"reading {name}")
+    pickled, pieces = ranks.from_rank_zero(manifest)
     if archive is None:
         storages = [UntypedStorage(size) for size, _ in pieces]
     check = None
@@ -155,21 +155,21 @@ def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, na
             check = pool.submit(refuse_damage, archive, archive.tensor_data)
         send([bytes_of(storage) for storage in storages], ranks)
 
-    def put_together() -> Any:
+    def unflatten() -> Any:
         if check is not None:
             check.result()
         place = placement(options.map_location)
         own = storages if archive is None else [storage.clone() for storage in storages]  # they are in the file
         with errors_explained(name):
-            return join(skeleton, [place(storage, device) for storage, (_, device) in zip(own, pieces, strict=True)])
+            return join(pickled, [place(storage, device) for storage, (_, device) in zip(own, pieces, strict=True)])
 
-    return ranks.on_every_rank(put_together, f"reading {name}")
+    return ranks.on_every_rank(unflatten, f"reading {name}")
 
 
-def _take_apart(archive: Archive, options: LoadOptions) -> tuple[Any, list[UntypedStorage]]:
-    """What other ranks have to know before the first tensor arrives, and the memory of tensors, in the file.
+def _flatten(archive: Archive, options: LoadOptions) -> tuple[Any, list[UntypedStorage]]:
+    """Return what other ranks need before the first tensor arrives, and the memory of tensors, in the file.
 
-    They know the skeleton, and for each piece of memory its size in bytes and the device that it was saved from.
+    They need the pickled rest, and for each piece of memory its size in bytes and the device that it was saved from.
     """
     if options.verify:
         refuse_damage(archive, ())  # tensors are checked while they are sent
@@ -181,14 +181,14 @@ def _take_apart(archive: Archive, options: LoadOptions) -> tuple[Any, list[Untyp
 
     content = load(archive, noted, options.weights_only, mmap=True)
     try:
-        skeleton, storages = split(content)
+        pickled, storages = split(content)
     except Exception as error:
         raise CheckpointError(
             f"checkpoint {archive.name} cannot be sent to other ranks: {type(error).__name__}: {error}; put it where "
             "every rank sees it"
         ) from error
     pieces = [(storage.nbytes(), devices.get(identity_of(storage), "cpu")) for storage in storages]
-    return (skeleton, pieces), storages
+    return (pickled, pieces), storages
 
 
 def send(pieces: list[Tensor], ranks: Ranks) -> None:

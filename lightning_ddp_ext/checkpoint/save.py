@@ -70,7 +70,7 @@ def _write_local(checkpoint: Any, path: Path) -> None:
             torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
         except Exception:
             if sink.error is not None:
-                raise sink.error from None  # torch says it in other words, and Ctrl-C, too
+                raise sink.error from None  # torch would replace it, also a KeyboardInterrupt
             raise
 
 

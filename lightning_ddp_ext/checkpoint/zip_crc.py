@@ -70,7 +70,7 @@ class Archive:
         return tuple(record for record in self.records if record.name.startswith("data/"))
 
     @cached_property
-    def skeleton(self) -> tuple[Record, ...]:
+    def metadata(self) -> tuple[Record, ...]:
         """All other records."""
         return tuple(record for record in self.records if not record.name.startswith("data/"))
 

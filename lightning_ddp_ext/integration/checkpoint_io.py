@@ -34,7 +34,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     Local files are streamed to the disk and put in place in one step, after they are safely there. Other URLs
     (``s3://``, ``gs://``, ``memory://``, ...) go through fsspec within a transaction: what such a store completes as a
-    whole appears as a whole, and how it lasts is the store's affair.
+    whole appears as a whole, and the store is responsible for keeping it.
 
     Args:
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,

@@ -176,7 +176,7 @@ class Checkpoints:
 
 
 def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
-    """The checkpoint as Lightning restores it, whoever has written it.
+    """Return the checkpoint as Lightning restores it, whatever program wrote it.
 
     A plain state dict gets what a checkpoint has around it, and names with ``module.`` or ``_orig_mod.`` in them become
     the model's, where there is one.
