@@ -173,12 +173,6 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be on a local file system (got 's3://a')"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
-    (RankConsistency, {"on_divergence": "repair"}, "must be one of 'raise', 'warn', 'broadcast' (got 'repair')"),
-    (
-        RankConsistency,
-        {"ignore": "data"},
-        "ignore must be a list of patterns such as ['data_dir', 'encoder.*'] (got",
-    ),
     (RankDebugger, {"rank": -1}, NO_RANK),
     (RankDebugger, {"rank": 0, "port": 0}, "the debugger's port must be from 1 to 65535 (got 0)"),
     (RankLogging, {"directory": "s3://logs"}, "directory must be on a file system of each rank's host (got 's3://"),
