@@ -23,6 +23,7 @@ from lightning_ddp_ext.rendezvous.nccl_options import misspelt
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
+from lightning_ddp_ext.supervision.debugger import without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
@@ -137,7 +138,7 @@ def request_of(strategy: DDPExtStrategy) -> Request:
         absence=started.scripts.failure if started is not None else lambda: None,
         timeouts=strategy.timeouts,
     )
-    return request if strategy.debugged is None else strategy.debugged.without_limits(request)
+    return request if strategy.debugged is None else without_limits(request, strategy.debugged.rank)
 
 
 def _endpoint(strategy: DDPExtStrategy) -> Endpoint:

@@ -20,14 +20,12 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Timeouts
-from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
 from lightning_ddp_ext.supervision.call_site import call_site, called_by_lightning
-from lightning_ddp_ext.supervision.checked_collectives import CheckedCollectives
-from lightning_ddp_ext.supervision.debugger import DebuggedRank
+from lightning_ddp_ext.supervision.debugger import wait_for_debugger
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
 from lightning_ddp_ext.world import World, read_world
 
-from .callbacks.rank_debugger import debugged_rank
+from .callbacks.rank_debugger import RankDebugger, debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
@@ -109,8 +107,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             name beside the other checkpoints, or a path; ``None`` to save nothing.
         save_deadline: seconds or ``timedelta`` that the ranks have from such a signal on, the save included, before
             they are ended without; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
-        debug: whether each collective that your code calls waits until all ranks have come to the same one, and names
-            those that are elsewhere; takes part of a millisecond for each.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
         interface: the network interface that NCCL and gloo use, ``"eth1"``.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
@@ -181,7 +177,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "preempted.ckpt",
         save_deadline: float | timedelta | None = None,
-        debug: bool = False,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
         process_group_backend: str | None = None,
@@ -255,9 +250,7 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         )
         self.metrics = BatchedMetrics(self)
         self.stops = Stops(self, to_timedelta(save_deadline, field="save_deadline"))
-        self.debugged: DebuggedRank | None = None
-        self._checks_collectives = debug
-        self._checked: CheckedCollectives | None = None
+        self.debugged: RankDebugger | None = None
         self._nccl, self._interface = nccl, interface
         self._comm_hook = hook, ddp_comm_state, ddp_comm_wrapper
         self._frozen: list[torch.nn.Parameter] = []
@@ -376,17 +369,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
         self.debugged = debugged_rank(trainer)
         super().setup_environment()
         context = current()
-        if self.debugged is not None:
-            self.debugged.wait_if_debugged(self.global_rank)
-        if self.world_size > 1:
-            install_breakpointhook(self.global_rank)
+        if self.debugged is not None and self.debugged.rank == self.global_rank:
+            wait_for_debugger(self.debugged.rank, self.debugged.port)
         self._replaced.restore_what_rank_zero_does(trainer)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, context, self._replaced)
-        if self._checks_collectives and context is not None:
-            self._checked = CheckedCollectives(context)
-            self._checked.install()
 
     def _start(self) -> None:
         self._pass()
@@ -423,15 +411,12 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._checked is not None:
-            self._checked.restore()
         try:
             self.checkpoints.finish()
             super().teardown()
         finally:
             self._replaced.put_back()
             self.stops.detach()
-            restore_breakpointhook()
 
     # BatchNorm.
 
