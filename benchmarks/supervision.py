@@ -34,7 +34,7 @@ from measuring import (
 )
 from training import WARMING_UP, Net, make_trainer
 
-from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankConsistency, RankLogging
+from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankConsistency
 
 STOCK_TIMEOUT = 20  # seconds
 SIGNALLED_AT = 50
@@ -46,7 +46,7 @@ def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> 
     def work(rank: int, directory: Path) -> Figures:
         callbacks: list[L.Callback] = []
         if kind == "with all callbacks":
-            callbacks = [HangWatchdog(timeout=600), RankConsistency(), RankLogging(directory / "logs")]
+            callbacks = [HangWatchdog(timeout=600), RankConsistency()]
         strategy = "ddp" if kind == "stock" else "ddp_ext"
         model = Net(logged=logged)
         make_trainer(strategy, ranks, max_steps=steps + WARMING_UP, callbacks=callbacks, **options).fit(model)

@@ -1,4 +1,4 @@
-"""Log metrics from rank 0, lines from every rank to a file of its own, and a profile from each rank.
+"""Log metrics from rank 0, lines from some ranks only, and a profile from each rank.
 
 Run it: python examples/loggers_and_profiler.py
 """
@@ -14,7 +14,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 
 import lightning_ddp_ext as ddpx
 
-log = logging.getLogger(__name__)
+only_rank_0 = ddpx.rank_logger(__name__, ranks=0)
 only_rank_1 = ddpx.rank_logger(__name__, ranks=1)
 
 
@@ -25,7 +25,7 @@ class Model(BoringModel):
         return loss
 
     def on_train_epoch_end(self) -> None:
-        log.info("epoch %d ends", self.current_epoch)
+        only_rank_0.info("epoch %d ends", self.current_epoch)
         only_rank_1.info("rank 1 alone says this")
 
 
@@ -40,7 +40,6 @@ if __name__ == "__main__":
         logger=metrics,
         log_every_n_steps=10,
         profiler=SimpleProfiler("logs", "profile"),  # logs/fit-profile-0.txt, logs/fit-profile-1.txt
-        callbacks=[ddpx.RankLogging("logs", console="rank_zero")],  # logs/rank-0.log, logs/rank-1.log
         limit_val_batches=0,
     )
     trainer.fit(Model())

@@ -78,7 +78,6 @@ __all__ = [
     "RankDiedError",
     "RankFailedError",
     "RankHungError",
-    "RankLogging",
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
     "RendezvousError",

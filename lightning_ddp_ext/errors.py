@@ -17,7 +17,7 @@
     │   └── ResumeError                      an epoch cannot be continued where it was left
     ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
     ├── DivergenceError (RuntimeError)       ranks differ in weights or in what they log
-    ├── NonFiniteError (RuntimeError)        a loss or a gradient is NaN or infinite
+    ├── NonFiniteError (RuntimeError)        a loss is NaN or infinite
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank's process was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
@@ -144,15 +144,19 @@ class DivergenceError(DDPExtError, RuntimeError):
 
 
 class NonFiniteError(DDPExtError, RuntimeError):
-    """A loss or a gradient is NaN or infinite; raised on every rank.
+    """A loss is NaN or infinite; raised on the rank where it is, while the other ranks raise ``RankFailedError``.
 
     Attributes:
-        ranks: the ranks where it is, ascending.
+        rank: the rank.
+        step: the number of optimiser steps before it.
+        batch: the index of the batch in its epoch.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, message: str, rank: int = 0, step: int = 0, batch: int = 0) -> None:
         super().__init__(message)
-        self.ranks = ranks
+        self.rank = rank
+        self.step = step
+        self.batch = batch
 
 
 class RankFailedError(DDPExtError, RuntimeError):

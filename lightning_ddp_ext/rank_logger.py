@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterable, MutableMapping
 from typing import Any, Literal
 
@@ -65,11 +64,6 @@ def _own_rank() -> int | None:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return read_rank(os.environ)
-
-
-def prefix_of(rank: int, world_size: int) -> str:
-    """What a line of this rank begins with: ``"[rank 1/4 host] "``. Ranks count from 0."""
-    return f"[rank {rank}/{world_size} {socket.gethostname()}] "
 
 
 def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:

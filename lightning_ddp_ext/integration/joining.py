@@ -25,13 +25,14 @@ from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
-from lightning_ddp_ext.supervision.debugger import DebuggedRank
+from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.world import World
 
+from .callbacks.rank_debugger import RankDebugger
 from .environment import world_of
 from .lightning_tree import (
     ClusterEnvironment,
@@ -117,7 +118,7 @@ class Rendezvous:
         directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
         return StartVariables({PRIVATE_FILE: os.path.join(directory, "rank-0")}, leftover=directory)
 
-    def join(self, strategy: pl.strategies.DDPStrategy, debugged: DebuggedRank | None) -> None:
+    def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
         """Connect the ranks, form the process group, and log it. Collective: every rank must call it.
 
         If one rank is debugged, no time limit holds, and that rank waits for a debugger.
@@ -131,14 +132,14 @@ class Rendezvous:
             for sentence in misspelt(os.environ):
                 rank_zero_warn(sentence)
         request = self._request(strategy)
-        context = join(request if debugged is None else debugged.without_limits(request))
+        context = join(request if debugged is None else without_limits(request, debugged.rank))
         install_excepthook()
         if context is not None:
             context.component(Survey)  # answers the other ranks from now on
             if is_first:
                 rank_zero_info(f"process group: {request.backend}, {_ranks(request)}, {request.init_method}")
-        if debugged is not None:
-            debugged.wait_if_debugged(request.world.rank)
+        if debugged is not None and debugged.rank == request.world.rank:
+            wait_for_debugger(debugged.rank, debugged.port)
 
     def _request(self, strategy: pl.strategies.DDPStrategy) -> Request:
         started, method, world = started_ranks(), self.init_method, world_of(strategy)

@@ -3,7 +3,6 @@
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency
 from .callbacks.rank_debugger import RankDebugger
-from .callbacks.rank_logging import RankLogging
 from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from .callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from .callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
@@ -16,7 +15,6 @@ __all__ = [
     "HangWatchdog",
     "RankConsistency",
     "RankDebugger",
-    "RankLogging",
     "RankZeroCheckpoint",
     "RankZeroCheckpointIO",
     "SamplerEpochSeeding",

@@ -20,6 +20,7 @@ LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # Seconds that a rank has to end on its own once its launcher is gone.
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
+_LOOK_EVERY = 0.5
 
 # A process whose parent ends gets another one, so the first look counts.
 _parent = os.getppid()
@@ -74,13 +75,15 @@ def _end_after(pid: int, has_ended: bool) -> None:
 
 
 def _wait_for_the_end_of(pid: int) -> None:
-    if not hasattr(os, "pidfd_open"):
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).wait()
-        return
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # macOS; Linux before 5.3, and sandboxes that forbid the call
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(pid)
+            while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(_LOOK_EVERY)
         return
     ended = select.poll()
     ended.register(descriptor, select.POLLIN)

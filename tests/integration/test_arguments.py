@@ -20,7 +20,6 @@ from lightning_ddp_ext import (
     HangWatchdog,
     RankConsistency,
     RankDebugger,
-    RankLogging,
     SamplerEpochSeeding,
 )
 from lightning_ddp_ext.errors import (
@@ -157,24 +156,14 @@ def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.M
 
 NO_RANK = "the debugged rank must be a whole number from 0 on (got -1)"
 NO_STEPS = "every_n_steps must be a whole number, at least 1"
-NO_FORMAT = "level and format must be what logging takes (got level='loud' and format="
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),
     (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be on a local file system (got 's3://a')"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
-    (RankConsistency, {"on_divergence": "repair"}, "must be one of 'raise', 'warn', 'broadcast' (got 'repair')"),
-    (
-        RankConsistency,
-        {"ignore": "data"},
-        "ignore must be a list of patterns such as ['data_dir', 'encoder.*'] (got",
-    ),
     (RankDebugger, {"rank": -1}, NO_RANK),
     (RankDebugger, {"rank": 0, "port": 0}, "the debugger's port must be from 1 to 65535 (got 0)"),
-    (RankLogging, {"directory": "s3://logs"}, "directory must be on a file system of each rank's host (got 's3://"),
-    (RankLogging, {"console": "rank 0"}, "console must be 'all' or 'rank_zero' (got 'rank 0'); leave it out for 'all'"),
-    (RankLogging, {"level": "loud"}, NO_FORMAT),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),
     (SamplerEpochSeeding, {"seed": "7"}, "seed must be"),
 ]

@@ -1,11 +1,8 @@
-"""Ranks that have come apart in training are found, under our strategy and under stock ``ddp``."""
+"""Ranks that have diverged in training are found, under our strategy and under stock ``ddp``."""
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,27 +11,26 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency, RankFailedError
-from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import Batch, Kind, Net, assert_same, make_strategy, make_trainer, on_ranks, weights
-
-Change = Callable[[Any], object]
+from lightning_ddp_ext import ConfigurationError, DivergenceError, NonFiniteError, RankConsistency, RankFailedError
+from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.training import Batch, Kind, Net, make_strategy, make_trainer, on_ranks
 
 
 class Nudge(L.Callback):
-    """Does something to some ranks' model after a batch."""
+    """Changes the model of a rank after a batch, or before the first one."""
 
-    def __init__(self, batch: int, changes: dict[int, Change]) -> None:
-        self.batch, self.changes = batch, changes
+    def __init__(self, rank: int, batch: int, change: Callable[[Any], object]) -> None:
+        self.rank, self.batch, self.change = rank, batch, change
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        change = self.changes.get(trainer.global_rank)
-        if change is not None and trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.batch:
-            change(pl_module)
+        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (self.rank, self.batch):
+            self.change(pl_module)
+
+    on_train_start = on_train_batch_end
 
 
 @torch.no_grad()
@@ -44,59 +40,13 @@ def flip(*tensors: Tensor) -> None:
         tensor.view(torch.uint8).view(-1)[0] ^= 1
 
 
-def state_of(model: Any, name: str = "layers.3.bias") -> dict[str, Any]:
-    found: dict[str, Any] = model.trainer.optimizers[0].state[model.get_parameter(name)]
-    return found
-
-
-def set_rate(rate: float) -> Change:
-    return lambda model: model.trainer.optimizers[0].param_groups[0].update(lr=rate)
-
-
 def flip_weight(model: Any) -> None:
     flip(model.layers[0].weight)
 
 
-def flip_much(model: Any) -> None:
-    flip(*model.parameters(), *(state_of(model, f"layers.{name}")["momentum_buffer"] for name in ("0.bias", "3.bias")))
-    set_rate(0.7)(model)
-
-
-@dataclass
-class Fit:
-    """How a fit ended on a rank."""
-
-    error: Exception | None
-    warnings: list[str]
-    steps: int
-    weights: dict[str, Tensor]
-
-
-def fit(kind: Kind, directory: Path, model: L.LightningModule, *callbacks: L.Callback, **options: Any) -> Fit:
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=list(callbacks), **options)
-    error: Exception | None = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            trainer.fit(model)
-        except DivergenceError as raised:
-            error = raised
-    said = [text for each in caught if re.search("rank [01] (in|is)", text := str(each.message))]
-    return Fit(error, said, trainer.global_step, weights(model))
-
-
-def diverge(kind: Kind, directory: Path) -> Fit:
-    return fit(kind, directory, Net(), Nudge(4, {1: flip_weight}), RankConsistency(3), max_epochs=4, devices=3)
-
-
-def test_one_element_on_one_rank_of_three_is_found_at_the_next_check(tmp_path: Path) -> None:
-    """All three raise the same error after step 6, and name the rank and the parameter."""
-    for found in on_ranks("stock", diverge, tmp_path, world_size=3):
-        assert isinstance(found.error, DivergenceError)
-        assert str(found.error).startswith(
-            "the ranks differ after step 6, and did not after step 3: rank 1 in parameter layers.0.weight; "
-        )
-        assert (found.error.ranks, found.error.names, found.steps) == ((1,), ("parameter layers.0.weight",), 6)
+def bias_state(model: Any) -> dict[str, Any]:
+    state: dict[str, Any] = model.trainer.optimizers[0].state[model.layers[3].bias]
+    return state
 
 
 class Manual(Net):
@@ -113,117 +63,78 @@ class Manual(Net):
             self.optimizers().step()
 
 
-class Buffers(Net):
-    """Has buffers: a constant one, one of each rank's own, one that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(2))
-        self.register_buffer("seen", torch.zeros(1))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-    def training_step(self, batch: Batch, index: int) -> Any:
-        self.seen += batch[0].sum()
-        return super().training_step(batch, index)
+def ignore(model: Any) -> None:
+    """Change nothing."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, what ranks do to themselves after the second batch, and what is said of it."""
+    """What is trained, what rank 1 does to itself after a batch, and what each rank raises."""
 
-    changes: dict[int, Change] = field(default_factory=dict)
-    said: str | None = None
-    model: Callable[[], L.LightningModule] = Net
+    said: str | None
+    change: Callable[[Any], object] = ignore
     batch: int = 2
     every: int = 1
-    ignore: tuple[str, ...] = ()
+    model: Callable[[], L.LightningModule] = Net
     trainer: dict[str, Any] = field(default_factory=dict)
-    is_repairable: bool = True
 
 
-AFTER_2, AFTER_4 = (f"after step {n}, and did not after step {n - 1}: rank 1 in " for n in (2, 4))
+WEIGHT, STATE = "rank 1 in parameter layers.0.weight", "rank 1 in optimizer 0: momentum_buffer of layers.3.bias"
 CASES = {
-    "own buffers": Case({1: lambda model: flip(model.seen, model.scratch)}, None, Buffers),
-    "a constant buffer": Case({1: lambda model: flip(model.mask)}, f"{AFTER_2}buffer mask; ", Buffers),
+    "before the first step": Case(f"at the start of training: {WEIGHT}", flip_weight, 0),
+    "own statistics": Case(None, lambda model: flip(model.layers[1].running_var)),
     "synchronised statistics": Case(
-        {1: lambda model: flip(model.layers[1].running_var)},
-        f"{AFTER_2}buffer layers.1.running_var",
+        "after step 2: rank 1 in buffer layers.1.running_var",
+        lambda model: flip(model.layers[1].running_var),
         trainer={"sync_batchnorm": True},
     ),
-    "an accumulation": Case(
-        {1: flip_weight},
-        f"{AFTER_2}parameter layers.0.weight",
-        batch=3,
-        trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
-    ),
-    "optimiser state": Case(
-        {1: lambda model: flip(state_of(model)["momentum_buffer"])},
-        f"{AFTER_4}optimizer 0: momentum_buffer of layers.3.bias; ",
-        batch=4,
-    ),
-    "after the last check": Case(
-        {1: flip_weight},
-        "at the end of training, and did not after step 3: rank 1 in parameter layers.0.weight",
-        batch=4,
-        every=3,
-    ),
-    "state that one rank lacks": Case(
-        {1: lambda model: state_of(model).clear()},
-        f"{AFTER_4}optimizer 0: momentum_buffer of layers.3.bias (float32 (1,) on rank 0, nothing on rank 1); ",
-        batch=4,
-        is_repairable=False,
-    ),
-    "much": Case({1: flip_much}, " and 1 more; ", batch=4),
-    "ignored": Case(
-        {1: lambda model: [flip_weight(model), set_rate(7.0)(model)]},
-        ignore=("layers.*", "optimizer 0: lr of *"),
-    ),
-    "a step left out": Case(
-        model=Manual,
-        every=2,
-        said="after step 4, and did not after step 2: rank 1 in number of optimiser steps (4 on rank 0, 3 on rank 1), ",
-        is_repairable=False,
-    ),
+    "accumulation": Case(f"after step 2: {WEIGHT}", flip_weight, 3, trainer={"accumulate_grad_batches": 2}),
+    "state": Case(f"after step 4: {STATE}", lambda model: flip(bias_state(model)["momentum_buffer"]), 4),
+    "missing state": Case(f"after step 4: {STATE}", lambda model: bias_state(model).clear(), 4),
+    "after the last check": Case(f"at the end of training: {WEIGHT}", flip_weight, 4, every=3),
+    "a step left out": Case(f"after step 4: {WEIGHT}", every=2, model=Manual),
 }
 
 
-def train(kind: Kind, directory: Path, how: Any) -> dict[str, Fit]:
-    """All cases, one after another, in the same processes; those that cannot be repaired come last, as they raise."""
-    found = {}
-    for name, case in sorted(CASES.items(), key=lambda each: not each[1].is_repairable):
-        if kind == "stock" and "sync_batchnorm" in case.trainer:
-            continue  # torch's own layers are for CUDA
-        L.seed_everything(3)
-        callbacks = [Nudge(case.batch, case.changes), RankConsistency(case.every, how, ignore=case.ignore)]
-        found[name] = fit(kind, directory, case.model(), *callbacks, **{"max_epochs": 1, **case.trainer})
-    return found
+def train(kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: int = 2) -> DivergenceError | None:
+    L.seed_everything(3)
+    callbacks = [Nudge(rank, case.batch, case.change), RankConsistency(case.every)]
+    options = {"max_epochs": 1, "limit_val_batches": 0, "devices": world_size, **case.trainer}
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)
+    try:
+        trainer.fit(case.model())
+    except DivergenceError as error:
+        return error
+    return None
 
 
-def test_what_differs_is_warned_of_and_what_may_differ_is_not(tmp_path: Path) -> None:
-    """Rank 0 says it once, though it is found again at each check; training goes on to its end."""
-    first, second = on_ranks("ours", train, tmp_path, "warn", time_limit=90)
-    for name, here in first.items():
+def train_all(kind: Kind, directory: Path) -> dict[str, str]:
+    """All cases, one after another, in the same processes; torch's own synchronised layers are for CUDA."""
+    cases = {name: case for name, case in CASES.items() if kind == "ours" or "sync_batchnorm" not in case.trainer}
+    return {name: str(train(kind, directory, case)) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_what_must_be_the_same_is_compared(kind: Kind, tmp_path: Path) -> None:
+    """On both ranks the same error names the tensor; what may differ is left alone."""
+    first, second = on_ranks(kind, train_all, tmp_path, time_limit=60)
+    assert first == second
+    for name, text in first.items():
         said = CASES[name].said
-        assert here.error is None, name
-        assert [said in text for text in here.warnings] == ([True] if said else []), (name, here.warnings)
-        assert second[name].warnings == []
+        assert text.startswith(f"the ranks differ {said} (" if said else "None"), name
 
 
-def test_rank_zero_replaces_what_differs(tmp_path: Path) -> None:
-    """With a warning; then ranks have the same weights to the last bit. What has another form is an error on both."""
-    first, second = on_ranks("stock", train, tmp_path, "broadcast", time_limit=90)
-    for name, here in first.items():
-        case, other = CASES[name], second[name]
-        if not case.is_repairable:
-            assert str(here.error) == str(other.error), name
-            assert "cannot make" in str(here.error), name
-            continue
-        assert here.error is other.error is None, name
-        assert [case.said in text for text in here.warnings[:1]] == ([True] if case.said else []), name
-        assert all("what rank 0 has took its place" in text for text in here.warnings)
-        same = [key for key in here.weights if not key.startswith(("layers.1.running", "seen", "mask"))]
-        if not case.ignore:
-            assert_same(*({key: each.weights[key] for key in same} for each in (here, other)))
+def diverge(kind: Kind, directory: Path) -> DivergenceError | None:
+    case = Case(None, lambda model: flip(*model.layers[0].parameters()), every=2)
+    return train(kind, directory, case, rank=0, world_size=3)
+
+
+def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
+    """All three ranks raise it at the next check: which rank differs from the other two, and in which tensors."""
+    names = ("parameter layers.0.weight", "parameter layers.0.bias")
+    for error in on_ranks("stock", diverge, tmp_path, world_size=3):
+        assert str(error).startswith(f"the ranks differ after step 2: rank 0 in {names[0]} (tensors that differ: 2); ")
+        assert (error.ranks, error.names) == ((0,), names)
 
 
 class Sharded(Net):
@@ -241,57 +152,9 @@ def resume_sharded(kind: Kind, directory: Path) -> None:
         trainer.save_checkpoint(path)
 
 
-def test_a_sharded_optimiser_is_no_divergence(tmp_path: Path) -> None:
-    """Each rank has the state of other parameters, from the beginning and when a run is resumed."""
+def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
+    """Each rank has the state of other parameters once a run is resumed."""
     on_ranks("ours", resume_sharded, tmp_path)
-
-
-class Configured(Net):
-    """Is not the same on all ranks, in a way of the test's choosing."""
-
-    def __init__(self, rank: int, what: str) -> None:
-        super().__init__()
-        self.rank, self.what = rank, what
-        self.save_hyperparameters({"directory": f"/scratch/{rank}", "model": {"lr": 0.1 + (what == "lr") * rank}})
-
-    def configure_model(self) -> None:
-        if self.what == "width" and self.rank == 1:
-            self.layers = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 1))
-
-
-class Numbers(L.LightningDataModule):
-    """Has a hyper-parameter, too."""
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-SETUPS = {
-    "width": "parameter layers.0.weight (float32 (8, 4), requires_grad=True on rank 0, float32 (9, 4), ",
-    "lr": "rank 1 in hyper-parameter model.lr (0.1 on rank 0, 1.1 on rank 1); ",
-    "batch_size": "rank 1 in datamodule's hyper-parameter batch_size (4 on rank 0, 5 on rank 1); ",
-    "max_epochs": "rank 1 in Trainer's max_epochs (1 on rank 0, 2 on rank 1); ",
-}
-
-
-def set_up(kind: Kind, directory: Path) -> list[str]:
-    rank, said = int(os.environ["RANK"]), []
-    for what in SETUPS:
-        options = {"max_epochs": 1 + (what == "max_epochs") * rank}
-        trainer = make_trainer(make_strategy(kind, directory), callbacks=[RankConsistency(ignore=["dir*"])], **options)
-        with pytest.raises(DivergenceError) as caught:
-            trainer.fit(Configured(rank, what), datamodule=Numbers(4 + (what == "batch_size") * rank))
-        said.append(str(caught.value))
-    return said
-
-
-def test_ranks_that_are_set_up_otherwise_are_told_what_differs(tmp_path: Path) -> None:
-    """Before DDP or our strategy looks at the model; what is ignored may differ."""
-    for said in on_ranks("ours", set_up, tmp_path):
-        for what, text in zip(SETUPS, said, strict=True):
-            assert text.startswith("the ranks are not set up alike: rank 1 in ")
-            assert SETUPS[what] in text
 
 
 def average(kind: Kind, directory: Path) -> str:
@@ -305,9 +168,7 @@ def average(kind: Kind, directory: Path) -> str:
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
     """They differ on purpose."""
     for message in on_ranks("stock", average, tmp_path):
-        assert message.startswith(
-            "RankConsistency cannot compare models that differ on purpose until they are averaged"
-        )
+        assert message.startswith("RankConsistency needs a strategy with the same model on each rank")
 
 
 class Overflowing(Net):
@@ -318,25 +179,20 @@ class Overflowing(Net):
         return loss + math.inf if (self.global_rank, self.global_step) == (1, 2) else loss
 
 
-def overflow(rank: int, world_size: int, directory: Path, on_divergence: Any) -> tuple[int, list[str]]:
-    callback = RankConsistency(check_finite=True, on_divergence=on_divergence, ignore=["*"])
-    found = fit("ours", directory, Overflowing(), callback, max_epochs=1)
-    if found.error is not None:
-        raise found.error
-    return found.steps, found.warnings
-
-
-SENTENCE = "the loss of rank 1 is inf in step 2, batch 2 of epoch 0; look at that batch, or find the operation with"
+def overflow(rank: int, world_size: int, directory: Path) -> None:
+    callback = RankConsistency(check_finite=True)
+    make_trainer(make_strategy("ours", directory), callbacks=[callback], max_epochs=1).fit(Overflowing())
 
 
 def test_a_loss_that_is_not_finite_is_named_with_rank_step_and_batch(tmp_path: Path) -> None:
-    """It is an error of that rank, which releases the others, or its warning."""
-    first, second = launch_ranks(overflow, 2, tmp_path, "raise", env=by_hand_env(2))
+    """It is an error of that rank, which releases the others."""
+    sentence = "the loss of rank 1 is inf in step 2, batch 2 of epoch 0; look at that batch, or find the operation with"
+    first, second = launch_ranks(overflow, 2, tmp_path, env=by_hand_env(2))
     assert second.error is not None
-    assert second.error.message.startswith(SENTENCE)
     assert first.error is not None
+    error = second.error.exception
+    assert isinstance(error, NonFiniteError)
+    assert (error.rank, error.step, error.batch) == (1, 2, 2)
+    assert str(error).startswith(sentence)
     assert isinstance(first.error.exception, RankFailedError)
-    assert SENTENCE in first.error.message
-    (_, nothing), (steps, said) = run_ranks(overflow, 2, tmp_path, "warn", env=by_hand_env(2))
-    assert (nothing, steps) == ([], 4)
-    assert [sentence[: len(SENTENCE)] for sentence in said] == [SENTENCE]
+    assert sentence in first.error.message

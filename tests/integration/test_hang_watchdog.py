@@ -34,6 +34,14 @@ def reduce_in_another_group() -> None:
     dist.all_reduce(torch.ones(1), group=Other.group)
 
 
+def call_what_differs() -> None:
+    """Rank 0 waits for rank 1's word that it is in its barrier, and rank 1 in a broadcast for rank 0's data."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        dist.broadcast(torch.ones(2), src=0)
+
+
 def hold_in_step() -> None:
     hold("stuck")
 
@@ -148,6 +156,16 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     written = expect_report(outcomes, 1, sentence, tmp_path)
     assert len(re.findall(r"^MainThread:", written, re.MULTILINE)) == 3
     assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
+
+
+def test_calls_that_differ_are_named(tmp_path: Path) -> None:
+    """One line has both collectives, and the place of each in the user's code."""
+    outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1), env=by_hand_env(2))
+    sentence = (
+        rf"ranks are in different collectives: rank 0 .* in barrier #\d+, training_step, {HERE}:\d+; "
+        rf"WHO in broadcast #\d+ \[\[2\]\], training_step, {HERE}:\d+; let every rank make the same calls"
+    )
+    expect_report(outcomes, 1, sentence, tmp_path)
 
 
 def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:

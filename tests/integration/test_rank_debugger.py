@@ -1,57 +1,59 @@
-"""One rank in a debugger, by the protocol that editors speak; and `breakpoint()` on any rank, in a terminal."""
+"""One rank in a debugger: by the protocol that editors speak, and at torch's own prompt."""
 
 from __future__ import annotations
 
-import fcntl
 import inspect
 import json
 import os
-import pty
-import re
-import select
 import socket
-import termios
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
-from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, launch_ranks, run_ranks
+from tests.harness.outcomes import Outcome
+from tests.harness.ranks import RankProcesses, by_hand_env, free_port, launch_ranks, run_ranks
 from tests.harness.training import Batch, Net, assert_same, make_strategy, make_trainer, weights
 
 
 class Secretive(Net):
-    """Has a number in a variable of each step, and may call ``breakpoint()`` in the first one."""
+    """Has a number in a variable of each step, and may stop rank 1 in the first one."""
 
-    def __init__(self, is_interrupted: bool) -> None:
+    def __init__(self, has_breakpoint: bool) -> None:
         super().__init__()
-        self.is_interrupted = is_interrupted
+        self.has_breakpoint = has_breakpoint
 
     def training_step(self, batch: Batch, index: int) -> Any:
         loss = super().training_step(batch, index)
         secret = 1000 + 10 * self.global_rank + index
         self.log("secret", float(secret))  # an editor stops here
-        if self.is_interrupted and index == 0:
-            announce("at its breakpoint")
-            breakpoint()
+        if self.has_breakpoint and index == 0:
+            dist.breakpoint(rank=1)
         return loss
 
 
-def train(rank: int, world_size: int, directory: Path, terminal: str | None = None, is_attached: bool = False) -> Any:
-    """The weights after an epoch; with a terminal that all ranks share, or none; with an editor, in little time."""
-    with suppress(OSError), open("/dev/tty") as tests_own:
-        fcntl.ioctl(tests_own, termios.TIOCNOTTY)
-    os.dup2(os.open(terminal or os.devnull, os.O_RDWR | os.O_NOCTTY), 0)
+def train(rank: int, world_size: int, directory: Path, is_attached: bool) -> Any:
+    """Return the weights after an epoch; an editor is attached, or a file has what is typed at the prompt."""
     torch.manual_seed(1)
-    timeout, debuggers = (2, [RankDebugger(1)]) if is_attached else (20, [])
-    model, strategy = Secretive(not is_attached), make_strategy("ours", directory, timeout=timeout)
-    make_trainer(strategy, max_epochs=1, callbacks=[*debuggers, HangWatchdog(timeout=timeout)]).fit(model)
+    debuggers = [RankDebugger(1), HangWatchdog(timeout=2)] if is_attached else []
+    if not is_attached:
+        os.dup2(os.open(directory / "typed", os.O_RDONLY), 0)
+    strategy = make_strategy("ours", directory, timeout=2 if is_attached else 20)
+    model = Secretive(has_breakpoint=not is_attached)
+    make_trainer(strategy, max_epochs=1, callbacks=debuggers).fit(model)
     return weights(model)
+
+
+def train_at_prompt(directory: Path) -> list[Outcome]:
+    directory.mkdir()
+    (directory / "typed").write_text("up\np f'secret is {secret}'\nnext\ncontinue\n")
+    return launch_ranks(train, 2, directory, False, env=by_hand_env(2))
 
 
 class Editor:
@@ -128,46 +130,18 @@ def read_secret(editor: Editor) -> str:
 
 
 def test_an_editor_stops_in_one_rank_while_the_other_waits(tmp_path: Path) -> None:
-    """The editor reads that rank's variable, and training ends with the weights that it has without a debugger."""
+    """The editor reads that rank's variable, and training ends with the weights that it has at torch's prompt."""
     port = free_port()
     env = {**by_hand_env(2), "DDPX_DEBUG_PORT": str(port)}
-    with RankProcesses(train, 2, tmp_path, None, True, env=env, time_limit=100) as ranks:
+    with RankProcesses(train, 2, tmp_path, True, env=env, time_limit=100) as ranks:
         ranks.wait_for_output(f"[rank 1] waits for a debugger at 127.0.0.1:{port} ", 1)
         with attached(port) as editor:
             assert read_secret(editor) == "1010"
         debugged = ranks.wait()
     assert "HangWatchdog is off while a rank is debugged" in debugged[0].output
-    # Without a terminal `breakpoint()` says how a debugger can be attached, and training goes on.
-    (tmp_path / "alone").mkdir()
-    alone = launch_ranks(train, 2, tmp_path / "alone", env=by_hand_env(2))
-    assert_same([each.result for each in debugged], [each.result for each in alone])
-    for rank, outcome in enumerate(alone):
-        assert re.search(
-            rf"\[rank {rank}\] goes on from breakpoint\(\) at .*:\d+, as it has no terminal; "
-            rf"set DDPX_DEBUG_RANK={rank} for all ranks to attach a debugger to it",
-            outcome.output,
-        )
-
-
-def test_breakpoint_asks_in_the_terminal_on_each_rank_in_turn(tmp_path: Path) -> None:
-    """The prompt says which rank it is; no rank is cut off while another one asks."""
-    terminal, theirs = pty.openpty()
-    asked, output = list[str](), ""
-    with RankProcesses(train, 2, tmp_path, os.ttyname(theirs), env=by_hand_env(2), time_limit=60) as ranks:
-        for rank in range(2):
-            ranks.wait_for("at its breakpoint", rank)
-        while len(asked) < 4:
-            assert select.select([terminal], [], [], 60)[0], output
-            output += os.read(terminal, 1 << 16).decode()
-            for who in re.findall(r"\(Pdb of rank (\d)\) ", output)[len(asked) :]:
-                asked.append(who)
-                os.write(terminal, b"p f'secret is {secret}'\n" if asked.count(who) == 1 else b"c\n")
-        outcomes = ranks.wait()
-    os.close(terminal)
-    os.close(theirs)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
-    assert asked in (["0", "0", "1", "1"], ["1", "1", "0", "0"]), output
-    assert {"'secret is 1000'", "'secret is 1010'"} <= set(re.findall(r"'secret is \d+'", output))
+    at_prompt = train_at_prompt(tmp_path / "prompt")
+    assert_same([each.result for each in debugged], [each.result for each in at_prompt])
+    assert "(Pdb) 'secret is 1010'" in at_prompt[1].output
 
 
 def debug_rank_3(rank: int, world_size: int) -> str:
@@ -176,11 +150,8 @@ def debug_rank_3(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_there_is_not_is_refused() -> None:
+@pytest.mark.parametrize(("variable", "got"), [(None, "3"), ("0", "0, 3")])
+def test_a_rank_that_does_not_exist_is_refused(variable: str | None, got: str) -> None:
     """Before the ranks wait for each other; and so is a variable that contradicts the callback."""
-    assert run_ranks(debug_rank_3, 1, env={"DDPX_DEBUG_RANK": None}) == [
-        "the debugged rank must be one of 1, counted from 0 (got 3); change DDPX_DEBUG_RANK or RankDebugger(rank=)"
-    ]
-    assert run_ranks(debug_rank_3, 1, env={"DDPX_DEBUG_RANK": "1"}) == [
-        "RankDebugger and DDPX_DEBUG_RANK must name one rank (got 1, 3); leave the others out"
-    ]
+    (message,) = run_ranks(debug_rank_3, 1, env={"DDPX_DEBUG_RANK": variable})
+    assert message == f"RankDebugger and DDPX_DEBUG_RANK must name one rank below the world size 1 (got {got})"

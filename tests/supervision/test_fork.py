@@ -9,13 +9,13 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
-from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
 from tests.supervision.model import IN_THIRD_STEP, Fault, announce_step, boom, die, in_step, make_trainer, who
-from tests.supervision.test_launchers import lines_of, told
+from tests.supervision.test_launchers import lines_of
 
 
 def train(rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False) -> None:
@@ -29,44 +29,42 @@ def pids_of_ranks(launching: RankProcesses) -> dict[int, int]:
     return dict(launching.wait_for("at work", 0) for _ in range(2))
 
 
-def run_with(directory: Path, *faults: Fault) -> tuple[Outcome, dict[int, int]]:
-    """How the launching process has ended, and the process ids of the ranks."""
-    with RankProcesses(train, 1, directory, Fault("setup", announce_step), *faults) as launching:
-        pids = pids_of_ranks(launching)
-        (outcome,) = launching.wait()
-    assert outcome.exit_code == 1, outcome.story()
-    return outcome, pids
-
-
-def test_the_first_traceback_is_printed_last_and_once(tmp_path: Path) -> None:
-    """The other rank prints one line, and the launching process the traceback of the rank that failed after it."""
-    outcome, pids = run_with(tmp_path, in_step(boom, 1))
-    lines = lines_of(outcome.output)
-    assert [line for line in lines if line.startswith("[rank")] == [told(pids[1])], outcome.output
-    assert lines.count('    raise BoomError("no such layer")') == 1, outcome.output
-    assert lines[-1] == "tests.supervision.model.BoomError: no such layer", outcome.output
-
-
-def test_the_launching_process_names_the_dead_rank_and_not_the_stuck_one(tmp_path: Path) -> None:
-    """A rank that only fell because nothing could wake it is not what is reported."""
-    outcome, pids = run_with(tmp_path, in_step(model.wait_for_ever, 0), in_step(die, 1))
-    death = f"{who(1, pids[1])} died: its process ended unexpectedly; every rank stops."
-    lines = lines_of(outcome.output)
-    assert any(line.startswith(f"[rank 0] RankDiedError: {death}") for line in lines), outcome.output
-    verdict = f"local {who(1, pids[1])} died: it was ended by SIGKILL; the other ranks were stopped"
-    assert lines[-1] == f"lightning_ddp_ext.errors.RankDiedError: {verdict}", outcome.output
-
-
 def leave() -> None:
     raise SystemExit(0)
 
 
-def test_ranks_that_end_in_the_middle_with_status_0(tmp_path: Path) -> None:
-    """The launching process does not wait for results that never come, and names the rank that brings none."""
-    outcome, pids = run_with(tmp_path, in_step(leave))
-    error = f"local {who(0, pids[0])} ended with status 0 in the middle of its work; look for what ends it"
-    last = lines_of(outcome.output)[-1]
-    assert last.startswith(f"lightning_ddp_ext.errors.RankFailedError: {error}"), outcome.output
+ENDS = {
+    "failed": (
+        [in_step(boom, 1)],
+        "[rank 0] RankFailedError: {rank_1} failed, so this rank stops: BoomError: no such layer",
+        "tests.supervision.model.BoomError: no such layer",
+    ),
+    "died": (
+        [in_step(model.wait_for_ever, 0), in_step(die, 1)],
+        "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
+        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was ended by SIGKILL; the other ranks were",
+    ),
+    "left": (
+        [in_step(leave)],
+        "",
+        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} ended with status 0 in the middle of its work; look",
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> None:
+    """Rank 0 prints a line, and the launching process the error of the rank that failed or died, or that left early."""
+    faults, line, error = ENDS[end]
+    with RankProcesses(train, 1, tmp_path, Fault("setup", announce_step), *faults) as launching:
+        pids = pids_of_ranks(launching)
+        (outcome,) = launching.wait()
+    names = {f"rank_{rank}": who(rank, pid) for rank, pid in pids.items()}
+    lines = lines_of(outcome.output)
+    assert outcome.exit_code == 1, outcome.story()
+    assert any(each.startswith(line.format(**names)) for each in lines), outcome.output
+    assert lines[-1].startswith(error.format(**names)), outcome.output
+    assert lines.count('    raise BoomError("no such layer")') == (end == "failed"), outcome.output
 
 
 def test_sigterm_to_the_launching_process_stops_all_ranks_saved(tmp_path: Path) -> None:

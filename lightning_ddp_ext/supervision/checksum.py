@@ -1,0 +1,72 @@
+"""Compare tensors between ranks by a checksum of the bits of each, which is computed on the tensor's own device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from statistics import mode
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.rendezvous.rank_table import ranks_in_words
+
+_FACTOR = 0x5851F42D4C957F2D  # Knuth's, of MMIX; odd, so that no bit of an earlier chunk is lost
+_WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; wider ones have words of 32 bits
+
+
+def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
+    """Compare named tensors of all ranks bit by bit. Collective: every rank must call it.
+
+    The ranks exchange one number, and the checksum of each tensor only if that number differs.
+
+    Raises:
+        DivergenceError: they differ; it names the first tensor that does.
+    """
+    found = {name: checksum(tensor) for name, tensor in tensors.items()}
+    own = {name: int(value) for name, value in found.items()}  # a device has computed all by then
+    summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
+    if len(set(ranks.gather(summary))) == 1:
+        return
+    by_rank = ranks.gather(own)
+    by_name = {name: [values.get(name) for values in by_rank] for values in by_rank for name in values}
+    names = tuple(name for name, values in by_name.items() if len(set(values)) > 1)
+    usual = mode(by_name[names[0]])
+    different = tuple(rank for rank, value in enumerate(by_name[names[0]]) if value != usual)
+    what = f"{ranks_in_words(different)} in {names[0]} (tensors that differ: {len(names)})"
+    remedy = "look for code that only some ranks run, or that depends on a rank's own data or random numbers"
+    raise DivergenceError(f"the ranks differ {when}: {what}; {remedy}", ranks=different, names=names)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return an integer that depends on all bits of a dense tensor, whatever its layout in memory.
+
+    It is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times random odd weights, modulo 2**64.
+    """
+    weights = _weights(tensor.device)
+    words_per_element = max(1, tensor.element_size() // 4)
+    found = torch.tensor(tensor.numel(), device=tensor.device)
+    for chunk in _chunks(tensor.detach(), len(weights) // words_per_element):
+        words = chunk.view(_WORDS.get(chunk.element_size(), torch.int32))
+        found = found * _FACTOR + (words * weights[: len(words)]).sum()
+    return found
+
+
+def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
+    """Yield the elements in their order, at most ``longest`` at a time: one-dimensional views, or copies."""
+    if tensor.numel() > longest:
+        rows = longest // tensor[0].numel()
+        for part in tensor.split(rows) if rows else tensor:
+            yield from _chunks(part, longest)
+        return
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    yield plain.as_strided((plain.numel(),), (1,))  # a reshaped element keeps its stride, and cannot be viewed as words
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    size = 1 << 15 if device.type == "cpu" else 1 << 20  # 0.5 MiB of weights and products fit into a CPU's cache
+    generator = torch.Generator().manual_seed(0)  # the same weights on all ranks
+    return (torch.randint(-(1 << 63), (1 << 63) - 1, (size,), generator=generator) | 1).to(device)

@@ -1,0 +1,57 @@
+"""Checksums of tensors: they tell any two contents apart, and nothing but the content counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_ddp_ext.supervision.checksum import checksum
+
+DTYPES = [torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128, torch.float8_e5m2]
+CHUNK = 32 * 1024  # words
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def content(dtype: torch.dtype, size: int) -> Tensor:
+    """Random bits, NaN among them."""
+    data = random.Random(0).randbytes(size * torch.empty(0, dtype=dtype).element_size())
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DTYPES), st.integers(2, 3000) | st.integers(CHUNK - 2, CHUNK + 2), st.data())
+def test_every_change_changes_it(dtype: torch.dtype, size: int, data: st.DataObject) -> None:
+    """A flipped bit of any element does, and two elements that change places, unless they are the same."""
+    elements = content(dtype, size).view(torch.uint8).view(size, -1)
+    before = checksum(elements.view(dtype))
+    one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
+    swapped, flipped = elements.clone(), elements.clone()
+    swapped[[one, other]] = elements[[other, one]]
+    flipped[one, -1] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(flipped.view(dtype)) != before
+    assert (checksum(swapped.view(dtype)) == before) == torch.equal(swapped, elements)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([*DTYPES, torch.bool]), st.integers(1, 40), st.integers(1, 40) | st.just(CHUNK + 1))
+def test_the_layout_in_memory_makes_no_difference(dtype: torch.dtype, height: int, width: int) -> None:
+    """Transposed, with gaps, or as a conjugate view: the same as a contiguous copy."""
+    size = height * width
+    memory = content(torch.uint8, size) % 2 == 1 if dtype is torch.bool else content(dtype, size)
+    block = memory.view(height, width)
+    wide = torch.zeros(height, 2 * width, dtype=dtype)
+    wide[:, ::2] = block
+    same = [block.t().contiguous().t(), wide[:, ::2], block.conj().resolve_conj().conj()]
+    assert {int(checksum(each)) for each in same} == {int(checksum(block))}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sizes_and_signs_of_zero_count(device: str) -> None:
+    """Zeros of different shapes differ, and so do 0.0 and -0.0, all zeros and all minus ones."""
+    tensors = [torch.zeros(0), torch.zeros(1), -torch.zeros(1), torch.zeros(2), -torch.zeros(2), -torch.ones(2)]
+    assert len({int(checksum(each.to(device))) for each in tensors}) == len(tensors)
