@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning_ddp_ext.cli.output import Report, header
 from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.rendezvous.init_method import choose
-from lightning_ddp_ext.rendezvous.nccl_options import misspelt
 from lightning_ddp_ext.world import read_world
 
 _PACKAGES = ("lightning-ddp-ext", "lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "psutil")
@@ -43,11 +42,10 @@ def describe(environ: Mapping[str, str] = os.environ) -> Report:
         "interfaces": _interfaces(),
         "variables": {name: environ[name] for name in sorted(environ) if _is_ours(name)},
         "world": world,
-        "notes": list(misspelt(environ)),
     }
     process = world or "no rank of a launcher: the script starts its own ranks"
     lines = {**_lines(facts), "this process is": "unclear" if error is not None else process}
-    return Report(facts, error, [header(lines), *facts["notes"]])
+    return Report(facts, error, [header(lines)])
 
 
 def _world(environ: Mapping[str, str]) -> tuple[str | None, str | None]:

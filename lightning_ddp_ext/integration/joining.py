@@ -19,7 +19,7 @@ import torchmetrics
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp, check_file
-from lightning_ddp_ext.rendezvous.nccl_options import misspelt
+from lightning_ddp_ext.rendezvous.nccl_options import variables_of
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
@@ -34,7 +34,6 @@ from .lightning_tree import (
     lightning_name,
     lightning_version,
     rank_zero_info,
-    rank_zero_warn,
 )
 
 if TYPE_CHECKING:
@@ -107,9 +106,6 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 def join_ranks(request: Request) -> None:
     """Find the other ranks, form the process group, and log it. Collective: every rank must call it."""
     is_first = current() is None
-    if is_first:
-        for sentence in misspelt(os.environ):
-            rank_zero_warn(sentence)
     context = join(request)
     install_excepthook()
     if context is None:
@@ -133,6 +129,7 @@ def request_of(strategy: DDPExtStrategy) -> Request:
         device=strategy.root_device,
         timeout=strategy._timeout,
         init_timeout=strategy.init_timeout,
+        variables=variables_of(strategy._nccl, strategy._interface),
         versions=_versions(),
         absence=started.scripts.failure if started is not None else lambda: None,
         timeouts=strategy.timeouts,

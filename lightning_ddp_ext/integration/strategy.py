@@ -17,7 +17,6 @@ from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod, check_run_id, choose
 from lightning_ddp_ext.rendezvous.named_barrier import Call
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.supervision.breakpoints import install_breakpointhook, restore_breakpointhook
@@ -322,7 +321,6 @@ class DDPExtStrategy(pl.strategies.DDPStrategy):
             watch_parent()  # torchrun's agent; other launchers have put their ranks' end in order themselves
         self.set_world_ranks()
         check_interface(self._interface)
-        apply_options(self._nccl, self._interface, os.environ)
         join_ranks(request_of(self))
         super().setup_distributed()  # finds the group that is open and leaves it alone
 

@@ -184,7 +184,8 @@ class Handshake:
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if 0 in self._channel.ended and "welcome" in self._answers:
-            raise event_of("died", table_of(self._answers["welcome"])[0], self._channel.ended[0]).to_error()
+            reason = self._channel.ended[0] or "it left"
+            raise event_of("died", table_of(self._answers["welcome"])[0], reason).to_error()
         if 0 in self._channel.ended:
             raise self._lost("has gone away")
 

@@ -27,7 +27,7 @@ from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.wire import Message
@@ -67,6 +67,7 @@ class ProcessContext:
 
     def form_group(self, request: Request, deadline: Deadline) -> None:
         """Form the default group. Collective."""
+        self._groups.set_variables(request.variables)
         with self._forming():
             self._groups.form_default(request, deadline)
 
@@ -132,7 +133,7 @@ class ProcessContext:
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
     def serve(self, request: Request) -> bool:
-        """Work for another Trainer, with its backend and its timeout.
+        """Work for another Trainer, with its backend, its variables and its timeout.
 
         Returns:
             False if these are not the ranks that it wants, or a failure has parted them.
@@ -140,7 +141,9 @@ class ProcessContext:
         is_same_size = len(self.table) == request.world.world_size
         if not is_same_size or self.peers.cause is not None or self.failure is not None:
             return False
-        if request.backend != self._groups.request.backend or not dist.is_initialized():
+        current = self._groups.request
+        is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
+        if not is_same_group or not dist.is_initialized():
             self._groups.close(is_broken=False)
             self.form_group(request, Deadline(request.init_timeout.total_seconds()))
         else:
@@ -215,14 +218,15 @@ def current() -> ProcessContext | None:
 def join(request: Request) -> ProcessContext | None:
     """Find the other ranks and form the process group with them. Collective: every rank must call it.
 
-    A process joins once. Later calls use the same ranks again: with another backend a new group is formed, another
-    timeout is set, and everything else that differs is refused. A world of one rank is left for another one. After a
-    failure that all ranks have lived through they leave, and start anew.
+    A process joins once. Later calls use the same ranks again: with another backend or other variables a new group is
+    formed, another timeout is set, and everything else that differs is refused. A world of one rank is left for another
+    one. After a failure that all ranks have lived through they leave, and start anew.
 
     Returns:
         The context; ``None`` where somebody else has opened the default process group already, which is then used.
 
     Raises:
+        ConfigurationError: the environment has another value for a variable of the request.
         RendezvousError: the ranks could not find each other within ``init_timeout``.
         GroupInUseError: this process has a group already that does not fit.
         RankFailedError: a rank has died or failed before.
@@ -236,6 +240,7 @@ def join(request: Request) -> ProcessContext | None:
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
+    check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
     context = ProcessContext(request, connect(request, deadline))
     try:

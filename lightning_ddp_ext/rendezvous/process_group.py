@@ -12,15 +12,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
+from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def check_variables(variables: dict[str, str]) -> None:
+    """Refuse variables for which the environment has another value.
+
+    Raises:
+        ConfigurationError: names both values.
+    """
+    for name, value in variables.items():
+        if os.environ.get(name, value) != value:
+            argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
+            raise ConfigurationError(
+                f"{argument}= of the strategy says {name}={value}, and the environment says "
+                f"{name}={os.environ[name]}; leave one of them out"
+            )
 
 
 class ProcessGroups:
@@ -41,11 +58,22 @@ class ProcessGroups:
         self._connections = connections
         self._is_forming = False
         self._formed = 0
+        self._variables: dict[str, str] = {}
         # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
         # reference alone gives the GIL up meanwhile, and DDP's does not, so these must outlive the model's:
         # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
+
+    def set_variables(self, variables: dict[str, str]) -> None:
+        """Put variables into the environment until the groups are closed.
+
+        Raises:
+            ConfigurationError: as for :func:`check_variables`.
+        """
+        check_variables(variables)
+        self._variables = {name: value for name, value in variables.items() if name not in os.environ}
+        os.environ.update(self._variables)
 
     def form_default(self, request: Request, deadline: Deadline) -> None:
         """Form the default group, and see that it works. Collective; within :meth:`forming`."""
@@ -128,6 +156,9 @@ class ProcessGroups:
             gc.collect()
         self.others.clear()
         self._sockets.clear()
+        for name in self._variables:
+            os.environ.pop(name, None)
+        self._variables.clear()
 
     def release(self) -> None:
         """Let go of the closed groups."""

@@ -49,6 +49,7 @@ class Request:
         timeout: of a collective; ``None`` for the backend's default.
         init_timeout: of the whole start-up.
         is_explicit: whether the user chose the init method.
+        variables: that the environment has while the process group is open.
         versions: of the packages that must be the same on all ranks.
         absence: a sentence once this process knows that a rank has ended and cannot connect.
         timeouts: of the control channel.
@@ -62,6 +63,7 @@ class Request:
     timeout: timedelta | None
     init_timeout: timedelta
     is_explicit: bool = True
+    variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     absence: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)
