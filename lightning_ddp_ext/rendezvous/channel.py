@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -108,12 +108,13 @@ class Channel:
 
     # For any thread.
 
-    def send(self, topic: str, body: Message) -> None:
-        """Send a message to rank 0, or from rank 0 to all others. Never waits, never raises."""
+    def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
+        """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits, never raises."""
         line = encode(topic, body)
         with self._lock:  # all ranks get messages in one order
-            for connection in self._peers.values():
-                connection.send(line)
+            for rank, connection in self._peers.items():
+                if ranks is None or rank in ranks:
+                    connection.send(line)
             is_unfinished = any(connection.unsent for connection in self._peers.values())
         if is_unfinished:
             self._wake()

@@ -12,11 +12,12 @@ from lightning_ddp_ext.errors import (
     MissingRanksError,
     RendezvousError,
 )
+from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up, refusal_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between, ranks_in_words
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import host_store
@@ -186,7 +187,7 @@ class Coordinator:
                 MissingRanksError(
                     f"{ranks_in_words(missing)} of {self._hello.world_size} did not come within init_timeout "
                     f"{self._deadline.seconds:g} s to {self._hello.init_method}; present: "
-                    f"{', '.join(map(str, present))}; check that every rank is started and can reach it, or raise "
+                    f"{listed(present)}; check that every rank is started and can reach it, or raise "
                     "init_timeout",
                     tuple(missing),
                 )

@@ -20,7 +20,7 @@ from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.channel import Channel, Listener
+from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
@@ -30,7 +30,6 @@ from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_wo
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.wire import Message
 
 T = TypeVar("T")
 
@@ -48,7 +47,8 @@ class ProcessContext:
 
     Attributes:
         table: all ranks in their order.
-        peers: what is known of the others' ends.
+        peers: the other ranks, and what has happened to them.
+        barriers: where ranks wait for each other.
         failure: what this rank has raised while others may have waited for it.
     """
 
@@ -61,7 +61,8 @@ class ProcessContext:
         self._channel = connections.channel
         self._groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._release)
+        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._abort)
+        self.barriers = NamedBarriers(self.peers, lambda: self.collective_timeout)
 
     # Groups.
 
@@ -150,15 +151,7 @@ class ProcessContext:
             self._groups.set_timeout(request)
         return True
 
-    # Messages, and what is built on them.
-
-    def send(self, topic: str, body: Message) -> None:
-        """Send a message to rank 0, or from rank 0 to all others; never waits, never raises."""
-        self._channel.send(topic, body)
-
-    def listen(self, topic: str, listener: Listener) -> None:
-        """Have messages of a topic passed to ``listener`` on the channel's thread."""
-        self._channel.listen(topic, listener)
+    # What is built on the channel.
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
         """The one object that ``kind`` makes for this context."""
@@ -166,11 +159,6 @@ class ProcessContext:
             if kind not in self._components:
                 self._components[kind] = kind(self)
             return cast(T, self._components[kind])
-
-    @property
-    def barriers(self) -> NamedBarriers:
-        """Where ranks wait for each other."""
-        return self.component(NamedBarriers)
 
     # Failures, and the end.
 
@@ -189,7 +177,7 @@ class ProcessContext:
         self._groups.cut()
         self._groups.close(is_broken=True)
 
-    def _release(self, event: PeerEvent) -> None:
+    def _abort(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
         self._groups.cut()
         self._groups.abort_nccl()
