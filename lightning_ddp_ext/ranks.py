@@ -89,8 +89,20 @@ class Ranks:
 
     @property
     def _wire(self) -> torch.device:
-        """Where what is sent has to be: other backends than gloo know no CPU memory."""
-        return torch.device("cpu") if "gloo" in str(dist.get_backend()) else self.device
+        """Where what is sent has to be: backends other than gloo do not take CPU memory."""
+        return torch.device("cpu") if is_gloo("cpu") else self.device
+
+
+def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether gloo moves tensors of this device; a group may have another backend for each kind of device.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
+    (True, True)
+    >>> dist.destroy_process_group()
+    """
+    kind = device if isinstance(device, str) else device.type
+    return f"{kind}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def rank_zero_for_all(

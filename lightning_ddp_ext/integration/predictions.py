@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.ranks import on_every_rank
+from lightning_ddp_ext.ranks import is_gloo, on_every_rank
 
 from .lightning_tree import pl
 
@@ -65,7 +65,7 @@ def gather_predictions(trainer: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_loaders(*_own_batches(trainer))
     # In CPU memory, so that rank 0's GPU need not hold what it receives.
-    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    group = None if is_gloo("cpu") else dist.new_group(backend="gloo")
     try:
         return _gather(trainer, group)
     finally:
