@@ -26,6 +26,7 @@ from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.version import __version__
 
 from .lightning_tree import (
     ClusterEnvironment,
@@ -177,8 +178,6 @@ def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    from lightning_ddp_ext import __version__
-
     return {
         "torch": str(torch.__version__),
         lightning_name: lightning_version,
