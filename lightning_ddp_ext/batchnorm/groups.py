@@ -61,7 +61,7 @@ def batchnorm_group() -> dist.ProcessGroup | None:
     context = current()
     if context is None or not is_gloo("cuda"):  # beside NCCL for GPUs, gloo is not worth a group
         return None
-    return context.new_group(range(dist.get_world_size()), purpose="BatchNorm")
+    return context.new_group(purpose="BatchNorm")
 
 
 def _consecutive(size: int) -> list[list[int]]:

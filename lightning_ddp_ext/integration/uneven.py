@@ -78,7 +78,7 @@ class UnevenInputs(IdleSteps):
         if not self._ends_together:
             return position.give(batches)
         context = current()  # whose group for CPU tensors keeps an accelerator from waiting
-        group = None if context is None else context.side_group()
+        group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         if self._mode == "stop_at_shortest":
             return position.give(until_shortest(batches, group, on_last=self._end_epoch))
         numbers = itertools.count(done)

@@ -64,7 +64,7 @@ class Channel:
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, in the place of an earlier one."""
         if rank in self._peers:
-            self._release(self._peers[rank])
+            self._close(self._peers[rank])
         keep_alive(connected, self._heartbeat)
         connection = Connection(connected)
         self.adopt(rank, connection)
@@ -201,11 +201,11 @@ class Channel:
             self._watch(connection)
         if events & selectors.EVENT_READ:
             for topic, body in connection.receive():
-                self._take(connection, topic, body)
+                self._handle_message(connection, topic, body)
             if connection.close_reason:
                 self._end(connection)
 
-    def _take(self, connection: Connection, topic: str, body: Message) -> None:
+    def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
         if connection.rank is None:
             assert self._admit is not None
             self._admit(connection, topic, body)
@@ -227,7 +227,7 @@ class Channel:
 
     def _end(self, connection: Connection) -> None:
         rank, reason = connection.rank, connection.close_reason
-        self._release(connection)
+        self._close(connection)
         with self._lock:
             if rank is None or self._peers.get(rank) is not connection:
                 return
@@ -237,7 +237,7 @@ class Channel:
         if not self._is_closing:
             self._on_closed(rank, reason)
 
-    def _release(self, connection: Connection) -> None:
+    def _close(self, connection: Connection) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.close()

@@ -9,10 +9,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from lightning_ddp_ext.errors import (
-    MissingRanksError,
-    RendezvousError,
-)
+from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -62,8 +59,7 @@ class Handshake:
         """Wait until all ranks have connected.
 
         Raises:
-            RendezvousError: there is no rank 0.
-            RendezvousError: one of its kinds; rank 0 has refused the start.
+            RendezvousError: there is no rank 0, or rank 0 has refused the start.
         """
         self._channel.listen("handshake", self._answers.update)
         try:

@@ -132,8 +132,7 @@ class NamedBarriers:
             is_patient: whether to wait on after that; if not, a rank that has not begun the call by then is absent.
 
         Raises:
-            RankAbsentError: a rank has gone on without this call, or has not begun it in time.
-            RankAbsentError: a rank has begun another call instead.
+            RankAbsentError: a rank has gone on without this call, begun another one, or not begun it in time.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._timeout().total_seconds()):
@@ -198,4 +197,4 @@ class NamedBarriers:
         table = self._peers.table
         places = who_does_what({table[call.rank]: str(call) for call in calls}, "began")
         sentence = f"ranks wait for each other in different places: {places}; {_SAME_ORDER}"
-        self._peers.report(event_of("mismatched", table[odd.rank], sentence))
+        self._peers.report(event_of("absent", table[odd.rank], sentence))

@@ -1,7 +1,7 @@
 """What happens on this rank when another one dies, fails or leaves.
 
-Rank 0 decides which event came first, and tells all. The main thread learns of it where it waits for other ranks: their
-connections are cut, so that it gets an error. If nothing wakes it, the process is ended.
+Rank 0 decides which event was first, and sends it to all. Each rank then aborts pending collectives, which unblocks its
+main thread with an error. If nothing wakes it, the process is ended.
 """
 
 from __future__ import annotations

@@ -72,24 +72,23 @@ class ProcessContext:
         with self._forming():
             self._groups.form_default(request, deadline)
 
-    def side_group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks beside the default one, for small collectives on CPU memory. Collective, once."""
-        return self.new_group(range(self.world.world_size), backend="gloo", purpose="small collectives")
-
-    def new_group(self, ranks: Sequence[int], *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
-        """A group of some ranks; it ends with the default one. Collective over all ranks, the first time.
+    def new_group(
+        self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
+    ) -> dist.ProcessGroup:
+        """Return a group of some ranks; it ends with the default one. Collective over all ranks, the first time.
 
         Args:
-            ranks: those in it; others get no group that they could use.
+            ranks: those in it, by default all; others get no group that they could use.
             backend: as in ``torch.distributed.new_group``.
             purpose: the same ranks and purpose get the same group.
         """
-        key = (*ranks, backend, purpose)
+        members = list(range(self.world.world_size) if ranks is None else ranks)
+        key = (*members, backend, purpose)
         if key not in self._groups.others:
             # In a store a rank would wait for one that has failed or is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
-                self._groups.form(key, list(ranks), backend)
+                self._groups.form(key, members, backend)
         return self._groups.others[key]
 
     @contextmanager
@@ -174,12 +173,12 @@ class ProcessContext:
         """End this rank's part in all groups: a rank that waits for it in a collective is released."""
         self.peers.note_raised()
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
-        self._groups.cut()
+        self._groups.abort_connections()
         self._groups.close(is_broken=True)
 
     def _abort(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
-        self._groups.cut()
+        self._groups.abort_connections()
         self._groups.abort_nccl()
 
     def close(self) -> None:
@@ -187,7 +186,7 @@ class ProcessContext:
         try:
             self._groups.close(is_broken=self.failure is not None or self.peers.cause is not None)
         finally:
-            self._groups.release()
+            self._groups.forget()
             self._components.clear()
             self._connections.withdraw()
             self._channel.close()

@@ -1,4 +1,4 @@
-"""The process groups of this process: how they are formed, cut and closed."""
+"""The process groups of this process: how they are formed, aborted and closed."""
 
 from __future__ import annotations
 
@@ -79,18 +79,15 @@ class ProcessGroups:
         """Form the default group, and see that it works. Collective; within :meth:`forming`."""
         self.request = request
         self._formed += 1
-        try:
-            dist.init_process_group(
-                request.backend,
-                store=PrefixStore(f"group/{self._formed}", self._connections.store),
-                rank=request.world.rank,
-                world_size=request.world.world_size,
-                timeout=deadline.as_timedelta(),
-                device_id=None if request.device.type == "cpu" else request.device,
-            )
-        finally:
-            if dist.is_initialized():  # also where it has failed in its last barrier (TORCH_DIST_INIT_BARRIER=1)
-                self._kept.append(dist.group.WORLD)
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore(f"group/{self._formed}", self._connections.store),
+            rank=request.world.rank,
+            world_size=request.world.world_size,
+            timeout=deadline.as_timedelta(),
+            device_id=None if request.device.type == "cpu" else request.device,
+        )
+        self._kept.append(dist.group.WORLD)
         dist.all_reduce(torch.ones(1, device=request.device))
         _set_timeout(request.timeout)
 
@@ -108,7 +105,7 @@ class ProcessGroups:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Note the sockets that the block opens, to cut them; and have gloo use the network that joins the hosts."""
+        """Record the sockets that the block opens, and have gloo use the network that joins the hosts."""
         # Gloo would take the one that the host's name stands for.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
@@ -124,12 +121,12 @@ class ProcessGroups:
             if interface is not None:
                 del os.environ[_INTERFACE]
 
-    def cut(self) -> None:
+    def abort_connections(self) -> None:
         """End the connections of all groups: a thread that waits in a gloo collective, or forms one, gets an error."""
         for sockets in self._sockets:
-            sockets.sever()
+            sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
-            self._connections.store_sockets.sever()
+            self._connections.store_sockets.abort()
 
     def abort_nccl(self) -> bool:
         """End NCCL's groups, and say whether there were any; to destroy them would be to wait for their kernels."""
@@ -160,8 +157,8 @@ class ProcessGroups:
             os.environ.pop(name, None)
         self._variables.clear()
 
-    def release(self) -> None:
-        """Let go of the closed groups."""
+    def forget(self) -> None:
+        """Drop the last references to the closed groups."""
         self._kept.clear()
 
 

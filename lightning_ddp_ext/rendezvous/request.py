@@ -31,9 +31,7 @@ class Timeouts:
     after_refusal: float = 3.0
     first_cause: float = 2.0
     # After a failure a rank may be busy, hears of it at its next collective, and can then save what it has.
-    grace: dict[str, float] = field(
-        default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0, "hung": 5.0}
-    )
+    grace: dict[str, float] = field(default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0})
 
 
 @dataclass(frozen=True)
