@@ -10,7 +10,7 @@ COUNT  := 300
 BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision collectives
 BIN    := $(VENV)/bin
 
-VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/__init__.py)
+VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/version.py)
 TORCH     := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # `dependencies` of pyproject.toml and what follows down to `debug`, each at its lower bound.
 LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-z_]*>=[0-9.]*' | sed 's/>=/==/'

@@ -7,8 +7,6 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-__version__ = "0.1.0"
-
 if _sys.platform == "win32":
     raise ImportError("lightning-ddp-ext runs on Linux and macOS, and not on Windows; use it in WSL 2")
 
@@ -44,6 +42,7 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
 from lightning_ddp_ext.trees import adapter as _adapter
 from lightning_ddp_ext.trees import register_names as _register_names
+from lightning_ddp_ext.version import __version__ as __version__
 from lightning_ddp_ext.world import World
 
 if _TYPE_CHECKING:

@@ -63,9 +63,9 @@ class Ranks:
         """Fill ``data``, bytes in CPU memory, with rank 0's."""
         if self.world_size == 1:
             return
-        sends_cpu_memory = "gloo" in str(dist.get_backend(self.group))
+        wire = torch.device("cpu") if is_gloo("cpu", self.group) else self.device
         for piece in data.split(_PIECE):
-            sent = piece if sends_cpu_memory else piece.to(self.device)
+            sent = piece.to(wire)
             dist.broadcast(sent, src=0, group=self.group)
             if sent is not piece and self.rank != 0:
                 piece.copy_(sent)
@@ -121,6 +121,18 @@ class Ranks:
             if failure is not None:
                 raise own if own is not None and rank == self.rank else failure.to_error(what, rank=rank)
         return result
+
+
+def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether gloo moves tensors of this device; a group may have another backend for each kind of device.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> is_gloo("cpu"), is_gloo(torch.device("cuda", 1))
+    (True, True)
+    >>> dist.destroy_process_group()
+    """
+    kind = device if isinstance(device, str) else device.type
+    return f"{kind}:gloo" in dist.get_backend_config(group).split(",")
 
 
 @dataclass(frozen=True)

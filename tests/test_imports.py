@@ -1,42 +1,91 @@
-"""Imports run one way: adapters import rooms, and rooms never import Lightning."""
+"""Imports run one way: each subpackage imports only those before it, and only the adapters import Lightning."""
 
+from __future__ import annotations
+
+import ast
 import importlib.metadata
-import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 
 import lightning_ddp_ext
 
-PACKAGE = "lightning_ddp_ext"
-ADAPTERS = tuple(f"{PACKAGE}.{name}" for name in ("integration", "lightning", "pytorch_lightning", "cli", "__main__"))
-LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
-MODULES = [module.name for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, f"{PACKAGE}.")]
-ROOMS = [name for name in MODULES if not f"{name}.".startswith(tuple(f"{each}." for each in ADAPTERS))]
-
-# Without the package's own __init__.py, which gathers the public names.
-IMPORT = f"""
-import importlib, sys, types
-path, without, modules = sys.argv[1:]
-sys.modules["{PACKAGE}"] = types.ModuleType("{PACKAGE}")
-sys.modules["{PACKAGE}"].__path__ = [path]
-sys.modules.update(dict.fromkeys(without.split()))
-for name in modules.split():
-    importlib.import_module(name)
-"""
-
-
-@pytest.mark.parametrize(
-    ("modules", "without"),
-    [(ROOMS, (*LIGHTNING, *ADAPTERS)), ([f"{PACKAGE}.errors", f"{PACKAGE}.world"], ("torch", "torchmetrics"))],
-    ids=["rooms", "errors and world"],
+ROOT = Path(lightning_ddp_ext.__file__).parent
+PACKAGE = ROOT.name
+FILES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
+# Modules beside the subpackages are below all of them; those that gather the public names are above.
+ORDER = (
+    "helpers",
+    "rendezvous",
+    "supervision",
+    "data",
+    "checkpoint",
+    "batchnorm",
+    "reductions",
+    "integration",
+    "public",
+    "cli",
 )
-def test_modules_need_nothing_above_them(modules: list[str], without: tuple[str, ...]) -> None:
-    """Rooms work without Lightning and the adapters; a launcher has errors and rank facts before torch is loaded."""
-    words = [*lightning_ddp_ext.__path__, " ".join(without), " ".join(modules)]
-    ended = subprocess.run([sys.executable, "-c", IMPORT, *words], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+PUBLIC = ("__init__", "lightning", "pytorch_lightning")
+LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """Modules that a file imports anywhere, for types as well: full names, also of what is not ours."""
+    package = module.split(".")[:-1]
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield next((name for name in (full, f"{full}.__init__", base) if name in FILES), f"{base}.__init__")
+
+
+def ours(module: str) -> set[str]:
+    """What a module imports of this package."""
+    return {name for name in imports_of(module) if name in FILES}
+
+
+def subpackage(module: str) -> str:
+    _, name, *rest = module.split(".")
+    if name in PUBLIC:
+        return "public"
+    return "cli" if name == "__main__" else name if rest else "helpers"
+
+
+def test_subpackages_import_only_those_before_them() -> None:
+    """For types as well."""
+    upwards = [
+        (module, imported)
+        for module in FILES
+        for imported in ours(module)
+        if ORDER.index(subpackage(imported)) > ORDER.index(subpackage(module))
+    ]
+    assert upwards == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """For types as well, directly or through others."""
+    try:
+        TopologicalSorter({module: ours(module) for module in FILES}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_only_adapters_import_lightning() -> None:
+    """Errors and rank facts do not even need torch, which a launcher would load for nothing."""
+    roots = {module: {name.partition(".")[0] for name in imports_of(module)} for module in FILES}
+    adapters = ("integration", "cli")
+    assert [m for m in FILES if roots[m] & LIGHTNING and subpackage(m) not in adapters] == []
+    for module in ("errors", "world"):
+        assert roots[f"{PACKAGE}.{module}"] <= {*sys.stdlib_module_names, PACKAGE}
 
 
 def test_windows_is_refused_in_a_sentence() -> None:

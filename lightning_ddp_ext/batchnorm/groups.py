@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
@@ -51,9 +52,9 @@ def batchnorm_group() -> dist.ProcessGroup | None:
     not take the ones for the others.
     """
     context = current()
-    if context is None or dist.get_backend() != "gloo":
+    if context is None or not is_gloo("cuda"):  # beside NCCL for GPUs, gloo is not worth a group
         return None
-    return context.new_group(range(dist.get_world_size()), purpose="BatchNorm")
+    return context.new_group(purpose="BatchNorm")
 
 
 def _consecutive(size: int) -> list[list[int]]:

@@ -20,8 +20,7 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.endpoint import Endpoint, FileEndpoint, StoreEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp, check_file, choose
-from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, misspelt
-from lightning_ddp_ext.rendezvous.nccl_options import apply as apply_options
+from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
@@ -30,6 +29,7 @@ from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.version import __version__
 from lightning_ddp_ext.world import World
 
 from .callbacks.rank_debugger import RankDebugger
@@ -42,7 +42,6 @@ from .lightning_tree import (
     lightning_version,
     pl,
     rank_zero_info,
-    rank_zero_warn,
 )
 from .options import check_interface
 
@@ -93,8 +92,9 @@ class Rendezvous:
         interface: str | None,
     ) -> None:
         self.init_method = choose(init_method, os.environ)
-        self._init_timeout = to_timedelta(init_timeout, field="init_timeout")
-        heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout")
+        # A configuration file may give None.
+        self._init_timeout = to_timedelta(init_timeout, field="init_timeout") or INIT_TIMEOUT
+        heartbeat = to_timedelta(heartbeat_timeout, field="heartbeat_timeout") or HEARTBEAT_TIMEOUT
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
         self._nccl, self._interface = nccl, interface
 
@@ -126,11 +126,7 @@ class Rendezvous:
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers end their ranks themselves
         check_interface(self._interface)
-        apply_options(self._nccl, self._interface, os.environ)
         is_first = current() is None
-        if is_first:
-            for sentence in misspelt(os.environ):
-                rank_zero_warn(sentence)
         request = self._request(strategy)
         context = join(request if debugged is None else without_limits(request, debugged.rank))
         install_excepthook()
@@ -152,6 +148,7 @@ class Rendezvous:
             device=strategy.root_device,
             timeout=strategy._timeout,
             init_timeout=self._init_timeout,
+            variables=variables_of(self._nccl, self._interface),
             versions=_versions(),
             absence=started.scripts.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
@@ -218,8 +215,6 @@ def _ranks(request: Request) -> str:
 
 
 def _versions() -> dict[str, str]:
-    from lightning_ddp_ext import __version__
-
     return {
         "torch": str(torch.__version__),
         lightning_name: lightning_version,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
 from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -72,7 +73,8 @@ class BatchedMetrics:
             name = "a reduction of logged values"  # of which ones, they compare in the reduction itself
             check = context.component(Survey).check_that_all_answer  # a process that is stopped is more than late
             context.barriers.enter(f"the reduction of {listed(values)}", call_site(), name=name, check=check)
-        device = torch.device("cpu") if dist.get_backend() == "gloo" else self._strategy.root_device
+        root_device = self._strategy.root_device
+        device = torch.device("cpu") if is_gloo(root_device) else root_device
         return reduce_batch(values, device=device, idle_ranks=self._strategy.data.idle_ranks)
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:

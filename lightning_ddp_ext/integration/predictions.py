@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.ranks import Ranks
+from lightning_ddp_ext.ranks import Ranks, is_gloo
 
 from .lightning_tree import pl
 
@@ -53,7 +53,7 @@ def gather_predictions(trainer: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return _join_ranks([_predicted_here(trainer)])
     # In CPU memory, so that rank 0's GPU need not hold what it receives.
-    group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    group = None if is_gloo("cpu") else dist.new_group(backend="gloo")
     try:
         return _gather(trainer, group)
     finally:

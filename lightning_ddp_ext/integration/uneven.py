@@ -19,6 +19,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, index_sampler_of, n
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import until_longest, until_shortest
 from lightning_ddp_ext.errors import SamplingError
+from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
@@ -26,8 +27,6 @@ from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
 
 Mode = Literal["stop_at_shortest", "join"]
-
-_NAMED = 16  # ranks in a message
 
 
 class UnevenInputs(IdleSteps):
@@ -76,7 +75,7 @@ class UnevenInputs(IdleSteps):
         if not self._ends_together:
             return position.give(batches)
         context = current()  # whose group for CPU tensors keeps an accelerator from waiting
-        group = None if context is None else context.side_group()
+        group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         if self._mode == "stop_at_shortest":
             return position.give(until_shortest(batches, group, on_last=self._end_epoch))
         numbers = itertools.count(position.given)
@@ -167,7 +166,7 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
         return None
     if most_steps != -1 and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps:
         return None
-    by_rank = _listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
+    by_rank = listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
     return (
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
         "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
@@ -198,12 +197,8 @@ def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> 
         if one is None or len(ranks) == 1:
             continue
         rank_zero_warn(
-            f"the first training batch is the same on ranks {_listed(ranks)}: {' and '.join(names) or 'the data'} does "
-            f"not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an epoch; in "
-            "__iter__, yield only this rank's shard (torch.distributed.get_rank(), asked in the main process), and of "
-            "it this worker's (torch.utils.data.get_worker_info())"
+            f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "
+            f"does not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an "
+            "epoch; in __iter__, yield only this rank's shard (torch.distributed.get_rank(), asked in the main "
+            "process), and of it this worker's (torch.utils.data.get_worker_info())"
         )
-
-
-def _listed(items: list[Any]) -> str:
-    return ", ".join(map(str, items[:_NAMED])) + (", ..." if len(items) > _NAMED else "")

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from lightning_ddp_ext.ranks import is_gloo
+
 
 def all_reduce(
     tensor: Tensor, group: Any = None, reduce_op: Any = "mean", *, idle_ranks: Collection[int] = ()
@@ -35,7 +37,7 @@ def all_reduce(
         tensor = tensor.to(torch.int64, copy=True)
     if dist.get_rank() in idle:
         _neutralise(tensor, op)
-    if op == ReduceOp.AVG and (idle or is_mean_of_integers or dist.get_backend(group) == "gloo"):  # it has no AVG
+    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):  # it has no AVG
         dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
         count = len(ranks) - len(idle)
         return tensor / count if is_mean_of_integers else tensor.div_(count)

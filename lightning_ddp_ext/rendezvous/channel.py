@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 
@@ -64,7 +64,7 @@ class Channel:
     def connect(self, rank: int, connected: socket.socket) -> None:
         """Serve a connection to a rank, in the place of an earlier one."""
         if rank in self._peers:
-            self._release(self._peers[rank])
+            self._close(self._peers[rank])
         keep_alive(connected, self._heartbeat)
         connection = Connection(connected)
         self.adopt(rank, connection)
@@ -108,12 +108,13 @@ class Channel:
 
     # For any thread.
 
-    def send(self, topic: str, body: Message) -> None:
-        """Send a message to rank 0, or from rank 0 to all others. Never waits, never raises."""
+    def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
+        """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits, never raises."""
         line = encode(topic, body)
         with self._lock:  # all ranks get messages in one order
-            for connection in self._peers.values():
-                connection.send(line)
+            for rank, connection in self._peers.items():
+                if ranks is None or rank in ranks:
+                    connection.send(line)
             is_unfinished = any(connection.unsent for connection in self._peers.values())
         if is_unfinished:
             self._wake()
@@ -200,11 +201,11 @@ class Channel:
             self._watch(connection)
         if events & selectors.EVENT_READ:
             for topic, body in connection.receive():
-                self._take(connection, topic, body)
+                self._handle_message(connection, topic, body)
             if connection.close_reason:
                 self._end(connection)
 
-    def _take(self, connection: Connection, topic: str, body: Message) -> None:
+    def _handle_message(self, connection: Connection, topic: str, body: Message) -> None:
         if connection.rank is None:
             assert self._admit is not None
             self._admit(connection, topic, body)
@@ -226,7 +227,7 @@ class Channel:
 
     def _end(self, connection: Connection) -> None:
         rank, reason = connection.rank, connection.close_reason
-        self._release(connection)
+        self._close(connection)
         with self._lock:
             if rank is None or self._peers.get(rank) is not connection:
                 return
@@ -236,7 +237,7 @@ class Channel:
         if not self._is_closing:
             self._on_closed(rank, reason)
 
-    def _release(self, connection: Connection) -> None:
+    def _close(self, connection: Connection) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.close()

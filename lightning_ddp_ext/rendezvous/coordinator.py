@@ -1,4 +1,4 @@
-"""Rank 0's part in the handshake: it hears who has come, and welcomes or refuses all of them together."""
+"""Rank 0's part in the handshake: it waits for every rank, and welcomes or refuses all of them together."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 
-from lightning_ddp_ext.errors import (
-    MissingRanksError,
-    RendezvousError,
-)
+from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
+from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up, refusal_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between, ranks_in_words
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import host_store
@@ -27,11 +25,10 @@ _POLL = 0.25
 
 
 class Coordinator:
-    """Waits for all ranks, and answers those that come later.
+    """Waits for all ranks, and replies to late ones.
 
     Raises:
-        RendezvousError: it cannot listen.
-        RendezvousError: another process is rank 0.
+        RendezvousError: it cannot listen, or another process is rank 0.
     """
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
@@ -40,13 +37,13 @@ class Coordinator:
         self._present = {0: hello.info}
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
-        self._told: set[int] = set()
+        self._refused: set[int] = set()
         self._route = ""
         _raise_limit_of_descriptors()
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = host_store(listener.getsockname()[0])
-        channel.listen("handshake", self._hear)
+        channel.listen("handshake", self._handle_message)
         channel.accept(listener, self._admit)
         self._endpoint.publish(self._address)
 
@@ -55,9 +52,7 @@ class Coordinator:
 
         Raises:
             MissingRanksError: some did not connect in time.
-            RendezvousError: two processes are one rank.
-            RendezvousError: world sizes, init methods or versions differ.
-            RendezvousError: a rank ended or gave up.
+            RendezvousError: two processes are one rank, settings or versions differ, or a rank ended or gave up.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
@@ -86,7 +81,7 @@ class Coordinator:
             self._refuse_missing()
         published = self._endpoint.look_up(self._deadline)
         if published is not None and published != self._address:
-            self._ask_rank_zero_at(published)
+            self._check_rank_zero_at(published)
             self._endpoint.publish(self._address)
 
     # Another rank 0.
@@ -94,15 +89,15 @@ class Coordinator:
     def _listen(self) -> tuple[socket.socket, Address]:
         left = self._endpoint.look_up(self._deadline)
         if left is not None and left.nonce:
-            self._ask_rank_zero_at(left)
+            self._check_rank_zero_at(left)
         try:
             return self._endpoint.listen()
         except RendezvousError:
             if left is not None:
-                self._ask_rank_zero_at(left)
+                self._check_rank_zero_at(left)
             raise
 
-    def _ask_rank_zero_at(self, address: Address) -> None:
+    def _check_rank_zero_at(self, address: Address) -> None:
         """Raise what the rank 0 at this address says to a second one; return if no rank 0 answers there."""
         line = encode("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
@@ -123,9 +118,9 @@ class Coordinator:
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 self._channel.reply(connection, "handshake", {"stranger": True})
             elif topic == "hello":
-                self._take(connection, Hello.of(body["hello"]))
+                self._handle_hello(connection, Hello.of(body["hello"]))
 
-    def _take(self, connection: Connection, hello: Hello) -> None:
+    def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
         if info in self._table:
             # This process is a rank already, and wants to begin anew before rank 0 does.
@@ -133,7 +128,7 @@ class Coordinator:
             return
         error = self._objection_to(hello)
         if error is not None:
-            self._told.add(info.rank)
+            self._refused.add(info.rank)
             self._channel.reply(connection, "handshake", refusal_of(error))
             self._refuse(error)
             return
@@ -157,7 +152,7 @@ class Coordinator:
         known = self._present.get(hello.info.rank)
         return None if known is None else _duplicate(known, hello.info)
 
-    def _hear(self, body: Message) -> None:
+    def _handle_message(self, body: Message) -> None:
         if "overdue" in body:
             self._refuse_missing()
         elif "gave_up" in body:
@@ -175,7 +170,7 @@ class Coordinator:
         """Stay for a while, so that ranks that come late hear why the start failed."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         deadline = Deadline(self._timeouts.after_refusal)
-        while not deadline.expired and not late <= self._told:
+        while not deadline.expired and not late <= self._refused:
             self._channel.poll(deadline.remaining)
 
     def _refuse_missing(self) -> None:
@@ -186,7 +181,7 @@ class Coordinator:
                 MissingRanksError(
                     f"{ranks_in_words(missing)} of {self._hello.world_size} did not come within init_timeout "
                     f"{self._deadline.seconds:g} s to {self._hello.init_method}; present: "
-                    f"{', '.join(map(str, present))}; check that every rank is started and can reach it, or raise "
+                    f"{listed(present)}; check that every rank is started and can reach it, or raise "
                     "init_timeout",
                     tuple(missing),
                 )
@@ -209,14 +204,7 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
 
 
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
-    info, size = hello.info, len(table)
-    if info.rank >= size:
-        return RendezvousError(
-            f"this process wants to be rank {info.rank} of {hello.world_size}, but a run of {size} ranks is going on "
-            f"at {hello.init_method} (rank 0: {table[0]}); end that run, or choose another init_method for this one"
-        )
     return RendezvousError(
-        f"rank {info.rank} is held by pid {table[info.rank].pid} on host {table[info.rank].host}, in a run that is "
-        f"going on at {hello.init_method}; this process (pid {info.pid} on host {info.host}) came late: end that "
-        "run, or choose another init_method or rank for this one"
+        f"a run of {len(table)} ranks is going on at {hello.init_method} with {table[0]}, and {hello.info} of "
+        f"{hello.world_size} is late; end that run, or choose another init_method for this one"
     )

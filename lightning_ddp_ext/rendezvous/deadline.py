@@ -15,6 +15,7 @@ T = TypeVar("T")
 _FIRST_PAUSE = 0.001
 _LONGEST_PAUSE = 0.25
 _CHECK_EVERY = 0.1
+_EXCEEDS_BY = 1.5
 
 
 class Deadline:
@@ -46,12 +47,11 @@ class Deadline:
             time.sleep(min(pause * random.uniform(0.75, 1.25), self.remaining))
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def bound(self, work: Callable[[], T], *, extra: float = 0.0, check: Callable[[], None] = lambda: None) -> T:
-        """What ``work`` returns or raises, called in a thread: calls into C++ may know no timeout of their own.
+    def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
+        """Call ``work`` in a thread and return its result: calls into C++ keep a timeout roughly, or have none.
 
         Args:
             work: what to call.
-            extra: seconds that it may take beyond the deadline.
             check: called again and again meanwhile; it may raise why there is nothing to wait for.
 
         Raises:
@@ -67,10 +67,10 @@ class Deadline:
 
         thread = threading.Thread(target=call, name="ddpx-bounded", daemon=True)
         thread.start()
-        limit = Deadline(self.remaining + extra)
+        limit = Deadline(self.remaining + _EXCEEDS_BY)
         while thread.is_alive() and not limit.expired:
             thread.join(min(_CHECK_EVERY, limit.remaining))
             check()
         if not outcome.done():
-            raise TimeoutError(f"still running {extra:g} s after a deadline of {self.seconds:g} s")
+            raise TimeoutError(f"still running {_EXCEEDS_BY:g} s after a deadline of {self.seconds:g} s")
         return outcome.result()

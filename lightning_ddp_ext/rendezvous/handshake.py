@@ -9,10 +9,7 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from lightning_ddp_ext.errors import (
-    MissingRanksError,
-    RendezvousError,
-)
+from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
@@ -62,8 +59,7 @@ class Handshake:
         """Wait until all ranks have connected.
 
         Raises:
-            RendezvousError: there is no rank 0.
-            RendezvousError: one of its kinds; rank 0 has refused the start.
+            RendezvousError: there is no rank 0, or rank 0 has refused the start.
         """
         self._channel.listen("handshake", self._answers.update)
         try:
@@ -184,7 +180,8 @@ class Handshake:
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if 0 in self._channel.ended and "welcome" in self._answers:
-            raise event_of("died", table_of(self._answers["welcome"])[0], self._channel.ended[0]).to_error()
+            reason = self._channel.ended[0] or "it left"
+            raise event_of("died", table_of(self._answers["welcome"])[0], reason).to_error()
         if 0 in self._channel.ended:
             raise self._lost("has gone away")
 

@@ -1,7 +1,8 @@
-"""Ranks wait for each other where all must make the same call, and say so where they do not.
+"""Ranks wait for each other where all must make the same call; a rank that does not make it is named.
 
-No collective is involved: each rank tells rank 0 over the channel which call it begins, and rank 0 tells all when the
-last one has come. So a rank that is elsewhere, even in a collective of its own, is named, and no data are mixed up.
+No collective is involved: each rank reports the beginning of a call to rank 0 over the channel, and rank 0 opens the
+barrier for all when the last one has reported. So a rank that is elsewhere, even in another collective, is named, and
+no data are mixed up.
 
 Each call has an ordinal, and carries the number of steps that its rank has begun before. In a correct program all ranks
 make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name
@@ -10,17 +11,17 @@ will never make this one, and neither will a rank that has begun more steps and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import Any
 
+from lightning_ddp_ext.rank_lists import listed, who_does_what
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.wire import Message
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
+from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 
-if TYPE_CHECKING:
-    from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-
-_TOPIC = "barrier"
 _LONGEST_TEXT = 500
 
 _GONE_ON = "has gone on without it"
@@ -57,17 +58,24 @@ class Call:
 
 
 class NamedBarriers:
-    """This rank's side of all barriers; on rank 0 also the record of who has come. O(1) for each message."""
+    """This rank's side of all barriers; on rank 0 also the record of all ranks' calls. O(1) for each message.
 
-    def __init__(self, context: ProcessContext) -> None:
-        self._context = context
-        self._peers = context.peers
-        self._rank = context.world.rank
+    Args:
+        peers: the other ranks.
+        timeout: returns how long a rank waits for the others in a collective.
+    """
+
+    def __init__(self, peers: PeerFailure, timeout: Callable[[], timedelta]) -> None:
+        self._peers = peers
+        self._timeout = timeout
+        self._everyone = range(len(peers.table))
         self._steps = 0
         self._made = 0
         self._open = 0
         self._waiting: dict[int, list[Call]] = {}
-        context.listen(_TOPIC, self._hear)
+        self._remote = RemoteCalls(
+            peers, "barrier", record=self._record, open=self._open_barrier, overdue=self._report_overdue
+        )
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.
@@ -80,16 +88,16 @@ class NamedBarriers:
         self._steps += 1
         call = self._missed()
         if call is not None:
-            raise self._report_absence(call, [self._rank]).to_error()
+            raise self._report_absence(call, [self._peers.rank]).to_error()
 
     def _missed(self) -> Call | None:
-        """A call that another rank waits in, and that this rank has gone past."""
+        """Return a call in which another rank waits, and which this rank has passed."""
         waiting = self._waiting.get(self._made + 1, [])
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
-        """Say that this rank begins a call that every rank must make. It need not wait, if the call makes ranks wait.
+        """Report that this rank begins a call that every rank must make. It need not wait, if the call itself does.
 
         Args:
             what: the call, as a message shows it.
@@ -99,8 +107,8 @@ class NamedBarriers:
         what, where, name = what[:_LONGEST_TEXT], where[:_LONGEST_TEXT], (name or what)[:_LONGEST_TEXT]
         with self._peers.arrived:
             self._made += 1
-            call = Call(self._rank, self._made, self._steps, name, what, where)
-        self._tell("call", call)
+            call = Call(self._peers.rank, self._made, self._steps, name, what, where)
+        self._remote.call(self._everyone if self._peers.rank == 0 else [0], "record", asdict(call))
         return call
 
     def enter(
@@ -121,96 +129,72 @@ class NamedBarriers:
         Args:
             call: what :meth:`begin` returned.
             check: called whenever the timeout of a collective has passed; it may raise what is known better.
-            is_patient: whether to wait on after that; if not, a rank that has not come by then is absent.
+            is_patient: whether to wait on after that; if not, a rank that has not begun the call by then is absent.
 
         Raises:
-            RankAbsentError: a rank has gone on without this call, or has not come in time.
-            RankAbsentError: a rank has begun another call instead.
+            RankAbsentError: a rank has gone on without this call, begun another one, or not begun it in time.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
-        while not self._is_open(call, self._context.collective_timeout.total_seconds()):
+        while not self._is_open(call, self._timeout().total_seconds()):
             check()
             if not is_patient:
                 self._give_up(call)
 
     def _give_up(self, call: Call) -> None:
-        self._tell("overdue", call)
-        if not self._is_open(call, self._context.timeouts.answer):
+        """Have rank 0 name the absent ranks; it is the absent one if it does not answer."""
+        replies = self._remote.call([0], "overdue", asdict(call))
+        self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
+        if not self._is_open(call, 0.0):
             raise self._report_absence(call, [0], "has not answered", _BE_THERE).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
-        """Whether all ranks have come within ``seconds``; raises if one of them cannot."""
-        peers = self._peers
-        with peers.arrived:
-            came = peers.arrived.wait_for(
-                lambda: self._open >= call.number or peers.cause_or_departure is not None, seconds
-            )
-            event = None if self._open >= call.number else peers.cause_or_departure
+        """Whether all ranks begin the call within ``seconds``; raises if one of them cannot."""
+        if self._peers.wait_for(lambda: self._open >= call.number, seconds):
+            return True
+        event = self._peers.cause_or_departure
         if event is not None:
             raise event.to_error()
-        return came
+        return False
 
-    def _tell(self, what: str, call: Call) -> None:
-        """Tell rank 0 of a call; rank 0 tells itself and all others."""
-        message = {what: asdict(call)}
-        self._context.send(_TOPIC, message)
-        if self._rank == 0:
-            self._hear(message)
+    # Called by other ranks.
 
-    # On the channel's thread, or on rank 0's main one.
-
-    def _hear(self, message: Message) -> None:
-        if "open" in message:
-            self._let_in(message["open"])
-        elif "call" in message:
-            self._note(Call(**message["call"]))
-        elif self._rank == 0:
-            self._answer_overdue(Call(**message["overdue"]))
-
-    def _note(self, call: Call) -> None:
-        """Note a call; on rank 0 let all in when the last rank has come, or say which one is in the wrong place."""
-        with self._peers.arrived:
-            calls = self._waiting.setdefault(call.number, [])
-            calls.append(call)
-            is_odd = self._rank == 0 and call.name != calls[0].name
-            is_complete = len(calls) == len(self._context.table) and len({each.name for each in calls}) == 1
-            missed = self._missed()
-        if is_odd:
+    def _record(self, values: dict[str, Any]) -> None:
+        """Record a call; on rank 0 open the barrier for all after the last rank's, or name the odd one."""
+        call = Call(**values)
+        calls = self._waiting.setdefault(call.number, [])
+        calls.append(call)
+        missed = self._missed()
+        if self._peers.rank == 0 and call.name != calls[0].name:
             self._report_mismatch(calls)
-        elif is_complete:
-            self._context.send(_TOPIC, {"open": call.number})
-            self._let_in(call.number)
+        elif len(calls) == len(self._everyone) and len({each.name for each in calls}) == 1:
+            self._remote.call(self._everyone, "open", call.number)
         elif missed is not None:
-            self._report_absence(missed, [self._rank])
+            self._report_absence(missed, [self._peers.rank])
 
-    def _let_in(self, number: int) -> None:
-        with self._peers.arrived:
-            self._open = max(self._open, number)
-            self._waiting.pop(number, None)
-            self._peers.arrived.notify_all()
+    def _open_barrier(self, number: int) -> None:
+        self._open = max(self._open, number)
+        self._waiting.pop(number, None)
 
-    def _answer_overdue(self, call: Call) -> None:
-        """On rank 0: name the ranks that have not come to a call."""
-        with self._peers.arrived:
-            came = {each.rank for each in self._waiting.get(call.number, [])}
-            absent = [info.rank for info in self._context.table if info.rank not in came]
-            is_open = self._open >= call.number
-        if absent and not is_open:  # else the last one has come this moment, and all are about to be let in
+    def _report_overdue(self, values: dict[str, Any]) -> bool:
+        """On rank 0: name the ranks that have not begun a call."""
+        call = Call(**values)
+        began = {each.rank for each in self._waiting.get(call.number, [])}
+        absent = [rank for rank in self._everyone if rank not in began]
+        if absent and self._open < call.number:
             self._report_absence(call, absent, "has not come in time", _BE_THERE)
+        return True
 
     def _report_absence(
         self, call: Call, absent: list[int], finding: str = _GONE_ON, remedy: str = _MAKE_IT
     ) -> PeerEvent:
-        table = self._context.table
-        names = ", ".join(str(table[rank]) for rank in absent)
-        sentence = f"rank {call.rank} began {call}, and {names} did not: it {finding}; {remedy}"
-        return self._peers.report(event_of("absent", table[absent[0]], sentence))
+        infos = [self._peers.table[rank] for rank in absent]
+        sentence = f"rank {call.rank} began {call}, and {listed(infos)} did not: it {finding}; {remedy}"
+        return self._peers.report(event_of("absent", infos[0], sentence))
 
     def _report_mismatch(self, calls: list[Call]) -> None:
-        """The rarest call is the odd one."""
-        names = [call.name for call in calls]
-        ordered = sorted(calls, key=lambda call: (names.count(call.name), call.name, call.rank))
-        table = self._context.table
-        places = "; ".join(f"{table[call.rank]} began {call}" for call in ordered)
+        names = Counter(call.name for call in calls)
+        odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
+        table = self._peers.table
+        places = who_does_what({table[call.rank]: str(call) for call in calls}, "began")
         sentence = f"ranks wait for each other in different places: {places}; {_SAME_ORDER}"
-        self._peers.report(event_of("mismatched", table[ordered[0].rank], sentence))
+        self._peers.report(event_of("absent", table[odd.rank], sentence))

@@ -5,16 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ddp_ext.errors import (
-    RankAbsentError,
-    RankDiedError,
-    RankFailedError,
-    RankHungError,
-)
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from lightning_ddp_ext.ranks import RemoteTraceback, shortened
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 
-Kind = Literal["died", "failed", "left", "absent", "mismatched", "hung"]
+Kind = Literal["died", "failed", "left", "absent", "hung"]
 
 _LONGEST_TEXT = 1 << 15
 
@@ -46,7 +41,6 @@ class PeerEvent:
             "failed": (RankFailedError, f"{who} failed, so this rank stops: {self.reason}"),
             "left": (RankFailedError, left),
             "absent": (RankAbsentError, self.reason),
-            "mismatched": (RankAbsentError, self.reason),
             "hung": (RankHungError, f"{self.reason}; every rank stops"),
         }[self.kind]
         error = kind(sentence, rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)

@@ -1,14 +1,14 @@
 """What happens on this rank when another one dies, fails or leaves.
 
-Rank 0 decides which event came first, and tells all. The main thread learns of it where it waits for other ranks: their
-connections are cut, so that it gets an error. If nothing wakes it, the process is ended.
+Rank 0 decides which event was first, and sends it to all. Each rank then aborts pending collectives, which unblocks its
+main thread with an error. If nothing wakes it, the process is ended.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -36,42 +36,41 @@ def supervised_work() -> Iterator[None]:
 
 
 class PeerFailure:
-    """What this rank knows of the others' ends.
+    """The other ranks, and what has happened to them.
 
     Args:
         rank: of this process.
         connections: to the others.
         timeouts: of the control channel.
-        release: called by the channel's thread with the first event, to wake the main thread.
+        abort: called with the first event, by the channel's thread, to wake the main thread.
 
     Attributes:
-        arrived: notified at each event; components wait on it for their own changes, too.
+        rank: of this process.
+        table: all ranks in their order.
+        channel: to rank 0, or on rank 0 to all others.
+        timeouts: of the control channel.
+        arrived: notified at each event; what waits for the channel's messages also uses it.
         cause: the first death or failure, or call that ranks did not make together.
         has_raised: whether the main thread knows of the cause, and raises because of it.
     """
 
     def __init__(
-        self, rank: int, connections: Connections, timeouts: Timeouts, release: Callable[[PeerEvent], None]
+        self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[PeerEvent], None]
     ) -> None:
         self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
         self.has_raised = False
-        self._rank = rank
-        self._table, self._channel = connections.table, connections.channel
-        self._timeouts = timeouts
-        self._release = release
+        self.rank = rank
+        self.table, self.channel = connections.table, connections.channel
+        self.timeouts = timeouts
+        self._abort = abort
         self._departed: PeerEvent | None = None
         self._exit_timer: threading.Timer | None = None
 
     def start(self) -> None:
         """Hear of events from now on, and of those that have come before."""
-        self._channel.listen("event", self._hear)
-        self._channel.start(self._on_closed)
-
-    @property
-    def ended(self) -> Collection[int]:
-        """On rank 0: the ranks whose connections have ended."""
-        return self._channel.ended.keys()
+        self.channel.listen("event", self._handle_message)
+        self.channel.start(self._on_closed)
 
     @property
     def cause_or_departure(self) -> PeerEvent | None:
@@ -80,19 +79,29 @@ class PeerFailure:
 
     def wait(self, seconds: float) -> PeerEvent | None:
         """The cause, or else a departure, waiting up to ``seconds`` for it."""
+        self.wait_for(lambda: False, seconds)
+        return self.cause_or_departure
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until the condition holds, or something has happened to a rank; return whether it holds.
+
+        Args:
+            condition: asked whenever a message has been handled.
+            seconds: the longest wait; ``None`` for no limit.
+        """
         with self.arrived:
-            self.arrived.wait_for(lambda: self.cause_or_departure, timeout=seconds)
-            return self.cause_or_departure
+            self.arrived.wait_for(lambda: condition() or self.cause_or_departure is not None, seconds)
+            return condition()
 
     def report(self, event: PeerEvent) -> PeerEvent:
         """Tell all ranks, this one included, why they cannot go on; returns the first event, which all of them use."""
-        if self._rank != 0:
-            self._channel.send("event", asdict(event))
-            if self._channel.is_current_thread:
+        if self.rank != 0:
+            self.channel.send("event", asdict(event))
+            if self.channel.is_current_thread:
                 return event  # the thread is needed for rank 0's answer
             with self.arrived:
-                self.arrived.wait_for(lambda: self.cause, timeout=self._timeouts.first_cause)
-        return self._take(event)
+                self.arrived.wait_for(lambda: self.cause, timeout=self.timeouts.first_cause)
+        return self._record(event)
 
     def note_raised(self) -> None:
         """The main thread knows of the event and raises; the process need not be ended."""
@@ -105,18 +114,18 @@ class PeerFailure:
     def close(self) -> None:
         """Forget the others."""
         self.note_raised()
-        self._release = lambda event: None
+        self._abort = lambda event: None
 
     # On the channel's thread, or on the one that reports.
 
-    def _hear(self, body: Message) -> None:
+    def _handle_message(self, body: Message) -> None:
         del body["from"]
-        self._take(PeerEvent(**body))
+        self._record(PeerEvent(**body))
 
     def _on_closed(self, rank: int, reason: str) -> None:
-        self._take(event_of("died" if reason else "left", self._table[rank], reason))
+        self._record(event_of("died" if reason else "left", self.table[rank], reason))
 
-    def _take(self, event: PeerEvent) -> PeerEvent:
+    def _record(self, event: PeerEvent) -> PeerEvent:
         """Note an event; the first failure and the first departure are what all ranks are told."""
         is_departure = event.kind == "left"
         with self.arrived:
@@ -126,18 +135,18 @@ class PeerFailure:
             elif is_first:
                 self.cause = event
             self.arrived.notify_all()
-        if is_first and self._rank == 0:
-            self._channel.send("event", asdict(event))
+        if is_first and self.rank == 0:
+            self.channel.send("event", asdict(event))
         if is_first and not is_departure:
             self._end_later(event)
-            self._release(event)
+            self._abort(event)
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
         with self.arrived:
             if self.has_raised:
                 return
-            self._exit_timer = threading.Timer(self._timeouts.grace[event.kind], self._end_process, [event])
+            self._exit_timer = threading.Timer(self.timeouts.grace[event.kind], self._end_process, [event])
             self._exit_timer.name = "ddpx-exit"
             self._exit_timer.daemon = True
             self._exit_timer.start()
@@ -147,14 +156,14 @@ class PeerFailure:
         if _supervised == 0:
             return
         if is_end_delayed():
-            self._say(f"{event.to_error()}; this rank finishes the checkpoint that it is writing")
+            self._print(f"{event.to_error()}; this rank finishes the checkpoint that it is writing")
             wait_for_delays()
             with self.arrived:
-                if self.arrived.wait_for(lambda: self.has_raised, self._timeouts.grace[event.kind]):
+                if self.arrived.wait_for(lambda: self.has_raised, self.timeouts.grace[event.kind]):
                     return
-        self._say(f"{type(event.to_error()).__name__}: {event.to_error()}")
+        self._print(f"{type(event.to_error()).__name__}: {event.to_error()}")
         end_at_once(1)
 
-    def _say(self, sentence: str) -> None:
-        sys.stderr.write(f"[rank {self._rank}] {sentence}\n")
+    def _print(self, sentence: str) -> None:
+        sys.stderr.write(f"[rank {self.rank}] {sentence}\n")
         sys.stderr.flush()

@@ -20,17 +20,16 @@ from lightning_ddp_ext.at_exit import at_exit
 from lightning_ddp_ext.errors import DDPExtError, GroupInUseError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.channel import Channel, Listener
+from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
-from lightning_ddp_ext.rendezvous.process_group import ProcessGroups
+from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.wire import Message
 
 T = TypeVar("T")
 
@@ -48,7 +47,8 @@ class ProcessContext:
 
     Attributes:
         table: all ranks in their order.
-        peers: what is known of the others' ends.
+        peers: the other ranks, and what has happened to them.
+        barriers: where ranks wait for each other.
         failure: what this rank has raised while others may have waited for it.
     """
 
@@ -61,33 +61,34 @@ class ProcessContext:
         self._channel = connections.channel
         self._groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._release)
+        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._abort)
+        self.barriers = NamedBarriers(self.peers, lambda: self.collective_timeout)
 
     # Groups.
 
     def form_group(self, request: Request, deadline: Deadline) -> None:
         """Form the default group. Collective."""
+        self._groups.set_variables(request.variables)
         with self._forming():
             self._groups.form_default(request, deadline)
 
-    def side_group(self) -> dist.ProcessGroup:
-        """A gloo group of all ranks beside the default one, for small collectives on CPU memory. Collective, once."""
-        return self.new_group(range(self.world.world_size), backend="gloo", purpose="small collectives")
-
-    def new_group(self, ranks: Sequence[int], *, backend: str | None = None, purpose: str = "") -> dist.ProcessGroup:
-        """A group of some ranks; it ends with the default one. Collective over all ranks, the first time.
+    def new_group(
+        self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
+    ) -> dist.ProcessGroup:
+        """Return a group of some ranks; it ends with the default one. Collective over all ranks, the first time.
 
         Args:
-            ranks: those in it; others get no group that they could use.
+            ranks: those in it, by default all; others get no group that they could use.
             backend: as in ``torch.distributed.new_group``.
             purpose: the same ranks and purpose get the same group.
         """
-        key = (*ranks, backend, purpose)
+        members = list(range(self.world.world_size) if ranks is None else ranks)
+        key = (*members, backend, purpose)
         if key not in self._groups.others:
             # In a store a rank would wait for one that has failed or is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
-                self._groups.form(key, list(ranks), backend)
+                self._groups.form(key, members, backend)
         return self._groups.others[key]
 
     @contextmanager
@@ -132,7 +133,7 @@ class ProcessContext:
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
     def serve(self, request: Request) -> bool:
-        """Work for another Trainer, with its backend and its timeout.
+        """Work for another Trainer, with its backend, its variables and its timeout.
 
         Returns:
             False if these are not the ranks that it wants, or a failure has parted them.
@@ -140,22 +141,16 @@ class ProcessContext:
         is_same_size = len(self.table) == request.world.world_size
         if not is_same_size or self.peers.cause is not None or self.failure is not None:
             return False
-        if request.backend != self._groups.request.backend or not dist.is_initialized():
+        current = self._groups.request
+        is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
+        if not is_same_group or not dist.is_initialized():
             self._groups.close(is_broken=False)
             self.form_group(request, Deadline(request.init_timeout.total_seconds()))
         else:
             self._groups.set_timeout(request)
         return True
 
-    # Messages, and what is built on them.
-
-    def send(self, topic: str, body: Message) -> None:
-        """Send a message to rank 0, or from rank 0 to all others; never waits, never raises."""
-        self._channel.send(topic, body)
-
-    def listen(self, topic: str, listener: Listener) -> None:
-        """Have messages of a topic passed to ``listener`` on the channel's thread."""
-        self._channel.listen(topic, listener)
+    # What is built on the channel.
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
         """The one object that ``kind`` makes for this context."""
@@ -163,11 +158,6 @@ class ProcessContext:
             if kind not in self._components:
                 self._components[kind] = kind(self)
             return cast(T, self._components[kind])
-
-    @property
-    def barriers(self) -> NamedBarriers:
-        """Where ranks wait for each other."""
-        return self.component(NamedBarriers)
 
     # Failures, and the end.
 
@@ -183,12 +173,12 @@ class ProcessContext:
         """End this rank's part in all groups: a rank that waits for it in a collective is released."""
         self.peers.note_raised()
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
-        self._groups.cut()
+        self._groups.abort_connections()
         self._groups.close(is_broken=True)
 
-    def _release(self, event: PeerEvent) -> None:
+    def _abort(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
-        self._groups.cut()
+        self._groups.abort_connections()
         self._groups.abort_nccl()
 
     def close(self) -> None:
@@ -196,7 +186,7 @@ class ProcessContext:
         try:
             self._groups.close(is_broken=self.failure is not None or self.peers.cause is not None)
         finally:
-            self._groups.release()
+            self._groups.forget()
             self._components.clear()
             self._connections.withdraw()
             self._channel.close()
@@ -215,14 +205,15 @@ def current() -> ProcessContext | None:
 def join(request: Request) -> ProcessContext | None:
     """Find the other ranks and form the process group with them. Collective: every rank must call it.
 
-    A process joins once. Later calls use the same ranks again: with another backend a new group is formed, another
-    timeout is set, and everything else that differs is refused. A world of one rank is left for another one. After a
-    failure that all ranks have lived through they leave, and start anew.
+    A process joins once. Later calls use the same ranks again: with another backend or other variables a new group is
+    formed, another timeout is set, and everything else that differs is refused. A world of one rank is left for another
+    one. After a failure that all ranks have lived through they leave, and start anew.
 
     Returns:
         The context; ``None`` where somebody else has opened the default process group already, which is then used.
 
     Raises:
+        ConfigurationError: the environment has another value for a variable of the request.
         RendezvousError: the ranks could not find each other within ``init_timeout``.
         GroupInUseError: this process has a group already that does not fit.
         RankFailedError: a rank has died or failed before.
@@ -236,6 +227,7 @@ def join(request: Request) -> ProcessContext | None:
     if dist.is_initialized():
         _adopt_foreign_group(request)
         return None
+    check_variables(request.variables)
     deadline = Deadline(request.init_timeout.total_seconds())
     context = ProcessContext(request, connect(request, deadline))
     try:

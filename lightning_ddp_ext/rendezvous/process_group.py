@@ -1,4 +1,4 @@
-"""The process groups of this process: how they are formed, cut and closed."""
+"""The process groups of this process: how they are formed, aborted and closed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
+from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def check_variables(variables: dict[str, str]) -> None:
+    """Refuse variables for which the environment has another value.
+
+    Raises:
+        ConfigurationError: names both values.
+    """
+    for name, value in variables.items():
+        if os.environ.get(name, value) != value:
+            argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
+            raise ConfigurationError(
+                f"{argument}= of the strategy says {name}={value}, and the environment says "
+                f"{name}={os.environ[name]}; leave one of them out"
+            )
 
 
 class ProcessGroups:
@@ -41,28 +58,36 @@ class ProcessGroups:
         self._connections = connections
         self._is_forming = False
         self._formed = 0
+        self._variables: dict[str, str] = {}
         # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
         # reference alone gives the GIL up meanwhile, and DDP's does not, so these must outlive the model's:
         # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
 
+    def set_variables(self, variables: dict[str, str]) -> None:
+        """Put variables into the environment until the groups are closed.
+
+        Raises:
+            ConfigurationError: as for :func:`check_variables`.
+        """
+        check_variables(variables)
+        self._variables = {name: value for name, value in variables.items() if name not in os.environ}
+        os.environ.update(self._variables)
+
     def form_default(self, request: Request, deadline: Deadline) -> None:
         """Form the default group, and see that it works. Collective; within :meth:`forming`."""
         self.request = request
         self._formed += 1
-        try:
-            dist.init_process_group(
-                request.backend,
-                store=PrefixStore(f"group/{self._formed}", self._connections.store),
-                rank=request.world.rank,
-                world_size=request.world.world_size,
-                timeout=deadline.as_timedelta(),
-                device_id=None if request.device.type == "cpu" else request.device,
-            )
-        finally:
-            if dist.is_initialized():  # also where it has failed in its last barrier (TORCH_DIST_INIT_BARRIER=1)
-                self._kept.append(dist.group.WORLD)
+        dist.init_process_group(
+            request.backend,
+            store=PrefixStore(f"group/{self._formed}", self._connections.store),
+            rank=request.world.rank,
+            world_size=request.world.world_size,
+            timeout=deadline.as_timedelta(),
+            device_id=None if request.device.type == "cpu" else request.device,
+        )
+        self._kept.append(dist.group.WORLD)
         dist.all_reduce(torch.ones(1, device=request.device))
         _set_timeout(request.timeout)
 
@@ -80,7 +105,7 @@ class ProcessGroups:
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Note the sockets that the block opens, to cut them; and have gloo use the network that joins the hosts."""
+        """Record the sockets that the block opens, and have gloo use the network that joins the hosts."""
         # Gloo would take the one that the host's name stands for.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
@@ -96,12 +121,12 @@ class ProcessGroups:
             if interface is not None:
                 del os.environ[_INTERFACE]
 
-    def cut(self) -> None:
+    def abort_connections(self) -> None:
         """End the connections of all groups: a thread that waits in a gloo collective, or forms one, gets an error."""
         for sockets in self._sockets:
-            sockets.sever()
+            sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
-            self._connections.store_sockets.sever()
+            self._connections.store_sockets.abort()
 
     def abort_nccl(self) -> bool:
         """End NCCL's groups, and say whether there were any; to destroy them would be to wait for their kernels."""
@@ -128,9 +153,12 @@ class ProcessGroups:
             gc.collect()
         self.others.clear()
         self._sockets.clear()
+        for name in self._variables:
+            os.environ.pop(name, None)
+        self._variables.clear()
 
-    def release(self) -> None:
-        """Let go of the closed groups."""
+    def forget(self) -> None:
+        """Drop the last references to the closed groups."""
         self._kept.clear()
 
 

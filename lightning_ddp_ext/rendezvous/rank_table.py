@@ -11,8 +11,6 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
-_LONGEST_LIST = 16
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -77,14 +75,3 @@ def difference_between(first: Hello, second: Hello) -> str | None:
                 "start every rank with the same settings and the same installation"
             )
     return None
-
-
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """A few ranks at the beginning of a sentence.
-
-    >>> ranks_in_words([2]), ranks_in_words([2, 1])
-    ('rank 2', 'ranks 1, 2')
-    """
-    known = sorted(ranks)
-    more = f" and {len(known) - _LONGEST_LIST} more" if len(known) > _LONGEST_LIST else ""
-    return f"rank{'s' if len(known) != 1 else ''} {', '.join(map(str, known[:_LONGEST_LIST]))}{more}"

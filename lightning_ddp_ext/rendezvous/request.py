@@ -31,9 +31,7 @@ class Timeouts:
     after_refusal: float = 3.0
     first_cause: float = 2.0
     # After a failure a rank may be busy, hears of it at its next collective, and can then save what it has.
-    grace: dict[str, float] = field(
-        default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "mismatched": 30.0, "hung": 5.0}
-    )
+    grace: dict[str, float] = field(default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0})
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Request:
         timeout: of a collective; ``None`` for the backend's default.
         init_timeout: of the whole start-up.
         is_explicit: whether the user chose the init method.
+        variables: that the environment has while the process group is open.
         versions: of the packages that must be the same on all ranks.
         absence: a sentence once this process knows that a rank has ended and cannot connect.
         timeouts: of the control channel.
@@ -62,6 +61,7 @@ class Request:
     timeout: timedelta | None
     init_timeout: timedelta
     is_explicit: bool = True
+    variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     absence: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)

@@ -1,4 +1,4 @@
-"""The sockets of this process: which a block of code has opened, cutting them, and addresses of this host."""
+"""The sockets of this process: those that a block of code has opened, and how to abort them; this host's addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPEN_FILES = "/proc/self/fd"
 
 
 class OpenedSockets:
-    """The sockets that C++ code opens in this process while a ``with`` block runs; they can be severed meanwhile."""
+    """The sockets that C++ code opens in this process while a ``with`` block runs; they can be aborted meanwhile."""
 
     def __init__(self) -> None:
         self._before = _sockets_of_this_process()
@@ -28,7 +28,7 @@ class OpenedSockets:
     def __exit__(self, *exception: object) -> None:
         self._opened = self._opened_so_far()
 
-    def sever(self) -> None:
+    def abort(self) -> None:
         """End every connection among them, now: whoever waits on one gets an error instead.
 
         This is what releases a thread that is blocked in a gloo collective or in a store: neither ``abort`` nor

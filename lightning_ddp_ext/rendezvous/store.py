@@ -14,8 +14,6 @@ from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
 
 # Of one operation on a key that is known to be there.
 _OPERATION = timedelta(seconds=10)
-# A client keeps its own timeout only roughly.
-_EXCEEDS_BY = 1.5
 
 
 def host_store(bound_to: str) -> TCPStore:
@@ -46,7 +44,7 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
         return TCPStore(host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
 
     try:
-        store = deadline.bound(construct, extra=_EXCEEDS_BY, check=check)
+        store = deadline.bound(construct, check=check)
     except DDPExtError:
         raise
     except Exception as error:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_ddp_ext.rank_lists import listed, ranks_in_words, who_does_what
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo, ranks_in_words
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import Flight
-
-_LONGEST_LIST = 8
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Findings:
 
 
 def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> PeerEvent:
-    others = "".join(f"; {silence}" for silence in silences[1:_LONGEST_LIST])
-    return event_of("hung", silences[0].who, f"{silences[0]}{others}{_waiting(still)}")
+    return event_of("hung", silences[0].who, listed([*silences, *_activities(still)], separator="; "))
 
 
 def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
@@ -149,12 +147,11 @@ def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]
 
 
 def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEvent:
-    calls = [(flight.describe(number), report) for report, flight in inside]
-    frequency = Counter(call for call, _ in calls)
-    odd = min(calls, key=lambda call: (frequency[call[0]], -call[1].who.rank))[1]
-    places = "; ".join(f"{report.who} in {call}, {report.where}" for call, report in calls[:_LONGEST_LIST])
-    sentence = f"ranks are in different collectives: {places}; let every rank make the same calls"
-    return event_of("hung", odd.who, sentence)
+    calls = {report.who: flight.describe(number) for report, flight in inside}
+    frequency = Counter(calls.values())
+    odd = min(calls, key=lambda who: (frequency[calls[who]], -who.rank))
+    places = who_does_what({report.who: f"{calls[report.who]}, {report.where}" for report, _ in inside}, "in")
+    return event_of("hung", odd, f"ranks are in different collectives: {places}; let every rank make the same calls")
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
@@ -162,19 +159,14 @@ def _stuck(still: Sequence[Report]) -> PeerEvent:
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))
-    return event_of(
-        "hung",
-        first.who,
-        f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
-        f"{_waiting([report for report in still if report is not first])}",
-    )
+    finding = f"{first.who} has not moved for {first.idle:.0f} s; it is in {_activity(first)}"
+    others = [report for report in still if report is not first]
+    return event_of("hung", first.who, listed([finding, *_activities(others)], separator="; "))
 
 
-def _waiting(still: Sequence[Report]) -> str:
-    shown = sorted(still, key=lambda report: report.who.rank)[:_LONGEST_LIST]
-    return "".join(
-        f"; rank {report.who.rank} has been in {_activity(report)} for {report.idle:.0f} s" for report in shown
-    )
+def _activities(still: Sequence[Report]) -> list[str]:
+    ordered = sorted(still, key=lambda report: report.who.rank)
+    return [f"rank {each.who.rank} has been in {_activity(each)} for {each.idle:.0f} s" for each in ordered]
 
 
 def _activity(report: Report) -> str:

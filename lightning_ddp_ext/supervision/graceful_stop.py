@@ -1,12 +1,12 @@
-"""All ranks stop at the same point of the program, because one of them was asked to.
+"""Stop all ranks at the same point of the program after one of them received a signal.
 
 A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, a barrier
 before training, the end of training. Each rank counts those that it has passed. A request goes to rank 0 over the
-control channel, and rank 0 has all ranks pause: the main thread of each waits at its next stop point, and the channel's
-thread of each reports how many it has passed. So the ranks agree on the first one that none of them has passed.
+control channel, and rank 0 pauses all ranks: the main thread of each waits at its next stop point, and the channel's
+thread of each replies how many it has passed. So the ranks agree on the first one that none of them has passed.
 
-Only these threads have to answer, so ranks that work together in a collective meanwhile always come out of it. Until a
-signal comes, a stop point costs an addition and a look at a bool.
+Only these threads have to reply, so ranks that are in a collective meanwhile always complete it. Until a signal
+arrives, a stop point costs an addition and a look at a bool.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from signal import Signals
+from typing import Any
 
 from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.wire import Message
+from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.survey import Survey
@@ -72,7 +74,11 @@ def next_common(positions: Sequence[Position]) -> Position:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers."""
+    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers.
+
+    Attributes:
+        is_active: whether a Trainer of this process heeds requests.
+    """
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
@@ -81,65 +87,56 @@ class GracefulStop:
         self._changed = context.peers.arrived
         self._position = Position(0)
         self._job = 0
-        self._is_active = False
+        self.is_active = False
         self._is_pausing = False
         self._request: StopRequest | None = None
         self._target: Position | None = None
-        self._asked_job = 0
-        self._positions: dict[int, Position] = {}
-        self._deadline: timedelta | None = None
+        self._replies = Replies()
+        self._seconds = 0.0  # that the ranks have from the first signal on
         self._on_request: Callable[[StopRequest], object] = lambda request: None
         self._timer: threading.Timer | None = None
         self._survey = context.component(Survey)
-        context.listen("stop", self._hear)
+        self._everyone = range(len(context.table))
+        self._remote = RemoteCalls(
+            context.peers, "stop", accept=self._accept, pause=self._pause, set_target=self._set_target
+        )
 
     def ask(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not within a signal handler. Asking again changes nothing."""
-        mine = self._context.table[self._rank]
-        request = StopRequest(signum, mine.rank, mine.host, self._job)
+        request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._start_timer(request)
-        if self._rank == 0:
-            self._take_request(request)
-        else:
-            self._context.send("stop", {"request": asdict(request)})
+        self._remote.call([0], "accept", asdict(request))
 
     def begin(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
-        """From now on requests are heeded: the ranks have begun a job, which has stop points.
+        """Heed requests from now on: the ranks have begun a job, which has stop points.
 
         Args:
-            deadline: what the ranks have from the first signal until they are gone; they are ended then.
+            deadline: the time from the first signal until ranks that have not stopped are ended.
             on_request: called on rank 0 with the first request, by a thread.
         """
         with self._changed:
             self._job += 1
-            self._is_active = True
-            self._deadline = deadline
+            self.is_active = True
+            self._seconds = deadline.total_seconds()
             self._on_request = on_request
-            request = self._request  # of a rank that has begun before this one
-        if request is not None:
-            self._start_timer(request)
-            if self._rank == 0:
-                self._pause_all(request)
+            if self._request is not None:  # of a rank that has begun before this one
+                self._start_timer(self._request)
+                self._start_agreement(self._request)
 
     def end(self) -> None:
-        """The ranks have stopped, or there is no stop point any more."""
+        """Ignore requests from now on: the ranks have stopped, or passed the last stop point."""
         with self._changed:
-            self._is_active = False
+            self.is_active = False
             if self._request is None or self._is_over(self._request.job):
                 self._request, self._target, self._is_pausing = None, None, False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether a Trainer of this process heeds requests."""
-        return self._is_active
-
     # Stop points, in the main thread.
 
     def at_point(self) -> StopRequest | None:
-        """Why all ranks stop here, if they do. Every rank must call it at the same points.
+        """Return why all ranks stop here, if they do. Every rank must call it at the same points.
 
         Raises:
             RankFailedError: one of its kinds; that a rank died or failed overrules every request.
@@ -168,104 +165,71 @@ class GracefulStop:
     def _decide(self) -> StopRequest | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._target is not None or not self._is_pausing or self._peers.cause_or_departure is not None
-            )
+            self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
             if self._peers.cause is not None:
                 raise self._peers.cause.to_error()
             if self._target is None or not self._position.has_reached(self._target):
                 return None
             request = self._request
-            self._is_active = self._is_pausing = False
+            self.is_active = self._is_pausing = False
             self._request = self._target = None
             return request
 
     # The agreement, in threads.
 
-    def _hear(self, message: Message) -> None:
-        """Called on the channel's thread."""
-        if "request" in message:
-            self._take_request(StopRequest(**message["request"]))
-        elif "pause" in message:
-            self._pause(StopRequest(**message["pause"]))
-        elif "position" in message:
-            self._collect(message["from"], Position(**message["position"]), message["job"])
-        elif "target" in message:
-            self._set_target(Position(**message["target"]), message["job"])
-
     def _is_over(self, job: int) -> bool:
-        """Whether this rank is done with that job: what comes too late for it is not meant for the next one."""
-        return job < self._job or (job == self._job and not self._is_active)
+        """Whether this rank is done with that job: a late message must not stop the next one."""
+        return job < self._job or (job == self._job and not self.is_active)
 
-    def _take_request(self, request: StopRequest) -> None:
-        """On rank 0: the first one makes all ranks pause, as soon as rank 0 has begun that job, too."""
-        with self._changed:
-            if self._request is not None or self._is_over(request.job):
-                return
+    def _accept(self, values: dict[str, Any]) -> None:
+        """On rank 0: the first request makes all ranks pause, as soon as rank 0 has also begun that job."""
+        request = StopRequest(**values)
+        if self._request is None and not self._is_over(request.job):
             self._request = request
-            has_begun = self._is_active and request.job == self._job
-        if has_begun:
-            self._pause_all(request)
+            if self.is_active and request.job == self._job:
+                self._start_agreement(request)
 
-    def _pause_all(self, request: StopRequest) -> None:
-        """On rank 0: have all ranks pause and say how far they are."""
-        self._on_request(request)
-        with self._changed:
-            self._positions.clear()
-            self._asked_job = request.job
-        self._context.send("stop", {"pause": asdict(request)})
-        self._pause(request)
-
-    def _pause(self, request: StopRequest) -> None:
-        with self._changed:
-            is_over = self._is_over(request.job)
-            if not is_over:
-                self._request, self._is_pausing, self._target = request, True, None
-            position = self._position  # after the flag: the main thread sets them the other way round
-        if not is_over:
-            self._start_timer(request)
+    def _start_agreement(self, request: StopRequest) -> None:
+        """On rank 0: pause all ranks now, so that no barrier opens before; a thread waits for their replies."""
         if self._rank == 0:
-            self._collect(0, position, request.job)
-        else:
-            self._context.send("stop", {"position": asdict(position), "job": request.job})
+            self._replies = self._remote.call(self._everyone, "pause", asdict(request))
+            threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()
 
-    def _collect(self, rank: int, position: Position, job: int) -> None:
-        """On rank 0: when all have answered, say where to stop."""
-        with self._changed:
-            if job != self._asked_job:
-                return
-            self._positions[rank] = position
-            positions = list(self._positions.values())
-        if len(positions) == len(self._context.table):
-            target = next_common(positions)
-            self._context.send("stop", {"target": asdict(target), "job": job})
-            self._set_target(target, job)
+    def _agree(self, request: StopRequest) -> None:
+        self._on_request(request)
+        replies = self._replies
+        if self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds):
+            target = next_common([Position(**reply) for reply in replies.values()])
+            self._remote.call(self._everyone, "set_target", asdict(target), request.job)
 
-    def _set_target(self, target: Position, job: int) -> None:
-        with self._changed:
-            if not self._is_over(job):
-                self._target = target
-            self._changed.notify_all()
+    def _pause(self, values: dict[str, Any]) -> dict[str, Any]:
+        request = StopRequest(**values)
+        if not self._is_over(request.job):
+            self._request, self._is_pausing, self._target = request, True, None
+            self._start_timer(request)
+        return asdict(self._position)  # after the flag: the main thread sets them the other way round
+
+    def _set_target(self, target: dict[str, Any], job: int) -> None:
+        if not self._is_over(job):
+            self._target = Position(**target)
 
     # The deadline.
 
     def _start_timer(self, request: StopRequest) -> None:
         with self._changed:
-            if self._timer is not None or self._deadline is None or not self._is_active:
-                return
-            self._timer = threading.Timer(self._deadline.total_seconds(), self._give_up, [request])
-            self._timer.name = "ddpx-stop-deadline"
-            self._timer.daemon = True
-            self._timer.start()
+            if self._timer is None and self.is_active:
+                self._timer = threading.Timer(self._seconds, self._give_up, [request])
+                self._timer.name = "ddpx-stop-deadline"
+                self._timer.daemon = True
+                self._timer.start()
 
     def _give_up(self, request: StopRequest) -> None:
-        assert self._deadline is not None
-        silent = [info for info in self._context.table if info.rank not in self._positions]
-        who = f" ({', '.join(map(str, silent))} did not answer)" if self._rank == 0 and silent else ""
+        silent = [info for info in self._context.table if info.rank not in self._replies]
+        who = f" ({listed(silent)} did not answer)" if self._rank == 0 and silent else ""
         sys.stderr.write(
-            f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline "
-            f"{self._deadline.total_seconds():g} s{who}, so this one is ended at {call_site_of(main_frame())}; "
-            "what had been saved before is still there. Give them a longer save_deadline if they only need more time\n"
+            f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline {self._seconds:g} s{who}, "
+            f"so this one is ended at {call_site_of(main_frame())}; what had been saved before is still there. Give "
+            "them a longer save_deadline if they only need more time\n"
         )
         sys.stderr.flush()
         end_at_once(status_of(request.signum))

@@ -1,8 +1,8 @@
-"""Ask every rank what it does: after a collective that timed out, or when a watchdog finds that nothing moves.
+"""Collect a report from every rank: after a collective timed out, or when a watchdog finds that nothing moves.
 
-Rank 0 asks, on behalf of any rank, in a thread; each rank answers from the channel's thread, whatever its main thread
-does. One that does not answer is named, or else one that does not wait for the others. That one may be on its way from
-the collective that has timed out on others, so it is asked once more before it is named.
+Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, whatever
+its main thread does. A rank that does not reply is named, or else one that does not wait for the others. That one may
+be on its way from the collective that has timed out on others, so it is asked once more before it is named.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.rendezvous.wire import Message
+from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
@@ -29,7 +29,6 @@ from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 # watchdog asks.
 Kind = Literal["collective", "silence", "hang"]
 
-_TOPIC = "survey"
 # What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
@@ -53,16 +52,15 @@ class Survey:
         self._context = context
         self._peers = context.peers
         self._table = context.table
+        self._everyone = range(len(context.table))
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
         self._seconds = context.timeouts.answer
         self._has_come_out = False  # of its collective, which was in vain
-        self._is_under_way = False
-        self._over: set[str] = set()
+        self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
-        self._reports: dict[int, Report] = {}
-        context.listen(_TOPIC, self._hear)
+        self._remote = RemoteCalls(context.peers, "survey", start=self._start, report=self._reply, end=self._over.add)
 
     # Called by any thread but the channel's; takes some seconds.
 
@@ -76,10 +74,10 @@ class Survey:
         self._has_come_out |= has_timed_out or was_closed
         if has_timed_out:
             wait = f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
-            return self._ask("collective", wait)
+            return self._request("collective", wait)
         event = self._peers.wait(self._context.timeouts.first_cause)
         if event is None and was_closed:
-            event = self._ask("collective", f"the connections of rank {self._rank} were closed in a collective")
+            event = self._request("collective", f"the connections of rank {self._rank} were closed in a collective")
         return event
 
     def check_that_all_answer(self) -> None:
@@ -89,54 +87,25 @@ class Survey:
             RankHungError: a rank does not answer.
             RankFailedError: another of its kinds; something else has happened to a rank.
         """
-        event = self._ask("silence", f"rank {self._rank} has waited for {self._timeout}")
+        event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
 
     def after_standstill(self) -> None:
         """Find out which rank hangs; all ranks are told, if they are to end."""
-        self._ask("hang", "")
+        self._request("hang", "")
 
-    def _ask(self, kind: Kind, wait: str) -> PeerEvent | None:
+    def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
         if self._peers.cause_or_departure is not None and kind == "hang":
             return None  # the ranks are ending already
-        with self._peers.arrived:
-            self._over.discard(kind)
-        if self._rank == 0:
-            self._request(kind, wait)
-        else:
-            self._context.send(_TOPIC, {"request": kind, "wait": wait})
-            self._await(lambda: self._is_under_way or kind in self._over, self._seconds)
-        # One of another kind may come first.
-        self._await(lambda: kind in self._over, 4 * self._seconds if self._is_under_way or self._rank == 0 else 0.0)
+        self._over.discard(kind)
+        replies = self._remote.call([0], "start", kind, wait)
+        if self._peers.wait_for(lambda: bool(replies), self._seconds):
+            # A survey of another kind may be first.
+            self._peers.wait_for(lambda: kind in self._over, 4 * self._seconds)
         if self._rank != 0 and kind not in self._over and self._peers.cause_or_departure is None:
             self._conclude(kind, wait, Findings([self._report()], [self._silence(0)]))
         return self._peers.cause_or_departure
-
-    def _await(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until it is so, or something has happened to a rank, which says more."""
-        with self._peers.arrived:
-            self._peers.arrived.wait_for(lambda: condition() or self._peers.cause_or_departure is not None, seconds)
-
-    # On the channel's thread.
-
-    def _hear(self, message: Message) -> None:
-        if "request" in message:
-            self._request(message["request"], message["wait"])
-        elif "question" in message:
-            self._note(under_way=True)
-            self._context.send(_TOPIC, {"report": asdict(self._report())})
-        elif "report" in message:
-            self._take(Report.of(message["report"]))
-        elif "over" in message:
-            self._note(under_way=False, over=message["over"])
-
-    def _note(self, *, under_way: bool, over: str | None = None) -> None:
-        with self._peers.arrived:
-            self._is_under_way = under_way
-            if over is not None:
-                self._over.add(over)
-            self._peers.arrived.notify_all()
 
     def _report(self) -> Report:
         report = self.describe()
@@ -152,14 +121,16 @@ class Survey:
             is_outside=True,
         )
 
+    def _reply(self) -> dict[str, Any]:
+        return asdict(self._report())
+
     # On rank 0.
 
-    def _request(self, kind: Kind, wait: str) -> None:
-        with self._peers.arrived:
-            is_new = kind not in self._requested
+    def _start(self, kind: Kind, wait: str) -> bool:
+        if kind not in self._requested:
             self._requested.add(kind)
-        if is_new:
             threading.Thread(target=self._survey, args=[kind, wait], name="ddpx-survey", daemon=True).start()
+        return True
 
     def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
@@ -169,27 +140,17 @@ class Survey:
                 findings = self._collect()
             if self._peers.cause_or_departure is None:
                 self._conclude(kind, wait, findings)
-            with self._peers.arrived:
-                self._requested.discard(kind)
-            self._note(under_way=False, over=kind)  # before the others, which may ask again
-            self._context.send(_TOPIC, {"over": kind})
+            self._requested.discard(kind)
+            self._remote.call(self._everyone, "end", kind)
 
     def _collect(self) -> Findings:
-        """Ask all ranks for a report."""
-        self._note(under_way=True)
-        everyone = {info.rank for info in self._table if info.rank not in self._peers.ended}
-        mine = self._report()
+        """Request a report of each rank."""
+        replies = self._remote.call(self._everyone, "report")
+        self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds)
         with self._peers.arrived:
-            self._reports = {0: mine}
-        self._context.send(_TOPIC, {"question": True})
-        self._await(lambda: self._reports.keys() >= everyone, self._seconds)
-        silent = sorted(everyone - self._reports.keys())
-        return Findings(list(self._reports.values()), [self._silence(rank) for rank in silent])
-
-    def _take(self, report: Report) -> None:
-        with self._peers.arrived:
-            self._reports[report.who.rank] = report
-            self._peers.arrived.notify_all()
+            reports = [Report.of(reply) for reply in replies.values()]
+            silent = [rank for rank in self._everyone if rank not in replies]
+        return Findings(reports, [self._silence(rank) for rank in silent])
 
     # What follows.
 

@@ -1,4 +1,4 @@
-"""Rank 0 lets ranks pass a barrier when all have come to the same one, in whatever order they come."""
+"""Rank 0 opens a barrier when all ranks have reached the same one, in any order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,31 +20,39 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 
 class RankZero:
-    """Rank 0 of three, what it hears, what it has sent to all, and what it has reported."""
+    """Rank 0 of three: the calls that it has sent to all, and what it has reported."""
 
     def __init__(self) -> None:
-        self.sent: list[Message] = []
+        self.sent: list[tuple[str, list[int]]] = []
         self.reported: list[PeerEvent] = []
-        self.hear: Callable[[Message], None]
-        context: Any = SimpleNamespace(
-            peers=SimpleNamespace(arrived=threading.Condition(), report=self._report),
-            world=SimpleNamespace(rank=0),
+        self.receive: Callable[[Message], None]
+        peers: Any = SimpleNamespace(
+            rank=0,
+            arrived=threading.Condition(threading.RLock()),
+            report=self._report,
             table=tuple(RankInfo(rank=rank, host="h", pid=10 + rank) for rank in range(3)),
-            listen=lambda topic, listener: setattr(self, "hear", listener),
-            send=lambda topic, message: self.sent.append(message),
+            channel=SimpleNamespace(
+                listen=lambda topic, listener: setattr(self, "receive", listener),
+                send=lambda topic, message, ranks: self.sent.append((message["call"], list(ranks))),
+            ),
         )
-        self.barriers = NamedBarriers(context)
+        self.barriers = NamedBarriers(peers, lambda: timedelta(seconds=1))
 
     def _report(self, event: PeerEvent) -> PeerEvent:
         self.reported.append(event)
         return event
+
+    @property
+    def has_opened(self) -> bool:
+        return ("open", [0, 1, 2]) in self.sent
 
     def begin(self, rank: int, name: str, steps: int = 0) -> None:
         """Have a rank begin its first call."""
         if rank == 0:
             self.barriers.begin(name)
         else:
-            self.hear({"call": asdict(Call(rank, 1, steps, name, name))})
+            values = asdict(Call(rank, 1, steps, name, name))
+            self.receive({"from": rank, "number": 1, "call": "record", "arguments": [values]})
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -52,13 +61,13 @@ def test_all_pass_or_the_odd_one_is_named(order: tuple[int, ...]) -> None:
     zero = RankZero()
     for rank in order:
         zero.begin(rank, "data")
-    assert {"open": 1} in zero.sent
+    assert zero.has_opened
     assert zero.reported == []
     for odd in range(3):
         zero = RankZero()
         for rank in order:
             zero.begin(rank, "model" if rank == odd else "data")
-        assert {"open": 1} not in zero.sent
+        assert not zero.has_opened
         assert zero.reported
         assert all(f"rank {odd} (host h, pid {10 + odd}) began model" in event.reason for event in zero.reported)
 

@@ -42,12 +42,12 @@ def test_what_a_block_has_opened_can_be_severed(listener: socket.socket) -> None
     with closing(Connection(listener)) as before:
         with OpenedSockets() as opened:
             with closing(Connection(listener)) as first:
-                opened.sever()
+                opened.abort()
                 assert first.is_severed()
             during = Connection(listener)
         with closing(during), closing(Connection(listener)) as after:
-            opened.sever()
-            opened.sever()  # a second time is no harm
+            opened.abort()
+            opened.abort()  # a second time is no harm
             assert [each.is_severed() for each in (before, during, after)] == [False, True, False]
 
 
@@ -64,7 +64,7 @@ def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> No
     with OpenedSockets() as opened:
         thread.start()
         theirs, _ = listener.accept()
-    opened.sever()
+    opened.abort()
     is_done.set()
     thread.join()
     with theirs, found[0] as ours:
@@ -107,7 +107,7 @@ def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: s
     first.close()
     with closing(Connection(listener)) as second:
         assert set(second.ends) == set(first.ends)
-        opened.sever()
+        opened.abort()
         assert not second.is_severed()
 
 
@@ -116,7 +116,7 @@ def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> 
     """A run of one machine is not offered to the network; gloo's listeners, which must not be shut down, stay open."""
     with OpenedSockets() as opened:
         listener = listen(host, 0)
-    opened.sever()
+    opened.abort()
     address, port = listener.getsockname()[:2]
     assert is_loopback(address) == (host != "::")
     with listener:

@@ -22,7 +22,7 @@ from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from tests.harness.network import Network
-from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks, run_ranks
+from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
 from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
@@ -112,13 +112,6 @@ def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     join(request((number + 2) % world_size, world_size, where))
     return add_ones(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-
-
-def fail_to_join(rank: int, world_size: int, where: Tcp | str) -> bool:
-    """Whether there is a process group after that."""
-    with pytest.raises(RuntimeError):
-        join(request(rank, world_size, where, init_timeout=2.0))
-    return dist.is_initialized()
 
 
 @contextmanager
@@ -244,12 +237,6 @@ def test_a_rank_that_reaches_rank_0_but_not_the_store() -> None:
     assert reason.startswith("the store at 127.0.0.2:")
     failed = f"{process(1, second.pid)} failed, so this rank stops: RendezvousError: {reason}"
     assert sentence(first, RankFailedError) == failed
-
-
-def test_a_group_that_fails_in_its_last_barrier_is_not_left_open(tmp_path: Path) -> None:
-    """Torch leaves it behind where only some ranks have the variable."""
-    env = {"TORCH_DIST_INIT_BARRIER": lambda rank: str(1 - int(rank))}
-    assert run_ranks(fail_to_join, 2, place("file", tmp_path), env=env) == [False, False]
 
 
 @pytest.mark.netns

@@ -37,9 +37,9 @@ CASES: dict[str, tuple[Findings, str | None]] = {
     ),
     "one makes another call": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
-        "ranks are in different collectives: rank 0 (host host0, pid 100) in all_reduce #5, train_dataloader_next, "
-        "dataset.py:41; rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, dataset.py:41; rank 2 (host "
-        "host2, pid 102) in all_reduce #5, train_dataloader_next, dataset.py:41; let every rank make the same calls",
+        "ranks are in different collectives: rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, "
+        "dataset.py:41; rank 0 (host host0, pid 100), rank 2 (host host2, pid 102) in all_reduce #5, "
+        "train_dataloader_next, dataset.py:41; let every rank make the same calls",
     ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),

@@ -41,7 +41,7 @@ def call_collectives(rank: int, world_size: int, port: int, end: str) -> dict[st
         hold("at the end")
         return None
     if end == "is severed":
-        sockets.sever()
+        sockets.abort()
     if end == "is gone":
         dist.destroy_process_group()
     tensor = torch.ones(8)

@@ -1,0 +1,54 @@
+"""List ranks in messages, in a few words even where there are hundreds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+_MOST = 8
+
+
+def listed(items: Iterable[object], separator: str = ", ") -> str:
+    """Return the first items as text, and the number of the others.
+
+    >>> listed(["rank 0 (host a, pid 7)", "rank 1 (host b, pid 8)"])
+    'rank 0 (host a, pid 7), rank 1 (host b, pid 8)'
+    >>> listed("abcdefghij")
+    'a, b, c, d, e, f, g, h and 2 more'
+    """
+    texts = [str(item) for item in items]
+    left_out = len(texts) - _MOST
+    return separator.join(texts[:_MOST]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ranks as they stand in a sentence; consecutive ones as a range.
+
+    >>> ranks_in_words([2]), ranks_in_words([2, 1])
+    ('rank 2', 'ranks 1, 2')
+    >>> ranks_in_words([*range(8), 9, *range(20, 320, 2)])
+    'ranks 0-7, 9, 20, 22, 24, 26, 28, 30 and 144 more'
+    """
+    known = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in known:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs[:_MOST]]
+    left_out = len(known) - sum(map(len, runs[:_MOST]))
+    more = f" and {left_out} more" if left_out else ""
+    return f"rank{'s' if len(known) != 1 else ''} {', '.join(shown)}{more}"
+
+
+def who_does_what(activities: Mapping[object, str], verb: str) -> str:
+    """Return the ranks by activity, the rarest one first.
+
+    >>> who_does_what({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
+    'rank 1 began load; rank 0, rank 2 began save'
+    """
+    ranks: dict[str, list[object]] = {}
+    for rank, activity in activities.items():
+        ranks.setdefault(activity, []).append(rank)
+    rarest_first = sorted(ranks.items(), key=lambda entry: len(entry[1]))
+    return listed((f"{listed(who)} {verb} {activity}" for activity, who in rarest_first), separator="; ")

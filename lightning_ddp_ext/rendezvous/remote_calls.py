@@ -1,0 +1,72 @@
+"""Requests and replies on the control channel: rank 0 calls functions on all ranks, and each of them on rank 0.
+
+Barriers, stops and surveys are made of these. A call never waits; the caller may wait until replies have arrived, or
+until something has happened to a rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
+from lightning_ddp_ext.rendezvous.wire import Message
+
+
+class Replies(dict[int, Any]):
+    """The results of a call by rank, as far as they have arrived; ``None`` is not sent back."""
+
+
+class RemoteCalls:
+    """The functions of one topic that ranks call on each other.
+
+    They run one at a time on the channel's thread, or on the caller's where a rank calls itself, and hold
+    ``peers.arrived``, which is notified afterwards. They must not wait. Arguments and results are JSON.
+
+    Args:
+        peers: the other ranks.
+        topic: the same on all ranks.
+        functions: by the name with which they are called.
+    """
+
+    def __init__(self, peers: PeerFailure, topic: str, **functions: Callable[..., Any]) -> None:
+        self._peers = peers
+        self._topic = topic
+        self._functions = functions
+        self._numbers = itertools.count(1)
+        # Replies that arrive when the caller is not interested in them any longer are dropped.
+        self._awaited: weakref.WeakValueDictionary[int, Replies] = weakref.WeakValueDictionary()
+        peers.channel.listen(topic, self._handle_message)
+
+    def call(self, ranks: Collection[int], function: str, *arguments: Any) -> Replies:
+        """Call a function: from rank 0 on any ranks, and from the others on rank 0."""
+        replies, number = Replies(), next(self._numbers)
+        self._awaited[number] = replies
+        message = {"call": function, "arguments": arguments, "number": number}
+        self._peers.channel.send(self._topic, message, ranks)
+        if self._peers.rank in ranks:
+            self._record(replies, self._peers.rank, self._run(function, arguments))
+        return replies
+
+    def _handle_message(self, message: Message) -> None:
+        sender, number = message["from"], message["number"]
+        if "call" not in message:
+            self._record(self._awaited.get(number), sender, message["result"])
+            return
+        result = self._run(message["call"], message["arguments"])
+        if result is not None:
+            self._peers.channel.send(self._topic, {"result": result, "number": number}, [sender])
+
+    def _run(self, function: str, arguments: Collection[Any]) -> Any:
+        with self._peers.arrived:
+            result = self._functions[function](*arguments)
+            self._peers.arrived.notify_all()
+        return result
+
+    def _record(self, replies: Replies | None, rank: int, result: Any) -> None:
+        with self._peers.arrived:
+            if replies is not None and result is not None:
+                replies[rank] = result
+            self._peers.arrived.notify_all()
