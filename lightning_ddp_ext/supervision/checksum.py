@@ -47,7 +47,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     weights = _weights(tensor.device)
     words_per_element = max(1, tensor.element_size() // 4)
-    found = torch.tensor(tensor.numel(), device=tensor.device)
+    found = torch.full((), tensor.numel(), dtype=torch.int64, device=tensor.device)
     for chunk in _chunks(tensor.detach(), len(weights) // words_per_element):
         words = chunk.view(_WORDS.get(chunk.element_size(), torch.int32))
         found = found * _FACTOR + (words * weights[: len(words)]).sum()
