@@ -64,7 +64,7 @@ def test_a_value_is_written_as_the_url_that_makes_it(method: InitMethod) -> None
 
 @given(st.text() | near_misses)
 def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
-    """No text raises anything but an ConfigurationError that begins with the field and the value."""
+    """No text raises anything but a ConfigurationError that begins with the field and the value."""
     try:
         outcome = f"DDPX_INIT_METHOD {text!r} is {parse(text, field='DDPX_INIT_METHOD')}"
     except ConfigurationError as error:
