@@ -75,7 +75,7 @@ def start_variables(strategy: DDPExtStrategy) -> StartVariables:
     method, environment, num_nodes = strategy.chosen_init_method, strategy.cluster_environment, strategy.num_nodes
     assert environment is not None
     if isinstance(method, File):
-        run_id = method.run_id or strategy.run_id or os.environ.get(RUN_ID_VARIABLE)
+        run_id = strategy.run_id or os.environ.get(RUN_ID_VARIABLE)
         if num_nodes > 1 or not method.is_directory or run_id:
             return StartVariables({})
         made_up = secrets.token_hex(8)
