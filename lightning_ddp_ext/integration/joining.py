@@ -106,8 +106,7 @@ class Rendezvous:
         """
         method = self.init_method
         if isinstance(method, File):
-            run_id = method.run_id or os.environ.get(RUN_ID_VARIABLE)
-            if num_nodes > 1 or not method.is_directory or run_id:
+            if num_nodes > 1 or not method.is_directory or os.environ.get(RUN_ID_VARIABLE):
                 return StartVariables({})
             made_up = secrets.token_hex(8)
             return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))

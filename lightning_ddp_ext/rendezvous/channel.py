@@ -13,6 +13,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -28,7 +29,7 @@ OnClosed = Callable[[int, str], None]
 
 _logger = logging.getLogger(__name__)
 
-_PAUSE_WITHOUT_DESCRIPTORS = 1.0
+_PAUSE_WITHOUT_DESCRIPTORS = 0.1
 _FLUSH_WITHIN = 1.0
 _LEAVING = "leaving"
 
@@ -182,8 +183,6 @@ class Channel:
             unfinished = [connection for connection in self._peers.values() if connection.unsent]
         for connection in unfinished:
             self._watch(connection)
-        if self._listener is not None and self._listener.fileno() not in self._selector.get_map():
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _watch(self, connection: Connection) -> None:
         """Serve a connection whenever something has come, or when it takes more of what is left to be sent."""
@@ -248,20 +247,13 @@ class Channel:
             connected, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._pause_accepting(self._listener)
+                if not self._has_warned:
+                    _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
+                self._has_warned = True
+                time.sleep(_PAUSE_WITHOUT_DESCRIPTORS)  # the listener stays ready and would keep this thread busy
             return
         keep_alive(connected, self._heartbeat)
         self._watch(Connection(connected))
-
-    def _pause_accepting(self, listener: socket.socket) -> None:
-        """Leave the listener alone for a while: one that is always ready would keep this thread busy."""
-        if not self._has_warned:
-            _logger.warning("rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)")
-            self._has_warned = True
-        self._selector.unregister(listener)
-        again = threading.Timer(_PAUSE_WITHOUT_DESCRIPTORS, self._wake)
-        again.daemon = True
-        again.start()
 
     def _finish(self) -> None:
         """Wait until the others close, too: where messages are left unread, closing drops what was not delivered."""

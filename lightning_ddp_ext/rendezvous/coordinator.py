@@ -20,8 +20,7 @@ from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.rendezvous.store import host_store
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, decode, encode
 
-# Seconds between two looks at what may end the wait without a message.
-_POLL = 0.25
+_POLL = 0.25  # seconds between two looks at what may end the wait without a message
 
 
 class Coordinator:
@@ -174,18 +173,15 @@ class Coordinator:
             self._channel.poll(deadline.remaining)
 
     def _refuse_missing(self) -> None:
-        present = [self._present[rank] for rank in sorted(self._present)]
-        missing = sorted(set(range(self._hello.world_size)) - self._present.keys())
-        if missing:  # else the last one has come this moment
-            self._refuse(
-                MissingRanksError(
-                    f"{ranks_in_words(missing)} of {self._hello.world_size} did not come within init_timeout "
-                    f"{self._deadline.seconds:g} s to {self._hello.init_method}; present: "
-                    f"{listed(present)}; check that every rank is started and can reach it, or raise "
-                    "init_timeout",
-                    tuple(missing),
-                )
+        missing = [rank for rank in range(self._hello.world_size) if rank not in self._present]
+        if missing:  # else the last one connected in this moment
+            present = listed(self._present[rank] for rank in sorted(self._present))
+            sentence = (
+                f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
+                f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
+                "started and can reach it, or raise init_timeout"
             )
+            self._refuse(MissingRanksError(sentence, tuple(missing)))
 
 
 def _raise_limit_of_descriptors() -> None:

@@ -52,7 +52,7 @@ class Handshake:
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
         self._published: Address | None = None
-        self._rank_zero = ("", 0)
+        self._host = self._where = ""
         self._own_address = ""
 
     def run(self) -> Connections:
@@ -100,7 +100,7 @@ class Handshake:
             # Also a name that is not known yet: a cluster's name service may learn it only when that host is up.
             self._obstacle = error
             return False
-        self._rank_zero = (host, address.port)
+        self._host, self._where = host, f"{host}:{address.port}"
         self._own_address = str(connected.getsockname()[0]).removeprefix("::ffff:")
         self._answers.clear()
         self._channel.connect(0, connected)
@@ -128,10 +128,6 @@ class Handshake:
         if "stranger" in self._answers:
             return "another run answers there"
         return "it accepted, but is silent" if closed is None else "it closed the connection without an answer"
-
-    @property
-    def _where(self) -> str:
-        return f"{self._rank_zero[0]}:{self._rank_zero[1]}"
 
     def _not_found(self) -> RendezvousError:
         found = self._obstacle
@@ -162,7 +158,7 @@ class Handshake:
             self._raise_if_over()
 
         try:
-            return connect_store(self._rank_zero[0], self._answers["heard"], self._deadline, check)
+            return connect_store(self._host, self._answers["heard"], self._deadline, check)
         except RendezvousError:
             self._await_welcome()  # raises what is known better: a refusal, or the silence of rank 0
             raise

@@ -69,23 +69,19 @@ class Tcp:
 
 @dataclass(frozen=True)
 class File:
-    """All ranks open one file, or one that ``run_id`` names in a directory.
+    """All ranks open one file, or one that the run id names in a directory.
 
     Attributes:
-        path: absolute; a directory if it ends with a slash, if ``run_id`` is given, or if there is one.
-        run_id: what names the file in the directory; by default the launcher's name for the run.
+        path: absolute; a directory if it ends with a slash, or if there is one.
 
     Raises:
-        ConfigurationError: a path that is empty, relative, or carries a query; an empty run id.
-
+        ConfigurationError: a path that is empty, relative, or carries a query.
     """
 
     path: str
-    run_id: str | None = None
 
     def __post_init__(self) -> None:
         _check_path(self.path, f"File({self.path!r})")
-        check_run_id(self.run_id)
 
     def __str__(self) -> str:
         return f"file://{self.path}"
@@ -93,10 +89,10 @@ class File:
     @property
     def is_directory(self) -> bool:
         """Whether a run id is to name a file in this directory."""
-        return self.run_id is not None or self.path.endswith("/") or os.path.isdir(self.path)
+        return self.path.endswith("/") or os.path.isdir(self.path)
 
     def file_for(self, run_id: str | None) -> str:
-        """The path of the file itself, which ``run_id`` names where this is a directory without a run id of its own.
+        """Return the path of the file itself, which ``run_id`` names where this is a directory.
 
         Raises:
             ConfigurationError: this is a directory, and there is no run id.
@@ -106,13 +102,12 @@ class File:
         """
         if not self.is_directory:
             return self.path
-        name = self.run_id or run_id
-        if not name:
+        if not run_id:
             raise ConfigurationError(
                 f"init_method '{self}' is a directory and needs a run id to name a file in it (got none);"
-                f" write File({self.path!r}, run_id=...) or set {RUN_ID_VARIABLE}, the same on every rank"
+                f" set {RUN_ID_VARIABLE}, the same on every rank, or name a file"
             )
-        return os.path.join(self.path, f"ddpx-{sanitise(name)}.store")
+        return os.path.join(self.path, f"ddpx-{sanitise(run_id)}.store")
 
 
 InitMethod: TypeAlias = Env | Tcp | File
@@ -143,7 +138,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         ConfigurationError: ``value`` is none of these; the message calls it ``field``.
 
     >>> parse("file:///shared/run42")
-    File(path='/shared/run42', run_id=None)
+    File(path='/shared/run42')
     """
     if value is None or isinstance(value, Env | Tcp | File):
         return value
@@ -160,12 +155,6 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         raise ConfigurationError(f"{subject} needs a scheme (got none); write {remedy}")
     if scheme not in ("env", "tcp", "file"):
         raise ConfigurationError(f"{subject} has an unknown scheme (got '{scheme}://'); write {FORMS}")
-    address, mark, query = rest.partition("?")
-    if mark:
-        raise ConfigurationError(
-            f"{subject} must carry no query (got '?{query}'); write {scheme}://{address}, and rank= and world_size= as"
-            " arguments of DDPExtStrategy"
-        )
     if scheme == "tcp":
         return _parse_tcp(rest, subject)
     if scheme == "file":
@@ -174,12 +163,6 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
     if rest:
         raise ConfigurationError(f"{subject} must end after env:// (got {rest!r} behind it); write env://")
     return Env()
-
-
-def check_run_id(run_id: object) -> None:
-    """Raise ``ConfigurationError`` unless this is ``None`` or a text that can name a file."""
-    if run_id is not None and (not isinstance(run_id, str) or not run_id):
-        raise ConfigurationError(f"run_id must be text, and not empty (got {run_id!r}); write run_id='run42'")
 
 
 def check_file(method: File, *, num_nodes: int) -> None:

@@ -24,13 +24,11 @@ from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 
 _LONGEST_TEXT = 500
 
-_GONE_ON = "has gone on without it"
 _MAKE_IT = (
     "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
     "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
 )
 _BE_THERE = "see what it does meanwhile (HangWatchdog prints that), or give the strategy a longer timeout"
-_SAME_ORDER = "let every rank make the same calls in the same order"
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ class NamedBarriers:
         return True
 
     def _report_absence(
-        self, call: Call, absent: list[int], finding: str = _GONE_ON, remedy: str = _MAKE_IT
+        self, call: Call, absent: list[int], finding: str = "has gone on without it", remedy: str = _MAKE_IT
     ) -> PeerEvent:
         infos = [self._peers.table[rank] for rank in absent]
         sentence = f"rank {call.rank} began {call}, and {listed(infos)} did not: it {finding}; {remedy}"
@@ -196,5 +194,6 @@ class NamedBarriers:
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
         places = who_does_what({table[call.rank]: str(call) for call in calls}, "began")
-        sentence = f"ranks wait for each other in different places: {places}; {_SAME_ORDER}"
+        remedy = "let every rank make the same calls in the same order"
+        sentence = f"ranks wait for each other in different places: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

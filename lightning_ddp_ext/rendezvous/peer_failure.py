@@ -111,11 +111,6 @@ class PeerFailure:
             if self._exit_timer is not None:
                 self._exit_timer.cancel()
 
-    def close(self) -> None:
-        """Forget the others."""
-        self.note_raised()
-        self._abort = lambda event: None
-
     # On the channel's thread, or on the one that reports.
 
     def _handle_message(self, body: Message) -> None:

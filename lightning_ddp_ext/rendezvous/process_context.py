@@ -55,10 +55,8 @@ class ProcessContext:
     def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
         self.table = connections.table
-        self.timeouts = request.timeouts
         self.failure: BaseException | None = None
         self._connections = connections
-        self._channel = connections.channel
         self._groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
         self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._abort)
@@ -189,8 +187,8 @@ class ProcessContext:
             self._groups.forget()
             self._components.clear()
             self._connections.withdraw()
-            self._channel.close()
-            self.peers.close()
+            self._connections.channel.close()
+            self.peers.note_raised()
 
 
 _context: ProcessContext | None = None
@@ -257,7 +255,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
     """The error of the rank that broke the forming of the group, or this rank's own, of which the others are told."""
     is_own = isinstance(error, DDPExtError)
-    event = context.peers.wait(0.0 if is_own else context.timeouts.first_cause)
+    event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
     if event is None:
         context.announce_failure(error, "")
     else:

@@ -36,7 +36,7 @@ class RemoteCalls:
         self._topic = topic
         self._functions = functions
         self._numbers = itertools.count(1)
-        # Replies that arrive when the caller is not interested in them any longer are dropped.
+        # Replies are dropped once the caller has dropped what they are for.
         self._awaited: weakref.WeakValueDictionary[int, Replies] = weakref.WeakValueDictionary()
         peers.channel.listen(topic, self._handle_message)
 

@@ -32,8 +32,8 @@ class Report:
     """Whether it has left what is watched, and may have nothing to do with the others any more."""
     progress: str = ""
     """How far it is: epoch, step, batch."""
-    flights: list[Flight] | None = None
-    """Its collectives, if torch records them."""
+    flights: list[Flight] = field(default_factory=list)
+    """Its collectives, as far as torch records them."""
     stacks: str = ""
 
     @property
@@ -44,18 +44,13 @@ class Report:
     @property
     def waits(self) -> bool:
         """Whether another rank may be why it does not move."""
-        return self.is_waiting or any(flight.pending is not None for flight in self.flights or ())
-
-    def flight(self, group: str) -> Flight | None:
-        """How far it is in a group, if it has ever been in one of its collectives."""
-        return next((flight for flight in self.flights or () if flight.group == group), None)
+        return self.is_waiting or any(flight.pending is not None for flight in self.flights)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Report:
         """The report that ``dataclasses.asdict`` has taken apart."""
-        flights = values["flights"]
-        restored = None if flights is None else [Flight(**flight) for flight in flights]
-        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": restored})
+        flights = [Flight(**flight) for flight in values["flights"]]
+        return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights})
 
 
 @dataclass(frozen=True)
@@ -77,6 +72,11 @@ class Findings:
 
     reports: list[Report] = field(default_factory=list)
     silences: list[Silence] = field(default_factory=list)
+
+    @property
+    def elsewhere(self) -> list[Report]:
+        """Of the ranks that do not wait for others."""
+        return [report for report in self.reports if not report.is_waiting]
 
     @property
     def diagnosis(self) -> PeerEvent | None:
@@ -103,32 +103,28 @@ def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
     """What the first collective of each group tells that does not end; that of the default group first."""
     first: dict[tuple[bool, str], int] = {}
     for report in reports:
-        for flight in report.flights or ():
+        for flight in report.flights:
             if flight.pending is not None:
                 group = (not flight.is_default, flight.group)
                 first[group] = min(flight.pending, first.get(group, flight.pending))
-    found = (_in_collective(group, number, reports) for (_, group), number in sorted(first.items()))
+    found = (_in_collective(*group, number, reports) for group, number in sorted(first.items()))
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)
 
 
-def _in_collective(group: str, number: int, reports: Sequence[Report]) -> PeerEvent | None:
+def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence[Report]) -> PeerEvent | None:
     """The rank that is not in a collective that others wait in, or is in another one of the same number."""
     inside, absent = [], []
     for report in reports:
-        flight = report.flight(group)
+        flight = next((each for each in report.flights if each.group == group), None)
         if flight is not None and flight.entered >= number:
             inside.append((report, flight))
-        elif flight is not None or _is_default(group, reports):
+        elif flight is not None or not is_for_some:
             absent.append(report)
     collective = inside[0][1].describe(number)
     if absent:
         return _absent(collective, absent, [report for report, flight in inside if flight.pending])
     calls = {report.who.rank: flight.recent.get(str(number), "") for report, flight in inside}
     return _mismatched(number, inside) if len(set(calls.values()) - {""}) > 1 else None
-
-
-def _is_default(group: str, reports: Sequence[Report]) -> bool:
-    return any(flight.is_default for report in reports if (flight := report.flight(group)) is not None)
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
@@ -170,14 +166,14 @@ def _activities(still: Sequence[Report]) -> list[str]:
 
 
 def _activity(report: Report) -> str:
-    pending = [flight.describe(flight.pending) for flight in report.flights or () if flight.pending is not None]
+    pending = [flight.describe(flight.pending) for flight in report.flights if flight.pending is not None]
     return f"{pending[0]}, {report.where}" if pending else report.where
 
 
 def _section(report: Report) -> str:
     state = f"has not moved for {report.idle:.1f} s" if report.is_still else f"last moved {report.idle:.1f} s ago"
     lines = [f"{report.who} {state}, in {report.where}", report.progress]
-    for flight in report.flights or ():
+    for flight in report.flights:
         pending = "" if flight.pending is None else f", waits in {flight.describe(flight.pending)}"
         lines.append(f"group {flight.label or 'default'}: entered #{flight.entered}{pending}")
     return "\n".join(line for line in [*lines, report.stacks.rstrip()] if line)

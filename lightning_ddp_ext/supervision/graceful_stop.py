@@ -84,7 +84,6 @@ class GracefulStop:
         self._context = context
         self._peers = context.peers
         self._rank = context.world.rank
-        self._changed = context.peers.arrived
         self._position = Position(0)
         self._job = 0
         self.is_active = False
@@ -95,7 +94,6 @@ class GracefulStop:
         self._seconds = 0.0  # that the ranks have from the first signal on
         self._on_request: Callable[[StopRequest], object] = lambda request: None
         self._timer: threading.Timer | None = None
-        self._survey = context.component(Survey)
         self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
             context.peers, "stop", accept=self._accept, pause=self._pause, set_target=self._set_target
@@ -114,7 +112,7 @@ class GracefulStop:
             deadline: the time from the first signal until ranks that have not stopped are ended.
             on_request: called on rank 0 with the first request, by a thread.
         """
-        with self._changed:
+        with self._peers.arrived:
             self._job += 1
             self.is_active = True
             self._seconds = deadline.total_seconds()
@@ -125,7 +123,7 @@ class GracefulStop:
 
     def end(self) -> None:
         """Ignore requests from now on: the ranks have stopped, or passed the last stop point."""
-        with self._changed:
+        with self._peers.arrived:
             self.is_active = False
             if self._request is None or self._is_over(self._request.job):
                 self._request, self._target, self._is_pausing = None, None, False
@@ -159,12 +157,13 @@ class GracefulStop:
         A rank's request is on its way before its part in the barrier, so all ranks pause before the barrier opens.
         Callbacks may take long before it, and their rank answers all the same.
         """
-        self._context.barriers.enter("the end of its work", check=self._survey.check_that_all_answer, is_patient=True)
+        check = self._context.component(Survey).check_that_all_answer
+        self._context.barriers.enter("the end of its work", check=check, is_patient=True)
         return self.at_point()
 
     def _decide(self) -> StopRequest | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
-        with self._changed:
+        with self._peers.arrived:
             self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
             if self._peers.cause is not None:
                 raise self._peers.cause.to_error()
@@ -216,7 +215,7 @@ class GracefulStop:
     # The deadline.
 
     def _start_timer(self, request: StopRequest) -> None:
-        with self._changed:
+        with self._peers.arrived:
             if self._timer is None and self.is_active:
                 self._timer = threading.Timer(self._seconds, self._give_up, [request])
                 self._timer.name = "ddpx-stop-deadline"

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
@@ -51,21 +52,22 @@ class Survey:
         self.publish: Callable[[Findings], bool] = lambda findings: True
         self._context = context
         self._peers = context.peers
-        self._table = context.table
         self._everyone = range(len(context.table))
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
-        self._seconds = context.timeouts.answer
+        self._seconds = context.peers.timeouts.answer
         self._has_come_out = False  # of its collective, which was in vain
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
-        self._remote = RemoteCalls(context.peers, "survey", start=self._start, report=self._reply, end=self._over.add)
+        self._remote = RemoteCalls(
+            context.peers, "survey", start=self._start, report=lambda: asdict(self._report()), end=self._over.add
+        )
 
     # Called by any thread but the channel's; takes some seconds.
 
     def cause_of(self, text: str) -> PeerEvent | None:
-        """What has broken a collective or a store off, as all ranks are told; ``None`` if no rank seems to be to blame.
+        """Return what has broken a collective or a store, the same on all ranks; ``None`` if no rank is to blame.
 
         Args:
             text: of the error. That another rank has closed its connection may be because it has timed out.
@@ -75,7 +77,7 @@ class Survey:
         if has_timed_out:
             wait = f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
             return self._request("collective", wait)
-        event = self._peers.wait(self._context.timeouts.first_cause)
+        event = self._peers.wait(self._peers.timeouts.first_cause)
         if event is None and was_closed:
             event = self._request("collective", f"the connections of rank {self._rank} were closed in a collective")
         return event
@@ -92,12 +94,10 @@ class Survey:
             raise event.to_error()
 
     def after_standstill(self) -> None:
-        """Find out which rank hangs; all ranks are told, if they are to end."""
+        """Find out which rank hangs, and report it to all ranks if they are to end."""
         self._request("hang", "")
 
     def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
-        if self._peers.cause_or_departure is not None and kind == "hang":
-            return None  # the ranks are ending already
         self._over.discard(kind)
         replies = self._remote.call([0], "start", kind, wait)
         if self._peers.wait_for(lambda: bool(replies), self._seconds):
@@ -113,16 +113,8 @@ class Survey:
 
     def _brief_report(self) -> Report:
         frame = main_frame()
-        return Report(
-            self._mine,
-            doing="user code",
-            place=call_site_of(frame),
-            is_waiting=may_be_waiting_for_ranks(frame),
-            is_outside=True,
-        )
-
-    def _reply(self) -> dict[str, Any]:
-        return asdict(self._report())
+        is_waiting = may_be_waiting_for_ranks(frame)
+        return Report(self._mine, doing="user code", place=call_site_of(frame), is_waiting=is_waiting, is_outside=True)
 
     # On rank 0.
 
@@ -135,7 +127,7 @@ class Survey:
     def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
             findings = self._collect()
-            if kind == "collective" and not findings.silences and _elsewhere(findings):
+            if kind == "collective" and not findings.silences and findings.elsewhere:
                 self._peers.wait(_FOLLOWS_WITHIN)
                 findings = self._collect()
             if self._peers.cause_or_departure is None:
@@ -166,8 +158,8 @@ class Survey:
                     process.send_signal(signal.SIGCONT)  # it hears of the event, and ends as the others do
 
     def _silence(self, rank: int) -> Silence:
-        is_stopped = stopped_process(self._table[rank], seen_from=self._mine) is not None
-        return Silence(self._table[rank], self._seconds, is_stopped)
+        is_stopped = stopped_process(self._peers.table[rank], seen_from=self._mine) is not None
+        return Silence(self._peers.table[rank], self._seconds, is_stopped)
 
     @property
     def _timeout(self) -> str:
@@ -175,18 +167,14 @@ class Survey:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """The rank that others have waited for in vain."""
-    if findings.silences:
-        return event_of("hung", findings.silences[0].who, f"{'; '.join(map(str, findings.silences))}; {wait}")
-    elsewhere = _elsewhere(findings)
+    """Return the rank that others have waited for in vain."""
+    silences, elsewhere = findings.silences, findings.elsewhere
+    if silences:
+        return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
     if kind == "silence" or not elsewhere:
         return None
-    places = " and ".join(f"{report.who} is in {report.place or 'no call of yours'}" for report in elsewhere)
+    places = listed((f"{each.who} is in {each.place or 'no call of yours'}" for each in elsewhere), separator=" and ")
     return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
-
-
-def _elsewhere(findings: Findings) -> list[Report]:
-    return [report for report in findings.reports if not report.is_waiting]
 
 
 def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:

@@ -128,7 +128,7 @@ class Watchdog:
             is_waiting=may_be_waiting_for_ranks(frame),
             is_outside=is_outside,
             progress=progress,
-            flights=flights(),
+            flights=flights() or [],
             stacks=all_stacks(),
         )
 

@@ -178,7 +178,7 @@ def patterns(plan: Injection, suspect: int) -> Iterator[str]:
     if plan.moment in ON_RANK_ZERO:
         yield rf"\bon rank {suspect} during"  # what rank 0 does for all fails on all
     if plan.is_unmet:
-        yield rf"\branks? (\d+, )*{suspect}(, \d+)* of \d+ did not come"
+        yield rf"\branks? (\d+, )*{suspect}(, \d+)* of \d+ did not connect"
         yield rf"\bfound no rank {suspect} at \S+ within"
 
 

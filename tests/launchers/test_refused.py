@@ -68,7 +68,7 @@ def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
     )
     run_id = (
         f"ConfigurationError: init_method 'file://{tmp_path}/' is a directory and needs a run id to name a file in it "
-        f"(got none); write File('{tmp_path}/', run_id=...) or set DDPX_RUN_ID, the same on every rank"
+        "(got none); set DDPX_RUN_ID, the same on every rank, or name a file"
     )
     found = run_ranks(refusals, 1, [{**options, **method} for method in methods], env=env)[0]
     assert found == [address, address, run_id]

@@ -165,7 +165,7 @@ def test_a_rank_that_never_starts(waits: list[float], tmp_path: Path) -> None:
     outcomes = endings(where, [{"world_size": 3, "init_timeout": wait} for wait in waits])
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
     assert same_sentence(outcomes, MissingRanksError) == (
-        f"rank 2 of 3 did not come within init_timeout {waits[0]:g} s to {where}; present: {present}; "
+        f"rank 2 of 3 did not connect to {where} within {waits[0]:g} s (init_timeout); present: {present}; "
         "check that every rank is started and can reach it, or raise init_timeout"
     )
 
@@ -248,7 +248,7 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
         ranks.wait_for("connected", 0)
         two_hosts.cut()
         here, there = ranks.wait()
-    assert "of 3 did not come within init_timeout 2 s" in sentence(here, MissingRanksError)
+    assert f"of 3 did not connect to {where} within 2 s (init_timeout)" in sentence(here, MissingRanksError)
     assert f"rank 0 at {where.host}:{where.port} has not answered after it had accepted" in sentence(
         there, RendezvousError
     )

@@ -19,7 +19,7 @@ def who(rank: int) -> RankInfo:
 
 def report(rank: int, flights: list[Flight] | None = None, **values: Any) -> Report:
     chosen = {"idle": 61.0, "is_still": True, "doing": "train_dataloader_next", "place": "dataset.py:41", **values}
-    return Report(who(rank), flights=flights, **chosen)
+    return Report(who(rank), flights=flights or [], **chosen)
 
 
 def flight(entered: int, pending: int | None = None, name: str = "all_reduce", label: str = "") -> Flight:
