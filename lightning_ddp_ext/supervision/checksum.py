@@ -7,6 +7,7 @@ from functools import cache
 from statistics import mode
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import DivergenceError
@@ -20,7 +21,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16}  # by the bytes of an element; wider o
 def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str) -> None:
     """Compare named tensors of all ranks bit by bit. Collective: every rank must call it.
 
-    The ranks exchange one number, and the checksum of each tensor only if that number differs.
+    The ranks exchange one number in one collective, and the checksum of each tensor only if that number differs.
 
     Raises:
         DivergenceError: they differ; it names the first tensor that does.
@@ -28,7 +29,10 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     found = {name: checksum(tensor) for name, tensor in tensors.items()}
     own = {name: int(value) for name, value in found.items()}  # a device has computed all by then
     summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
-    if len(set(ranks.gather(summary))) == 1:
+    extremes = torch.tensor([summary, ~summary], device=ranks.device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes[0], ~extremes[1]
+    if largest == smallest:
         return
     by_rank = ranks.gather(own)
     by_name = {name: [values.get(name) for values in by_rank] for values in by_rank for name in values}
