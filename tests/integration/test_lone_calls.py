@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
@@ -46,7 +43,7 @@ def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
-def test_a_save_on_some_ranks_names_one_that_did_not_come(ranks: list[int], absent: str, tmp_path: Path) -> None:
+def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], absent: str, tmp_path: Path) -> None:
     """`trainer.save_checkpoint` under `if rank == 0` ends on all ranks at once, instead of hanging."""
     for outcome in endings(save_on, 3, tmp_path, ranks):
         assert outcome.error is not None
@@ -108,61 +105,3 @@ def test_a_rank_that_does_not_come_to_a_barrier_in_time_is_named(late: int, tmp_
     assert outcome.error is not None
     sentence = rf"rank {1 - late} began barrier 'end' .*, and rank {late} \(host .*has not come in time"
     assert re.search(sentence, outcome.story())
-
-
-class Own(Net):
-    """Calls collectives of its own in each step."""
-
-    def __init__(self, calls: Callable[[int, int], None]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.calls(dist.get_rank(), index)
-
-
-def the_same(rank: int, index: int) -> None:
-    total = torch.ones(2)
-    dist.all_reduce(total, async_op=True).wait()
-    assert total.tolist() == [2, 2]
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, rank)
-    assert gathered == [0, 1]
-    dist.barrier()
-
-
-def skipped(rank: int, index: int) -> None:
-    if rank == 0 or index != 1:
-        dist.all_reduce(torch.ones(2))
-
-
-def of_other_shape(rank: int, index: int) -> None:
-    dist.all_reduce(torch.ones(2 if rank == 0 or index != 1 else 3))
-
-
-def call(rank: int, world_size: int, directory: Path, calls: Callable[[int, int], None]) -> bool:
-    before = dist.all_reduce
-    make_trainer(make_strategy("ours", directory, debug=True), max_epochs=1).fit(Own(calls))
-    return dist.all_reduce is before
-
-
-def test_collectives_that_all_call_do_what_they_did(tmp_path: Path) -> None:
-    """With `debug=True`; and torch's functions are its own again afterwards."""
-    assert run_ranks(call, 2, tmp_path, the_same, env=by_hand_env(2)) == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("calls", "kind", "found"),
-    [
-        (skipped, "RankAbsentError", rf"rank 0 began all_reduce of float32 \[2\] {PLACE}, and rank 1"),
-        (of_other_shape, "RankAbsentError", rf"rank 1 \(.*?\) began all_reduce of float32 \[3\] {PLACE}"),
-    ],
-)
-def test_a_rank_that_is_in_no_or_another_collective_is_named(
-    calls: Callable[[int, int], None], kind: str, found: str, tmp_path: Path
-) -> None:
-    """With `debug=True`, with both calls and their lines, on every rank, and at once."""
-    for outcome in launch_ranks(call, 2, tmp_path, calls, env=by_hand_env(2), time_limit=20):
-        assert outcome.error is not None
-        assert outcome.error.type_name == kind
-        assert re.search(found, outcome.error.message)
