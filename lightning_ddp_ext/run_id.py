@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lightning_ddp_ext.world import CRAY, HYDRA, OPEN_MPI, Environ, is_slurm, launcher_of
+from lightning_ddp_ext.world import HYDRA, OPEN_MPI, Environ, is_slurm, launcher_of
 
 RUN_ID_VARIABLE = "DDPX_RUN_ID"
 
@@ -46,10 +46,10 @@ def _torchrun_parts(environ: Environ) -> list[str]:
 
 
 def _mpi_parts(environ: Environ) -> list[str]:
-    """The name of the job that mpirun started: PMIx (Open MPI 4 and 5), older Open MPI, Intel MPI, Cray."""
-    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID", "PMI_JOBID")
+    """The name of the job that mpirun started: PMIx (Open MPI 4 and 5), older Open MPI, Intel MPI."""
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID")
     jobs = [environ[name] for name in names if environ.get(name)]
-    return ["mpi", jobs[0]] if jobs and launcher_of(environ) in (OPEN_MPI, HYDRA, CRAY) else []
+    return ["mpi", jobs[0]] if jobs and launcher_of(environ) in (OPEN_MPI, HYDRA) else []
 
 
 def _slurm_parts(environ: Environ) -> list[str]:

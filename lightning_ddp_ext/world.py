@@ -117,7 +117,6 @@ BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_
 TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), marker="TORCHELASTIC_RUN_ID")
 OPEN_MPI = Launcher("Open MPI", *_MPI, marker="OMPI_COMM_WORLD_SIZE")
 HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
-CRAY = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), marker="SLURM_NTASKS")
 
 
@@ -220,11 +219,8 @@ def launcher_of(environ: Environ) -> Launcher | None:
     if _known(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI
     if "PMI_RANK" in environ and _known(environ, "PMI_SIZE") not in (None, 1):
-        for launcher in (HYDRA, CRAY):
-            if launcher.local_rank in environ:
-                return launcher
         # After srun --mpi=pmi2 the ranks are the same, but only SLURM's own variables tell the nodes.
-        return SLURM if is_slurm(environ) else HYDRA
+        return SLURM if is_slurm(environ) and HYDRA.local_rank not in environ else HYDRA
     if is_slurm(environ):
         return SLURM
     return BY_HAND if {BY_HAND.rank, BY_HAND.world_size, BY_HAND.local_rank} <= environ.keys() else None

@@ -41,7 +41,6 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-host-99@1",
 }
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_JOBID": "a.b/c"}
 BATCH_SHELL = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 
 
@@ -86,7 +85,6 @@ def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int,
         ([SLURM], "SLURM"),
         ([OPEN_MPI], "Open MPI"),
         ([HYDRA], "PMI"),
-        ([CRAY], "PMI"),
         ([PLAIN, {"LOCAL_WORLD_SIZE": "2"}], "RANK, WORLD_SIZE and LOCAL_RANK"),
         ([TORCHRUN, SLURM, OPEN_MPI, HYDRA], "torchrun"),
         ([SLURM, PLAIN], "SLURM"),
@@ -214,7 +212,6 @@ def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected:
         (without(SLURM, "SLURM_JOB_ID"), None),
         ({**BATCH_SHELL, "SLURM_JOB_ID": "77", **OPEN_MPI}, "mpi-prterun-host-99-1"),
         ({**without(OPEN_MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "1234"}, "mpi-1234"),
-        (CRAY, "mpi-a.b-c"),
         (HYDRA, None),
         ({"PMIX_NAMESPACE": "alone"}, None),
     ],

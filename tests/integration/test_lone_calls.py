@@ -43,7 +43,7 @@ def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
-def test_a_save_on_some_ranks_names_one_that_did_not_come(ranks: list[int], absent: str, tmp_path: Path) -> None:
+def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], absent: str, tmp_path: Path) -> None:
     """`trainer.save_checkpoint` under `if rank == 0` ends on all ranks at once, instead of hanging."""
     for outcome in endings(save_on, 3, tmp_path, ranks):
         assert outcome.error is not None

@@ -15,8 +15,6 @@ from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
 from lightning_ddp_ext.rendezvous.wire import (
     CLOSED,
-    MALFORMED,
-    MAX_HELLO,
     MAX_UNSENT,
     NOT_READING,
     Connection,
@@ -115,37 +113,6 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
         (outcome,) = ranks.wait()
     assert outcome.result == 3, outcome.story()
     assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"HTTP/1.1 200 OK\n",
-        b'["a", 1]\n',
-        b"\xff\xfe\n",
-        b'["a", {}\n',
-        b"[" * 9999 + b"\n",
-        encode("a", {"text": "x" * MAX_HELLO}),
-        b"x" * (MAX_HELLO + 1),
-    ],
-    ids=["web", "list", "bytes", "half", "deep", "long", "endless"],
-)
-def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
-    """Messages before it count, however they are cut; from a connection that is no rank's yet they must be short."""
-    here, there = socket.socketpair()
-    with here, there:
-        connection, found = Connection(here), []
-        for byte in encode("a", {}) + encode("b", {"c": ["\n"]}):
-            there.send(bytes([byte]))
-            found += connection.receive()
-        assert found == [("a", {}), ("b", {"c": ["\n"]})]
-        assert connection.receive() == []
-        there.sendall(encode("good", {}) + sent)
-        there.shutdown(socket.SHUT_WR)
-        while not connection.close_reason:
-            found += connection.receive()
-        assert found[2:] == [("good", {})]
-        assert connection.close_reason == MALFORMED
 
 
 def test_sending_never_waits() -> None:

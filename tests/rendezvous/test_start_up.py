@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
+from lightning_ddp_ext.rendezvous import handshake
 from lightning_ddp_ext.rendezvous.channel import Channel
+from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.store import connect_store
 from tests.harness.network import Network
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
 from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
@@ -63,8 +64,10 @@ def announce_connected_ranks() -> None:
 
 
 def stop_in_front_of(name: str | None) -> None:
-    """Hold when a function of ``torch.distributed`` is called."""
-    if name is not None:
+    """Hold when a function of ``torch.distributed`` is called; the store is one that cannot be reached."""
+    if name == "the store":
+        handshake.connect_store = lambda host, port, *_: connect_store(host, free_port(), Deadline(0.5))
+    elif name is not None:
         setattr(dist, name, lambda *args, **kwargs: hold("in front"))
 
 
@@ -112,38 +115,6 @@ def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     join(request((number + 2) % world_size, world_size, where))
     return add_ones(), resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-
-
-@contextmanager
-def tunnel(host: str, port: int) -> Iterator[Tcp]:
-    """Connections to this port of ``host`` reach that of 127.0.0.1, and no other port does, as with ``ssh -L``."""
-    reached: list[socket.socket] = []
-    threads: list[threading.Thread] = []
-
-    def forward(connection: socket.socket) -> None:
-        try:
-            reached.append(socket.create_connection(("127.0.0.1", port)))
-        except OSError:  # nobody listens yet
-            connection.close()
-            return
-        for ends in ((connection, reached[-1]), (reached[-1], connection)):
-            threads.append(threading.Thread(target=pump, args=ends, daemon=True))
-            threads[-1].start()
-
-    with server(forward, host=host, port=port) as where:
-        yield where
-        for thread in threads:
-            thread.join()
-    for connection in reached:
-        connection.close()
-
-
-def pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while received := source.recv(1 << 16):
-            target.sendall(received)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
@@ -228,13 +199,11 @@ def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim:
     assert same_sentence(others, RankDiedError).startswith(death)
 
 
-def test_a_rank_that_reaches_rank_0_but_not_the_store() -> None:
+def test_a_rank_that_reaches_rank_0_but_not_the_store(tmp_path: Path) -> None:
     """It is named with its reason on all ranks, although it fails only when all have been welcomed."""
-    port = free_port()
-    with tunnel("127.0.0.2", port) as where:
-        first, second = endings(Tcp("127.0.0.1", port), [{}, {"where": where}], init_timeout=3.0)
+    first, second = endings(place("tcp", tmp_path), [{}, {"stop": "the store"}], init_timeout=LONG)
     reason = sentence(second, RendezvousError)
-    assert reason.startswith("the store at 127.0.0.2:")
+    assert reason.startswith("the store at 127.0.0.1:")
     failed = f"{process(1, second.pid)} failed, so this rank stops: RendezvousError: {reason}"
     assert sentence(first, RankFailedError) == failed
 
@@ -286,6 +255,16 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         else f"what listens at 127.0.0.1:{where.port} is not rank 0: it is another program; choose a port that no "
         "other program uses, or give the address of rank 0's host"
     )
+
+
+@pytest.mark.parametrize("answer", [silent, web])
+def test_a_server_that_is_no_store_is_given_up(answer: Answer) -> None:
+    """Soon after the deadline, also where torch's client would wait for ever."""
+    with (
+        server(answer) as where,
+        pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
+    ):
+        connect_store(where.host, where.port, Deadline(0.5))
 
 
 def test_a_host_that_no_rank_knows() -> None:
