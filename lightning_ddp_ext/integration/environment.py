@@ -84,7 +84,7 @@ def environment_beside(
 ) -> ClusterEnvironment | None:
     """Return the environment that has this process's rank: the one given, or one of ours.
 
-    Arguments (``rank``, ``world_size`` and ``local_rank``) that contradict a launcher, or the Trainer's devices, are
+    Arguments (``rank`` and ``world_size``) that contradict a launcher, or the Trainer's devices, are
     refused.
     """
     if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
