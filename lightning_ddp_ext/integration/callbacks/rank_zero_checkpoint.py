@@ -81,21 +81,18 @@ def _checkpoints_of(
 ) -> Checkpoints | None:
     """Return the object by which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
-    if isinstance(strategy, DDPExtStrategy):
-        _bring_along(strategy, io)
-        return strategy.checkpoints
-    installed = getattr(strategy.save_checkpoint, "__self__", None)
-    if isinstance(installed, Checkpoints):  # by another callback
-        _bring_along(strategy, io)
-        return installed
-    if type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint:
+    has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
+    if has_own_save and not isinstance(strategy, DDPExtStrategy):
         rank_zero_warn(
             f"{type(strategy).__name__} has its own save_checkpoint: RankZeroCheckpoint leaves saving to it, and is an "
             "ordinary ModelCheckpoint here"
         )
         return None
     _bring_along(strategy, io)
-    return _install(trainer, replaced)
+    if isinstance(strategy, DDPExtStrategy):
+        return strategy.checkpoints
+    installed = getattr(strategy.save_checkpoint, "__self__", None)  # by another callback
+    return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 
 def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:
