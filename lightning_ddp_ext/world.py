@@ -134,17 +134,12 @@ def read_world(
 
 
 def read_rank(environ: Environ) -> int | None:
-    """Return the rank as far as it is known before the ranks connect; ``None`` where it is not.
+    """Return the rank for log lines before the ranks connect; ``None`` where it is not known.
 
-    For log lines: never an error. A script that Lightning started once more on the first node has ``LOCAL_RANK`` but
-    no ``RANK``. A process without any of these variables is rank 0.
+    A script that Lightning started once more on the first node has ``LOCAL_RANK`` but no ``RANK``.
 
-    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"})
-    1
-    >>> read_rank({})
-    0
-    >>> read_rank({"NODE_RANK": "1"}) is None
-    True
+    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"}), read_rank({}), read_rank({"NODE_RANK": "1"})
+    (1, 0, None)
     """
     try:
         world = read_world(environ)

@@ -16,11 +16,7 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not know.
-
-    These are processes started by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK``), and those of MPI launchers where mpi4py is not installed.
-    """
+    """The environment of processes whose launcher Lightning does not know: by hand, or MPI without mpi4py."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

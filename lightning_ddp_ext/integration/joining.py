@@ -78,7 +78,6 @@ class Rendezvous:
 
     Attributes:
         init_method: the argument, or the variable ``DDPX_INIT_METHOD``; ``None`` for the cluster environment's address.
-        timeouts: durations of the control channel.
     """
 
     def __init__(

@@ -42,7 +42,6 @@ class StopController:
             minutes.
 
     Attributes:
-        deadline: the same, as a duration.
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
     """
 
