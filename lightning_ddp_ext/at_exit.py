@@ -47,11 +47,7 @@ def wait_for_delays() -> None:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End this process from any thread, whatever the main one is stuck in, and its daemonic children with it.
-
-    The interpreter would end those, too: workers of loaders, say, of which one that is stuck never looks after its
-    parent.
-    """
+    """End this process from any thread, with its daemonic children, such as workers of loaders that are stuck."""
     with suppress(Exception):
         for child in multiprocessing.active_children():
             if child.daemon:

@@ -11,8 +11,7 @@
     │   ├── CheckpointSaveError (OSError)    not written; an existing file is left untouched
     │   ├── CheckpointNotFoundError (FileNotFoundError)    a rank that has to read the file does not see it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
-    │   ├── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
-    │   └── CheckpointMismatchError          keys or shapes differ from the model's
+    │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
     ├── SamplingError (RuntimeError)         data cannot be shared out among the ranks as requested
     │   └── ResumeError                      an epoch cannot be continued where it was left
     ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
@@ -23,8 +22,7 @@
         ├── RankAbsentError                  a rank did not make the call that the others made
         └── RankHungError                    no rank makes progress, because of a rank that is stuck
 
-A message says field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
-the error in the documentation.
+A message says field, rule, value and remedy, in this order where all four exist.
 """
 
 from __future__ import annotations
@@ -33,16 +31,31 @@ import pickle
 from functools import partial
 from os import PathLike
 
+__all__ = [
+    "BatchNormError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "ConfigurationError",
+    "DDPExtError",
+    "DamagedCheckpointError",
+    "DivergenceError",
+    "GroupInUseError",
+    "MissingRanksError",
+    "NonFiniteError",
+    "RankAbsentError",
+    "RankDiedError",
+    "RankFailedError",
+    "RankHungError",
+    "RendezvousError",
+    "ResumeError",
+    "SamplingError",
+    "UnsafeCheckpointError",
+]
+
 
 class DDPExtError(Exception):
     """Base of all errors of this package: ``except DDPExtError`` catches each of them."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
-        address = f"reference/errors.html#{ours.__name__}"
-        # Python prints notes below the message, from 3.11 on.
-        self.__notes__ = [f"See {address} in the documentation of lightning-ddp-ext."]
 
 
 class ConfigurationError(DDPExtError, ValueError):
@@ -111,10 +124,6 @@ class DamagedCheckpointError(CheckpointError):
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
     """A file holds something other than data, and ``weights_only=True``; nothing of it has been run."""
-
-
-class CheckpointMismatchError(CheckpointError):
-    """Keys are missing or unexpected, or shapes differ from the model's."""
 
 
 class SamplingError(DDPExtError, RuntimeError):

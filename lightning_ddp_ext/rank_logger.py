@@ -17,18 +17,17 @@ Ranks = Literal["all"] | int | Iterable[int]
 
 
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
-    """A logger whose lines appear on these ranks only, so that nobody writes ``if rank == 0``.
+    """Return a logger whose lines appear on these ranks only.
 
-    Which rank this process is, is asked at each line: of the default process group, and before there is one of the
-    launcher's variables. A process of which nobody says anything is rank 0; one whose rank cannot be told, as on a
-    second node before the ranks have met, is none that was named.
+    Each line looks up the rank: in the default process group, or before there is one, in the launcher's variables. A
+    process without such variables is rank 0. Where the rank is not known yet, as on a second node, only ``"all"`` logs.
 
     Args:
-        name: of the ``logging.Logger`` that the lines go to; levels, handlers and filters are those of that logger.
+        name: the name of the ``logging.Logger`` that gets the lines, with its levels, handlers and filters.
         ranks: ``"all"``, one rank, or several.
 
     Raises:
-        ConfigurationError: ``ranks`` is nothing of that.
+        ConfigurationError: ``ranks`` is none of these.
 
     >>> log = rank_logger(__name__, ranks=0)
     >>> log.isEnabledFor(logging.WARNING)
@@ -40,11 +39,7 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none before Python 3.11
-    """What ``rank_logger`` makes: a ``logging.LoggerAdapter`` that is enabled for nothing on other ranks.
-
-    ``isEnabledFor`` spares these what only a line would need; ``extra=`` and ``stacklevel=`` mean what they do for the
-    logger itself.
-    """
+    """A logger that is not enabled on other ranks; ``extra=`` and ``stacklevel=`` work as with ``logging.Logger``."""
 
     def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
         super().__init__(logger, {})

@@ -10,9 +10,7 @@ RUN_ID_VARIABLE = "DDPX_RUN_ID"
 
 
 def run_id_from_launcher(environ: Environ) -> str | None:
-    """A name for this start of the run, the same on all of its ranks; ``None`` where no launcher gives one.
-
-    ``DDPX_RUN_ID`` goes before everything else. Letters, digits, ``.``, ``_`` and ``-`` stay, all else becomes ``-``.
+    """Return ``DDPX_RUN_ID``, or the launcher's name for this start of the run; ``None`` without both.
 
     >>> of_a_rank = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     >>> run_id_from_launcher({**of_a_rank, "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0"})
@@ -24,7 +22,7 @@ def run_id_from_launcher(environ: Environ) -> str | None:
 
 
 def sanitise(name: str) -> str:
-    """``name`` as it can stand in a file name: all but letters, digits, ``.``, ``_`` and ``-`` becomes ``-``.
+    """Return a file name: all but letters, digits, ``.``, ``_`` and ``-`` becomes ``-``.
 
     >>> sanitise("job 7/step@1")
     'job-7-step-1'

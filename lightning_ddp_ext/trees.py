@@ -34,8 +34,7 @@ def register_names() -> None:
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
-    if not any(isinstance(finder, _RegisterOnImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegisterOnImport())
+    sys.meta_path.insert(0, _RegisterOnImport())
 
 
 def _choose() -> str:
@@ -51,7 +50,7 @@ _chosen = _choose()
 def _register(tree: str) -> None:
     # The other tree may be of a version that we do not support, and of no interest to the program's own Trainers.
     with suppress(ImportError):
-        import_module(f"{_ADAPTERS[tree]}.registration").register()
+        import_module(f"{_ADAPTERS[tree]}.public")  # registers them
 
 
 class _RegisterOnImport(MetaPathFinder):

@@ -1,18 +1,7 @@
 """Who this process is among the ranks, as plain integers.
 
 ``read_world`` reads the variables of the innermost launcher, because those of the outer ones are inherited and wrong:
-
-=====================================  =======================================================================
-source                                 read when
-=====================================  =======================================================================
-arguments                              ``rank=`` and ``world_size=`` are given
-torchrun                               ``TORCHELASTIC_RUN_ID`` is set
-Open MPI                               ``OMPI_COMM_WORLD_SIZE`` is more than 1
-PMI                                    ``PMI_RANK`` is set and ``PMI_SIZE`` is more than 1
-SLURM                                  ``SLURM_NTASKS`` is set, and the job's name is not "bash" or "interactive"
-RANK, WORLD_SIZE and LOCAL_RANK        all three are set
-=====================================  =======================================================================
-
+torchrun, Open MPI, PMI (MPICH, Intel MPI, Cray), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all three are set.
 A single MPI process is no world: Lightning starts its own processes there, and so do we.
 """
 
@@ -40,9 +29,6 @@ class World:
 
     Raises:
         ConfigurationError: the numbers contradict one another.
-
-    >>> World(rank=1, world_size=4, local_rank=1, local_world_size=2, node_rank=0, source="torchrun").describe()
-    'rank 1 of 4 (local rank 1, node 0; from torchrun)'
     """
 
     rank: int
@@ -56,7 +42,8 @@ class World:
         for field in ("world_size", "rank", "local_world_size", "local_rank", "node_rank"):
             _check_integer(field, getattr(self, field))
         size, local_size = self.world_size, self.local_world_size
-        _check_size("world_size", size, f"count all processes of the run (source: {self.source})")
+        if size < 1:
+            raise ConfigurationError(f"world_size must be at least 1 (got {size}); count all processes of the run")
         self._check_range("rank", 0, size - 1, "count the ranks from 0")
         self._check_range("local_world_size", 1, size, "count the processes of this node")
         self._check_range("local_rank", 0, local_size - 1, "count the processes of this node from 0")
@@ -72,13 +59,6 @@ class World:
     def is_rank_zero(self) -> bool:
         """Whether this is the first of all ranks."""
         return self.rank == 0
-
-    def describe(self) -> str:
-        """One phrase for logs and messages."""
-        return (
-            f"rank {self.rank} of {self.world_size}"
-            f" (local rank {self.local_rank}, node {self.node_rank}; from {self.source})"
-        )
 
     def _check_range(self, field: str, low: int, high: int, remedy: str) -> None:
         value = getattr(self, field)
@@ -97,7 +77,7 @@ class Launcher:
     """The variables in which a launcher tells a process its place.
 
     Attributes:
-        marker: set wherever the launcher is; then the variables of rank, world size and local rank must also be set.
+        marker: set wherever the launcher is; then rank and world size must also be set.
     """
 
     source: str
@@ -125,7 +105,6 @@ def read_world(
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    local_rank: int | None = None,
     devices: int | None = None,
 ) -> World | None:
     """The world that arguments or else a launcher's variables describe, ``None`` where nothing does.
@@ -134,7 +113,6 @@ def read_world(
         environ: environment variables, usually ``os.environ``; only read.
         rank: this process among all; needs ``world_size``.
         world_size: processes in all; needs ``rank``.
-        local_rank: this process on its node; else ``LOCAL_RANK``, else ``rank % devices``.
         devices: processes per node as the Trainer says; used where no variable says so, by default all of the world.
 
     Raises:
@@ -146,10 +124,7 @@ def read_world(
     >>> read_world({"RANK": "3"}) is None
     True
     """
-    if devices is not None:
-        _check_integer("devices", devices)
-        _check_size("devices", devices, "write Trainer(devices=1) for one process per node")
-    given = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+    given = {"rank": rank, "world_size": world_size}
     arguments = {field: value for field, value in given.items() if value is not None}
     if arguments:
         return _read(_with_arguments(environ, arguments), replace(BY_HAND, source="arguments"), devices)
@@ -158,17 +133,12 @@ def read_world(
 
 
 def read_rank(environ: Environ) -> int | None:
-    """Return the rank as far as it is known before the ranks connect; ``None`` where it is not.
+    """Return the rank for log lines before the ranks connect; ``None`` where it is not known.
 
-    For log lines: never an error. A script that Lightning started once more on the first node has ``LOCAL_RANK`` but
-    no ``RANK``. A process without any of these variables is rank 0.
+    A script that Lightning started once more on the first node has ``LOCAL_RANK`` but no ``RANK``.
 
-    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"})
-    1
-    >>> read_rank({})
-    0
-    >>> read_rank({"NODE_RANK": "1"}) is None
-    True
+    >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"}), read_rank({}), read_rank({"NODE_RANK": "1"})
+    (1, 0, None)
     """
     try:
         world = read_world(environ)
@@ -182,11 +152,6 @@ def read_rank(environ: Environ) -> int | None:
 
 def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
     """Refuse a Trainer whose processes are not those that were started.
-
-    Args:
-        world: what the launcher or the arguments say.
-        devices: processes per node as the Trainer says.
-        num_nodes: nodes as the Trainer says.
 
     Raises:
         ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than
@@ -241,12 +206,6 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     """A World in which what no variable says is worked out as if ranks filled one node after another."""
-    for name in (launcher.rank, launcher.world_size, launcher.local_rank):
-        if launcher.marker and name not in environ:
-            raise ConfigurationError(
-                f"{name} must be set beside {launcher.marker}={environ[launcher.marker]!r} (got nothing);"
-                f" set it, or unset {launcher.marker}"
-            )
     rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)
     node_rank = _known(environ, *launcher.node_rank)
@@ -285,17 +244,13 @@ def _check_integer(field: str, value: object) -> None:
         raise ConfigurationError(f"{field} must be an integer (got {value!r}, of type {kind}); write {field}=1, say")
 
 
-def _check_size(field: str, value: int, remedy: str) -> None:
-    if value < 1:
-        raise ConfigurationError(f"{field} must be at least 1 (got {value}); {remedy}")
-
-
 def _integer(environ: Environ, name: str) -> int:
     try:
         return int(environ[name])
-    except ValueError:
+    except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ[name]!r}); unset it, or write {name}=1, say"
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write {name}=1, say, or unset "
+            "the launcher's variables"
         ) from None
 
 

@@ -103,7 +103,6 @@ def test_the_innermost_launcher_is_believed(layers: list[dict[str, str]], source
     [
         ({"devices": 2}, SLURM, 1, 2, 1),
         ({}, {}, 3, 4, 0),
-        ({"devices": 2, "local_rank": 0}, {}, 0, 2, 1),
         ({"devices": 2}, {"LOCAL_RANK": "0"}, 0, 2, 1),
         ({"devices": 4}, {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "2"}, 1, 2, 2),
         ({"devices": 8}, {}, 3, 4, 0),
@@ -166,17 +165,14 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
             "rank must be an integer (got '0', of type str); write rank=1, say",
         ),
         (
-            lambda: read({}, devices=0),
-            "devices must be at least 1 (got 0); write Trainer(devices=1) for one process per node",
-        ),
-        (
-            lambda: read(without(TORCHRUN, "LOCAL_RANK")),
-            "LOCAL_RANK must be set beside TORCHELASTIC_RUN_ID='none' (got nothing); set it, or unset "
-            "TORCHELASTIC_RUN_ID",
+            lambda: read(without(TORCHRUN, "RANK")),
+            "RANK in the environment must be an integer (got None); write RANK=1, say, or unset the launcher's "
+            "variables",
         ),
         (
             lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            "NODE_RANK in the environment must be an integer (got 'a'); unset it, or write NODE_RANK=1, say",
+            "NODE_RANK in the environment must be an integer (got 'a'); write NODE_RANK=1, say, or unset the "
+            "launcher's variables",
         ),
         (
             lambda: check_devices(world(), devices=4, num_nodes=2),

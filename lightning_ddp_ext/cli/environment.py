@@ -47,7 +47,9 @@ def env(*, as_json: bool) -> int:
     try:
         choose(None, os.environ)
         world = read_world(os.environ)
-        facts["world"] = "not a rank of a launcher" if world is None else f"{world.describe()}, {world.source}"
+        facts["world"] = "not a rank of a launcher"
+        if world is not None:
+            facts["world"] = f"rank {world.rank} of {world.world_size}, {world.source}"
     except DDPExtError as error:
         facts["error"] = str(error)
     if as_json:

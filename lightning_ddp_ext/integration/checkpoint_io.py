@@ -27,14 +27,13 @@ _HANDED_OVER = ".temp.ckpt"
 class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     """Writes a checkpoint whole or not at all, checks what it reads, and saves in the background on request.
 
-    It is what :class:`~lightning_ddp_ext.DDPExtStrategy` uses by itself, and a plugin for any other strategy:
-    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy Lightning calls it on rank 0
-    alone to save, so an error is raised there alone, and on each rank by itself to load, so each reads the file; add
-    :class:`~lightning_ddp_ext.RankZeroCheckpoint`, or use our strategy, and the ranks save, fail and read together.
+    It is the default of :class:`~lightning_ddp_ext.DDPExtStrategy`, and a plugin for any other strategy:
+    ``Trainer(plugins=[RankZeroCheckpointIO(background=True)])``. With a stock strategy only rank 0 raises a save error,
+    and each rank reads the whole file; add :class:`~lightning_ddp_ext.RankZeroCheckpoint`, and the ranks save, fail and
+    read together.
 
-    Local files are streamed to the disk and put in place in one step, after they are safely there. Other URLs
-    (``s3://``, ``gs://``, ``memory://``, ...) go through fsspec within a transaction: what such a store completes as a
-    whole appears as a whole, and the store is responsible for keeping it.
+    Local files are streamed to the disk, and then put in place in one step. Other URLs (``s3://``, ``gs://``,
+    ``memory://``, ...) go through fsspec within a transaction.
 
     Args:
         map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,

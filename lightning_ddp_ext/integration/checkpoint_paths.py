@@ -14,15 +14,17 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
-from .compat import directory_of, last_checkpoints_of, requeued_checkpoint_of
-from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn
+from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn, refuse_missing
+
+# Both also answer before the callback's setup.
+refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints", "_ModelCheckpoint__resolve_ckpt_dir")
 
 
 def checkpoint_directory(trainer: Any) -> str:
     """The directory of the Trainer's first checkpoint callback, or its default root directory."""
     callback = trainer.checkpoint_callback
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
-        return directory_of(callback, trainer)
+        return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
@@ -51,11 +53,11 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
 def _candidates(trainer: Any) -> set[str]:
     """Last checkpoints, and the files that are saved when the ranks stop or one of them fails."""
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
-    found = {path for callback in callbacks for path in last_checkpoints_of(callback, trainer)}
+    found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
     found.add(stop_checkpoint_of(trainer))
     if SLURMEnvironment.detect():
-        found.add(requeued_checkpoint_of(trainer))
+        found.add(trainer._checkpoint_connector._hpc_resume_path)
     return {path for path in found if path and locate(path).fs.exists(locate(path).path)}
 
 

@@ -17,7 +17,8 @@ from torch import nn
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.errors import CheckpointError, CheckpointMismatchError, DDPExtError, RankFailedError
+from lightning_ddp_ext.errors import CheckpointError, DDPExtError, RankFailedError
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
@@ -25,9 +26,6 @@ from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
-
-# How torch.nn.Module.load_state_dict begins the error that lists each name that does not fit.
-_MISMATCH = "Error(s) in loading state_dict for"
 
 
 class Checkpoints:
@@ -114,16 +112,7 @@ class Checkpoints:
         Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks are connected. A rank
         that finds nothing would skip the restore, and with it the collectives inside.
         """
-        path = self._strategy.broadcast(None if path is None else os.fspath(path))
-        try:
-            restore(path, *args, **kwargs)
-        except RuntimeError as error:
-            if not str(error).startswith(_MISMATCH):
-                raise
-            raise CheckpointMismatchError(
-                f"checkpoint {path} does not fit the model: {error}; build the model as it was when it was saved, or "
-                "set strict_loading = False in the LightningModule if keys may be missing"
-            ) from error
+        restore(self._strategy.broadcast(None if path is None else os.fspath(path)), *args, **kwargs)
 
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
@@ -188,10 +177,9 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
         )
         content = {"state_dict": content, "epoch": 0, "global_step": 0, "optimizer_states": [], "lr_schedulers": []}
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):
-        keys = ", ".join(repr(key) for key in list(content)[:8]) or "nothing" if isinstance(content, Mapping) else ""
-        described = f"it has {keys}" if keys else f"it is a {type(content).__name__}"
+        found = listed(map(repr, content)) if isinstance(content, Mapping) else type(content).__name__
         raise CheckpointError(
-            f"checkpoint {path} has no entry 'state_dict' ({described}); save the model's state_dict() alone, or under "
+            f"checkpoint {path} has no entry 'state_dict' (got {found}); save the model's state_dict() alone, or under "
             "that name"
         )
     content.setdefault("pytorch-lightning_version", lightning_version)

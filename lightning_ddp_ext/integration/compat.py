@@ -1,4 +1,4 @@
-"""Every private attribute of Lightning's objects that is read, set or called; ``replaced_methods`` has the others."""
+"""Read and set private attributes of Lightning's objects that several modules need, or that take more than a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .lightning_tree import Loop, pl, refuse_missing
+from .lightning_tree import Loop, refuse_missing
 
 # Loops.
 
@@ -94,50 +94,9 @@ class TimedValidation:
         trainer._last_val_time = -math.inf if is_due else math.inf  # compared with the clock after the batch
 
 
-# Connectors of the Trainer.
-
-
 def needs_sampler(trainer: Any, loader: Any) -> bool:
     """Whether Lightning would put a sampler for its rank into a loader."""
     return bool(trainer._data_connector._requires_distributed_sampler(loader))
-
-
-def record_sigterm(trainer: Any) -> None:
-    """Record SIGTERM in Lightning, which then takes the next exception for the end of a stopped run."""
-    trainer._signal_connector.received_sigterm = True
-
-
-def give_signals_back(trainer: Any) -> None:
-    """Take Lightning's signal handlers away now, which it does a little later itself."""
-    trainer._signal_connector.teardown()
-
-
-def save_and_requeue(trainer: Any, signum: int) -> None:
-    """Do what Lightning does when SLURM warns it: save on all ranks, and requeue the job."""
-    trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)
-
-
-def requeued_checkpoint_of(trainer: Any) -> str | None:
-    """What a SLURM job that has been requeued has saved."""
-    path: str | None = trainer._checkpoint_connector._hpc_resume_path
-    return path
-
-
-# Checkpoint callbacks.
-
-refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints", "_ModelCheckpoint__resolve_ckpt_dir")
-
-
-def last_checkpoints_of(callback: Any, trainer: Any) -> set[str | None]:
-    """The files of ``save_last`` in the directory of a ``ModelCheckpoint``, also before its ``setup``."""
-    paths: set[str | None] = callback._find_last_checkpoints(trainer)
-    return paths
-
-
-def directory_of(callback: Any, trainer: Any) -> str:
-    """The directory of a ``ModelCheckpoint``, also before its ``setup`` chooses a default ``dirpath``."""
-    directory: str = callback._ModelCheckpoint__resolve_ckpt_dir(trainer)
-    return directory
 
 
 # Logged values.

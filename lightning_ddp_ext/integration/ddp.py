@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from lightning_ddp_ext.errors import ConfigurationError
 
 from .lightning_tree import pl, rank_zero_info
 
-HookName = Literal["fp16_compress", "bf16_compress", "power_sgd"]
 CommHook = Callable[..., Any]
 
-_HOOKS: dict[str, CommHook] = {
-    "fp16_compress": default_hooks.fp16_compress_hook,
-    "bf16_compress": default_hooks.bf16_compress_hook,
-    "power_sgd": powerSGD_hook.powerSGD_hook,
-}
 _SHOWN = 10  # parameters in a message
-
-
-def find_hook(hook: HookName | CommHook | None, state: object | None) -> tuple[CommHook | None, object | None]:
-    """Return the hook with this name, and a state for it where none is given; refuse an unknown name."""
-    if not isinstance(hook, str):
-        return hook, state
-    if hook not in _HOOKS:
-        near = difflib.get_close_matches(hook, _HOOKS, n=1)
-        remedy = f"did you mean {near[0]!r}?" if near else "or give a function"
-        raise ConfigurationError(
-            f"ddp_comm_hook must be one of {', '.join(map(repr, _HOOKS))} (got {hook!r}); {remedy}"
-        )
-    if hook == "power_sgd" and state is None:
-        state = powerSGD_hook.PowerSGDState(process_group=None)
-    return _HOOKS[hook], state
 
 
 def register_on_cpu(

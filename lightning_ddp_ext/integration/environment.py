@@ -16,11 +16,7 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not know.
-
-    These are processes started by hand (``rank=`` and ``world_size=``, or the variables ``RANK``, ``WORLD_SIZE`` and
-    ``LOCAL_RANK``), and those of MPI launchers where mpi4py is not installed.
-    """
+    """The environment of processes whose launcher Lightning does not know: by hand, or MPI without mpi4py."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -84,7 +80,7 @@ def environment_beside(
 ) -> ClusterEnvironment | None:
     """Return the environment that has this process's rank: the one given, or one of ours.
 
-    Arguments (``rank``, ``world_size`` and ``local_rank``) that contradict a launcher, or the Trainer's devices, are
+    Arguments (``rank`` and ``world_size``) that contradict a launcher, or the Trainer's devices, are
     refused.
     """
     if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:

@@ -43,7 +43,6 @@ from .lightning_tree import (
     pl,
     rank_zero_info,
 )
-from .options import check_interface
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
@@ -79,7 +78,6 @@ class Rendezvous:
 
     Attributes:
         init_method: the argument, or the variable ``DDPX_INIT_METHOD``; ``None`` for the cluster environment's address.
-        timeouts: durations of the control channel.
     """
 
     def __init__(
@@ -124,10 +122,9 @@ class Rendezvous:
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers end their ranks themselves
-        check_interface(self._interface)
         is_first = current() is None
         request = self._request(strategy)
-        context = join(request if debugged is None else without_limits(request, debugged.rank))
+        context = join(request if debugged is None else without_limits(request))
         install_excepthook()
         if context is not None:
             context.component(Survey)  # answers the other ranks from now on

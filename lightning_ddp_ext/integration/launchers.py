@@ -17,8 +17,8 @@ from typing import Any
 import torch.multiprocessing
 from typing_extensions import override
 
-from lightning_ddp_ext.errors import ConfigurationError, GroupInUseError, RankFailedError
-from lightning_ddp_ext.rendezvous.process_context import current, leave
+from lightning_ddp_ext.errors import ConfigurationError, RankFailedError
+from lightning_ddp_ext.rendezvous.process_context import leave
 from lightning_ddp_ext.supervision.debugger import NO_LIMIT
 from lightning_ddp_ext.supervision.exception_report import print_line
 from lightning_ddp_ext.supervision.failure import supervised
@@ -70,7 +70,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._refuse_other_size()
         started = started_ranks()
         if started is not None:
             self.procs = list(started.scripts.children)
@@ -92,24 +91,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
         atexit.register(start.clean_up)
         atexit.register(scripts.wait)  # runs before start.clean_up
 
-    def _refuse_other_size(self) -> None:
-        context, world_size = current(), self.num_processes * self.num_nodes
-        joined = started_ranks() if context is None or len(context.table) == 1 else context.world
-        if joined is not None and joined.world_size != world_size:
-            raise GroupInUseError(
-                f"this script's world_size is {joined.world_size} already, and this Trainer wants {world_size}; give "
-                "every Trainer of a script the same devices and num_nodes, or run the other one in a separate script"
-            )
-
 
 class ProcessesLauncher(MultiProcessingLauncher):
     """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
 
-    Args:
-        strategy: whose ranks.
-        rendezvous: how they connect.
-        start_method: spawn, fork or forkserver.
-        stop_within: seconds that the ranks have to stop together after a signal.
+    After a signal the ranks have ``stop_within`` seconds to stop together.
     """
 
     _strategy: pl.strategies.DDPStrategy
@@ -155,12 +141,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         return output.trainer_results
 
     def _refuse_second_launch(self, trainer: Any) -> None:
-        environment, context = self._environment, current()
-        if context is not None and len(context.table) > 1:
-            raise GroupInUseError(
-                f"start_method={self._start_method!r} starts ranks, but this process is a rank of an earlier Trainer "
-                "already; use the same strategy for every Trainer of a script"
-            )
+        environment = self._environment
         if environment.creates_processes_externally:
             raise ConfigurationError(
                 f"start_method={self._start_method!r} starts the ranks itself, but this process was started as one of "
@@ -196,7 +177,10 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
     def _run_rank(self, local_rank: int, child: _Child, trainer: Any, function: Any, args: Any, kwargs: Any) -> None:
         """Run a function in a started process."""
-        child.enter()
+        # A fork server hands on the environment of its start, which may be long past.
+        os.environ.clear()
+        os.environ.update(child.environment)
+        watch_launcher(child.launcher_pid)
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
             # copies them for spawn alone.
@@ -221,13 +205,6 @@ class _Child:
     environment: dict[str, str]
     global_state: GlobalStateSnapshot | None
     results: _Results
-
-    def enter(self) -> None:
-        """Prepare the started process, before anything else runs in it."""
-        # A fork server hands on the environment of its start, which may be long past.
-        os.environ.clear()
-        os.environ.update(self.environment)
-        watch_launcher(self.launcher_pid)
 
 
 @dataclass(frozen=True)

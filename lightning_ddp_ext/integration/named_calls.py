@@ -6,11 +6,17 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 
 
-def report_call(what: str) -> None:
-    """Report that this rank makes a call that every rank must make; for calls that are rare enough for a message."""
+def report_call(what: str, *, is_waiting: bool = False) -> bool:
+    """Report that this rank makes a call that every rank must make, and wait for the others if ``is_waiting``.
+
+    Each report is a message, so only rare calls report. Returns whether the ranks are connected.
+    """
     context = current()
     if context is not None:
-        context.barriers.begin(what, call_site())
+        call = context.barriers.begin(what, call_site())
+        if is_waiting:
+            context.barriers.wait(call)
+    return context is not None
 
 
 def report_step() -> None:
@@ -18,12 +24,3 @@ def report_step() -> None:
     context = current()
     if context is not None:
         context.barriers.advance()
-
-
-def wait_at_barrier(name: str | None) -> bool:
-    """Wait for all ranks at a barrier with this name; return whether the ranks are connected, so that they waited."""
-    context = current()
-    if context is None:
-        return False
-    context.barriers.wait(context.barriers.begin(f"barrier {name!r}" if name else "a barrier", call_site()))
-    return True

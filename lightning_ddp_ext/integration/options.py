@@ -1,13 +1,11 @@
-"""Check the strategy's arguments: names, choices and network interfaces."""
+"""Check the strategy's arguments: names and choices."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import socket
 from collections.abc import Callable, Iterable
 
-import psutil
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,26 +36,3 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
-
-
-def check_at_least_one(field: str, value: int) -> None:
-    """Refuse a number below 1."""
-    if value < 1:
-        raise ConfigurationError(f"{field} must be at least 1 (got {value})")
-
-
-def check_interface(interface: str | None) -> None:
-    """Refuse a network interface that this host does not have: ``eth1``, or NCCL's forms ``eth,ib`` and ``^docker0``.
-
-    Raises:
-        ConfigurationError: names those of the host.
-    """
-    if interface is None:
-        return
-    names = psutil.net_if_addrs()
-    beginnings = tuple(part.lstrip("^=") for part in interface.split(","))
-    if not any(name.startswith(beginnings) for name in names):
-        raise ConfigurationError(
-            f"interface must be one of host {socket.gethostname()}'s: {', '.join(names)} (got {interface!r}); where it "
-            "has another name on each host, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there"
-        )

@@ -1,4 +1,4 @@
-"""What users import that belongs to one of the two Lightning trees."""
+"""Gather what users import that belongs to one of the two Lightning trees, and register the strategy's names in it."""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency
@@ -7,6 +7,7 @@ from .callbacks.rank_zero_checkpoint import RankZeroCheckpoint
 from .callbacks.sampler_epoch_seeding import SamplerEpochSeeding
 from .callbacks.sync_batchnorm_conversion import SyncBatchNormConversion
 from .checkpoint_io import RankZeroCheckpointIO
+from .lightning_tree import pl
 from .predictions import gather_predictions
 from .strategy import DDPExtStrategy
 
@@ -21,3 +22,27 @@ __all__ = [
     "SyncBatchNormConversion",
     "gather_predictions",
 ]
+
+_START_METHODS = {
+    "ddp_ext": "popen",
+    "ddp_ext_spawn": "spawn",
+    "ddp_ext_fork": "fork",
+    "ddp_ext_notebook": "fork",
+    "ddp_ext_forkserver": "forkserver",
+}
+_SUFFIXES: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+
+for _name, _start_method in _START_METHODS.items():
+    for _suffix, _options in _SUFFIXES.items():
+        pl.strategies.StrategyRegistry.register(
+            _name + _suffix,
+            DDPExtStrategy,
+            description=f"DDPExtStrategy by {_start_method}{_suffix}",
+            override=True,
+            start_method=_start_method,
+            **_options,
+        )

@@ -55,11 +55,10 @@ class ReplacedMethods:
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from making a collective call in its signal handler, and another one before each batch."""
+        """Keep Lightning from making a collective call in its signal handler, and another one before each batch.
 
-        def nothing(*args: object) -> None:
-            """Do nothing: our own handlers also get the signals."""
-
-        self.replace(trainer._signal_connector, "_sigterm_notifier_fn", nothing)
+        Our own handlers also get the signals.
+        """
+        self.replace(trainer._signal_connector, "_sigterm_notifier_fn", lambda *args: None)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0
-            self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", nothing)
+            self.replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *args: None)

@@ -16,7 +16,7 @@ from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, ha
 
 from .checkpoint_paths import stop_checkpoint_of
 from .checkpoints import Checkpoints
-from .compat import active_loop_of, combined_loader_of, give_signals_back, mode_of, record_sigterm, save_and_requeue
+from .compat import active_loop_of, combined_loader_of, mode_of
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
@@ -42,7 +42,6 @@ class StopController:
             minutes.
 
     Attributes:
-        deadline: the same, as a duration.
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
     """
 
@@ -99,7 +98,8 @@ class StopController:
         """Restore the signal handlers after the Trainer's run."""
         if self._stopping is None:
             return
-        give_signals_back(self._trainer)  # installed after ours; a signal before Lightning does this would be lost
+        # Lightning's were installed after ours; a signal before Lightning restores them would be lost.
+        self._trainer._signal_connector.teardown()
         self._signals.restore()
         if self._context.peers.cause is not None:
             defer_sigterm()
@@ -169,7 +169,7 @@ class StopController:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        record_sigterm(self._trainer)
+        self._trainer._signal_connector.received_sigterm = True  # the exception is the end of a stopped run
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -179,7 +179,7 @@ class StopController:
 
     def _save(self, request: StopRequest) -> str:
         if self._slurm is not None and request.signum in self._warnings:
-            save_and_requeue(self._trainer, request.signum)
+            self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
             return "saved where the requeued job will find it"
         path = stop_checkpoint_of(self._trainer)
         if path is None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
@@ -22,7 +23,7 @@ from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, HookName, find_hook, form_anew, name_unused, register_on_cpu
+from .ddp import CommHook, form_anew, name_unused, register_on_cpu
 from .devices import RankDevicesStrategy
 from .environment import environment_beside, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
@@ -30,8 +31,8 @@ from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .metrics import BatchedMetrics
-from .named_calls import report_call, report_step, wait_at_barrier
-from .options import check_at_least_one, check_choice, refuse_unknown
+from .named_calls import report_call, report_step
+from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import StopController
@@ -52,9 +53,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
             ``None``: the variable ``DDPX_INIT_METHOD``, else the address of Lightning's cluster environment; on one
             node the kernel chooses a port.
-        rank: this process's rank, where you start one process per rank by hand; needs ``world_size``.
+        rank: this process's rank, where you start one process per rank by hand; needs ``world_size``. The rank on its
+            host is ``LOCAL_RANK``, else ``rank`` modulo devices.
         world_size: the number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
-        local_rank: this process's rank on its host; by default ``LOCAL_RANK``, else ``rank`` modulo devices.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead. An
             exited process is noticed immediately.
@@ -85,17 +86,15 @@ class DDPExtStrategy(RankDevicesStrategy):
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
-        ddp_comm_hook: how gradients are averaged, also on CPU: a function, or one of torch's hooks by name:
-            ``"fp16_compress"``, ``"bf16_compress"`` or ``"power_sgd"``.
+        ddp_comm_hook: a function that averages gradients, also on CPU, such as torch's ``fp16_compress_hook``.
         ddp_comm_wrapper: wraps the comm hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: steps between two averages of the model, with post-local SGD.
         **ddp_kwargs: arguments of :class:`torch.nn.parallel.DistributedDataParallel`, such as
             ``find_unused_parameters=True``, ``static_graph=True`` or ``gradient_as_bucket_view=True``.
 
     Raises:
-        ConfigurationError: an argument or a comm hook of that name does not exist, here or in the installed torch; a
-            value is not allowed; arguments, environment variables and the Trainer's ``devices`` and ``num_nodes``
-            contradict each other.
+        ConfigurationError: an argument does not exist, here or in the installed torch; a value is not allowed;
+            arguments, environment variables and the Trainer's ``devices`` and ``num_nodes`` contradict each other.
 
     Example::
 
@@ -110,7 +109,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        local_rank: int | None = None,
         init_timeout: float | timedelta = INIT_TIMEOUT,
         heartbeat_timeout: float | timedelta = HEARTBEAT_TIMEOUT,
         timeout: float | timedelta | None = TIMEOUT,
@@ -131,14 +129,14 @@ class DDPExtStrategy(RankDevicesStrategy):
         checkpoint_io: pl.plugins.CheckpointIO | None = None,
         precision_plugin: pl.plugins.Precision | None = None,
         ddp_comm_state: object | None = None,
-        ddp_comm_hook: HookName | CommHook | None = None,
+        ddp_comm_hook: CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         model_averaging_period: int | None = None,
         **ddp_kwargs: Any,
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
-        check_at_least_one("devices_per_rank", devices_per_rank)
-        hook, ddp_comm_state = find_hook(ddp_comm_hook, ddp_comm_state)
+        if devices_per_rank < 1:
+            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -147,7 +145,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=hook,
+            ddp_comm_hook=ddp_comm_hook,
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
             process_group_backend=process_group_backend,
@@ -155,7 +153,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             start_method=start_method,
             **ddp_kwargs,
         )
-        self._rank_arguments = {"rank": rank, "world_size": world_size, "local_rank": local_rank}
+        self._rank_arguments = {"rank": rank, "world_size": world_size}
         read_world({}, **self._rank_arguments)  # refuses arguments that contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = Rendezvous(
@@ -375,7 +373,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         # After an exception some ranks never call it: callbacks that save a checkpoint then must not wait for them.
         if self.checkpoints.is_interrupted:
             return
-        is_past_barrier = wait_at_barrier(name)
+        is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
         if not is_past_barrier or self.root_device.type != "cpu":  # also waits for the accelerator's earlier work
             super().barrier(name, *args, **kwargs)
         self.stops.at_barrier()

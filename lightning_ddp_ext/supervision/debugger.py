@@ -15,11 +15,10 @@ NO_LIMIT = timedelta(days=365)
 _HOST = "127.0.0.1"  # a client of the port can run any code
 
 
-def without_limits(request: Request, rank: int) -> Request:
-    """Return the same request without limits to waits and silence, for a run of which ``rank`` is debugged."""
-    versions = {**request.versions, "DDPX_DEBUG_RANK": str(rank)}  # refuses ranks that would debug another rank
+def without_limits(request: Request) -> Request:
+    """Return the same request without limits to waits and silence, for a run of which a rank is debugged."""
     timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # the kernel accepts hardly more
-    return replace(request, timeout=NO_LIMIT, timeouts=timeouts, versions=versions)
+    return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
 
 @functools.cache

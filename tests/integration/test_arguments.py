@@ -19,7 +19,6 @@ from lightning_ddp_ext import (
     DDPExtStrategy,
     HangWatchdog,
     RankConsistency,
-    RankDebugger,
     SamplerEpochSeeding,
 )
 from lightning_ddp_ext.errors import (
@@ -47,7 +46,7 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
 
 OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
 ALONE = "{} must be given too (got {} alone); write rank=0, world_size=2 on rank 0"
-NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60 for a minute"
+NOT_POSITIVE = "{0} must be a positive number of seconds, from 0.001 to a hundred years (got {1!r}); write {0}=60"
 REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
     ({"init_method": TCP, "rank": 2, "world_size": 2}, ConfigurationError, OUT_OF_RANGE.format(2)),
     ({"init_method": TCP, "rank": 1}, ConfigurationError, ALONE.format("world_size", "rank=1")),
@@ -65,7 +64,6 @@ REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
         ConfigurationError,
         "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
     ),
-    ({"ddp_comm_hook": "power_sdg"}, ConfigurationError, "(got 'power_sdg'); did you mean 'power_sgd'"),
     (
         {"find_unused_parameter": True},
         ConfigurationError,
@@ -97,11 +95,10 @@ def start_on_an_interface(rank: int, world_size: int) -> None:
 
 
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
-    """In one sentence, where gloo has four; the others are told that this rank has ended."""
+    """By gloo, which names it."""
     (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
     assert outcome.error is not None
-    expected = r"interface must be one of host \S+'s: (.*, )?lo(, .*)? \(got 'eth99'\); where it has another name"
-    assert re.match(expected, outcome.error.message), outcome.story()
+    assert "Unable to find address for: eth99" in outcome.error.message, outcome.story()
 
 
 def start_with_another_version(rank: int, world_size: int) -> None:
@@ -123,7 +120,7 @@ def test_an_option_that_this_torch_lacks_is_unknown(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(DistributedDataParallel, "__init__", older)
     assert DDPExtStrategy(find_unused_parameters=True)
-    with pytest.raises(ConfigurationError, match=r"no argument 'static_graph'; .*: find_unused_parameters\n"):
+    with pytest.raises(ConfigurationError, match=r"no argument 'static_graph'; .*: find_unused_parameters$"):
         DDPExtStrategy(static_graph=True)
 
 
@@ -154,7 +151,6 @@ def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.M
         make_trainer(DDPExtStrategy(TCP), devices=3)
 
 
-NO_RANK = "the debugged rank must be a whole number from 0 on (got -1)"
 NO_STEPS = "every_n_steps must be a whole number, at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
@@ -162,8 +158,6 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be on a local file system (got 's3://a')"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
-    (RankDebugger, {"rank": -1}, NO_RANK),
-    (RankDebugger, {"rank": 0, "port": 0}, "the debugger's port must be from 1 to 65535 (got 0)"),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),
     (SamplerEpochSeeding, {"seed": "7"}, "seed must be"),
 ]

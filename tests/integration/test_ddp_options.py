@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import ConfigurationError
@@ -27,8 +27,11 @@ def mean_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Fut
 
 HOOKS: dict[str, dict[str, Any]] = {
     "none": {},
-    "power_sgd": {"ddp_comm_hook": "power_sgd"},
-    "fp16_compress": {"ddp_comm_hook": "fp16_compress"},
+    "power_sgd": {
+        "ddp_comm_hook": powerSGD_hook.powerSGD_hook,
+        "ddp_comm_state": powerSGD_hook.PowerSGDState(process_group=None),
+    },
+    "fp16_compress": {"ddp_comm_hook": default_hooks.fp16_compress_hook},
     "wrapped": {"ddp_comm_hook": mean_over_ranks, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
 }
 
@@ -44,7 +47,7 @@ def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]
 
 
 def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
-    """By name and as a function, as exactly as its numbers allow, and the same on every rank."""
+    """As exactly as its numbers allow, and the same on every rank."""
     first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3, time_limit=90)
     for other in others:
         assert_same(other, first)

@@ -98,7 +98,8 @@ def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> Non
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
-        assert devices.startswith("this script's world_size is 2 already, and this Trainer wants 3; give every Trainer")
+        wants = f"this process is rank {rank} of 2 already, and this Trainer wants it to be rank {rank} of 3; give"
+        assert devices.startswith(wants)
         assert place == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', and this Trainer asks for "
             "'file:///elsewhere/store'; use one init method in a script"

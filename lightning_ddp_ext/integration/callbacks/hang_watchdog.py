@@ -1,4 +1,4 @@
-"""A callback that says which rank is stuck, and where, when nothing moves any more; with any strategy."""
+"""A callback that reports a rank that is stuck, with any strategy."""
 
 from __future__ import annotations
 
@@ -28,41 +28,36 @@ from .rank_debugger import debugged_rank
 
 
 class HangWatchdog(pl.Callback):
-    """Says which rank is stuck, and where, when nothing moves any more, instead of waiting for a collective's timeout.
+    """Reports which rank is stuck, and where, when nothing has moved for ``timeout``.
 
     A rank moves when it begins or ends a batch, an epoch, training, the sanity check or an evaluation, has restored a
-    checkpoint, or begins a save. When nothing of that has happened for ``timeout`` on a rank, rank 0 asks every rank
-    what it does: Python stacks of all threads, what Lightning's loop is in, how far it is, and its collectives, as
-    torch's Flight Recorder has them (on NCCL and gloo). It prints one
-    sentence, and writes it to a file with all stacks::
+    checkpoint, or begins a save. When a rank has not moved for ``timeout``, rank 0 collects from every rank the Python
+    stacks, the running hook, the progress, and the collectives in torch's Flight Recorder (NCCL and gloo). It prints
+    one sentence, and writes it to a file with all stacks::
 
         rank 3 (host b, pid 17) never entered all_reduce #512 [[4096]]; it is in train_dataloader_next, dataset.py:41;
         ranks 0, 1, 2 have waited for it for 61 s
 
-    A rank that waits for one that moves does not hang. One that does not answer in 5 s, because its process is stopped
-    (SIGSTOP) or C code holds the GIL, is named without its stacks. If that is rank 0, each rank that has waited for
-    ``timeout`` says so, with its own stacks.
+    A rank that does not answer in 5 s, because its process is stopped (SIGSTOP) or C code holds the GIL, is named
+    without its stacks. If that is rank 0, each waiting rank reports its own stacks.
 
-    With ``on_hang="abort"`` every rank then raises ``RankHungError``; one that cannot be woken is ended some seconds
-    later with status 1. A stopped process on the same host is continued so that it ends, too; on another host it ends
-    as soon as it is continued. A process that holds the GIL for ever is left to its launcher.
+    With ``on_hang="abort"`` every rank then raises ``RankHungError``; a rank that cannot be woken exits some seconds
+    later with status 1. A stopped process on the same host is continued so that it also exits. A process that holds the
+    GIL for ever is left to its launcher.
 
-    With strategies that are not ours there is no channel between the ranks: a rank reports its own stacks and where it
-    waits, and ends by ``os._exit(1)``, without an exception.
+    With other strategies the ranks have no channel: a rank reports its own stacks and where it waits, and exits by
+    ``os._exit(1)``, without an exception.
 
-    It costs a thread that sleeps. Choose a ``timeout`` longer than the longest step and save together.
-    Put the callback first, as it watches from its ``setup`` on. Where torch records no collectives (gloo before it had
-    the Flight Recorder, or ``TORCH_FR_BUFFER_SIZE=0``), the sentence says only where the ranks are.
+    Choose a ``timeout`` longer than the longest step and save together. Put the callback first, as it watches from its
+    ``setup`` on. With ``TORCH_FR_BUFFER_SIZE=0`` the sentence only says where the ranks are.
 
     Args:
         timeout: seconds or ``timedelta`` in which something must move.
-        on_hang: ``"abort"``; or ``"continue"``: go on, and report again after another ``timeout``. That is also for
-            work with a debugger.
+        on_hang: ``"abort"``; or ``"continue"``: report again after another ``timeout``.
         directory: where reports are written, ``hang-<time>-rank<n>.txt``; ``None``: ``trainer.default_root_dir``.
 
     Raises:
-        ConfigurationError: ``timeout`` is no positive number of seconds.
-        ConfigurationError: another argument cannot work.
+        ConfigurationError: an argument cannot work.
         RankHungError: in ``fit`` and the like, on every rank of a ``DDPExtStrategy``.
 
     Example::

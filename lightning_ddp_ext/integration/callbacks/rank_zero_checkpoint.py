@@ -21,11 +21,10 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It brings :class:`~lightning_ddp_ext.RankZeroCheckpointIO` along, unless the Trainer has a checkpoint IO of the
-    user's own. With a stock ``ddp`` strategy every save, removal and restore of the Trainer becomes one that all ranks
-    do together while the Trainer runs: an error on rank 0 is raised on every rank, ``ckpt_path="last"`` and ``"best"``
-    mean the file that rank 0 finds, and a file that only rank 0 sees restores every rank. Scores, and the file names
-    made from them, are rank 0's on every rank.
+    It brings :class:`~lightning_ddp_ext.RankZeroCheckpointIO` along, unless the user gave the Trainer a checkpoint IO.
+    With a stock ``ddp`` strategy all ranks save, remove and restore together: every rank raises rank 0's error,
+    ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and a file that only rank 0 sees restores every
+    rank. Scores, and the file names made from them, are rank 0's on every rank.
 
     Its state in a checkpoint is ``ModelCheckpoint``'s: each reads the other's files.
 
@@ -81,21 +80,18 @@ def _checkpoints_of(
 ) -> Checkpoints | None:
     """Return the object by which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
-    if isinstance(strategy, DDPExtStrategy):
-        _bring_along(strategy, io)
-        return strategy.checkpoints
-    installed = getattr(strategy.save_checkpoint, "__self__", None)
-    if isinstance(installed, Checkpoints):  # by another callback
-        _bring_along(strategy, io)
-        return installed
-    if type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint:
+    has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
+    if has_own_save and not isinstance(strategy, DDPExtStrategy):
         rank_zero_warn(
             f"{type(strategy).__name__} has its own save_checkpoint: RankZeroCheckpoint leaves saving to it, and is an "
             "ordinary ModelCheckpoint here"
         )
         return None
     _bring_along(strategy, io)
-    return _install(trainer, replaced)
+    if isinstance(strategy, DDPExtStrategy):
+        return strategy.checkpoints
+    installed = getattr(strategy.save_checkpoint, "__self__", None)  # by another callback
+    return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 
 def _bring_along(strategy: pl.strategies.Strategy, io: RankZeroCheckpointIO | None) -> None:

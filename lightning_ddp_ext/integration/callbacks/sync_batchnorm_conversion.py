@@ -14,11 +14,10 @@ from ..lightning_tree import pl
 class SyncBatchNormConversion(pl.Callback):
     """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
-    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are again what they
-    were: ``on_train_end`` of the module and of later callbacks, exports and ``load_state_dict`` see plain BatchNorm.
-    State dicts have the same keys all the time. Copies of layers that are made in between stay synchronised until
-    ``restore_batchnorm`` restores them. Layers that are added later are not converted. Rank 0 logs in one line what was
-    converted. With one rank nothing is done.
+    When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are restored:
+    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts have the same
+    keys all the time. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
+    them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
     ``include`` or ``predicate`` chooses it: ``include="*"`` chooses all layers. Its ``forward`` then runs as it is, and
@@ -30,9 +29,6 @@ class SyncBatchNormConversion(pl.Callback):
 
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
-
-    Averages of the model, such as those of Lightning's ``WeightAveraging``, are those of one process on the joined
-    batches.
 
     Args:
         include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
