@@ -6,7 +6,7 @@ over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. Its iterators are s
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
@@ -106,8 +106,7 @@ class DataPath:
             return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
-            is_empty = not len(cast(Any, loader.dataset))
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
