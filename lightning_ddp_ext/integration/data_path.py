@@ -15,6 +15,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.loader_kinds import position_of
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
+from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import needs_sampler
 from .evaluation import EVALUATED, Evaluation
@@ -24,7 +25,6 @@ from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
-from .uneven import Mode as UnevenMode
 from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
@@ -54,13 +55,13 @@ class Evaluation(IdleSteps):
     def _pad(self, loader: DistributedLoader) -> None:
         """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
         sampler = index_sampler_of(loader.loader)
-        batches = self._lengths_by_rank(loader.loader if sampler is None else sampler)
-        has_length = -1 not in batches
+        batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
+        has_length = math.inf not in batches
         if len(set(batches)) == 1 and (has_length or sampler is None):
             return
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
-            raise _idle_rank_error(batches, f"no sampler with a length (-1: none) says what {name} reads")
+            raise _idle_rank_error(batches, f"no sampler with a length (inf: none) says what {name} reads")
         spare = None
         if min(batches) == 0:  # it reads the first batch of another rank: any index that the sampler may yield will do
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
@@ -79,7 +80,7 @@ class Evaluation(IdleSteps):
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
-        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == float("inf"):
+        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf:
             where = (
                 "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
                 "has no length"

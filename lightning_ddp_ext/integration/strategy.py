@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
+from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
@@ -35,7 +36,6 @@ from .options import check_at_least_one, check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import StopController
-from .uneven import Mode as UnevenMode
 
 T = TypeVar("T")
 
