@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one comes soon
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one is yielded soon
 CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
@@ -26,7 +26,7 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
 
-    It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
+    It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -70,7 +70,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of what this sampler wraps."""
 
-    # What torch and Lightning ask of a DistributedSampler.
+    # The interface of a DistributedSampler.
 
     @property
     def length(self) -> int:
@@ -107,7 +107,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items from ``position`` on; nothing is computed before the first one is asked for."""
+        """Yield this rank's items from ``position`` on; nothing is computed before the first one is requested."""
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:

@@ -25,11 +25,11 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
     Args:
         dataset: anything with a length, up to 2**62.
-        num_replicas: number of ranks; None: the process group's when it is asked for, else 1.
-        rank: this rank; None: the process group's when it is asked for, else 0.
+        num_replicas: number of ranks; None: the process group's at the time of use, else 1.
+        rank: this rank; None: the process group's at the time of use, else 0.
         shuffle: whether the order is random, or the dataset's.
         seed: the same on every rank, not negative.
-        drop_last: the same as ``uneven="drop"``, and replaces what ``uneven`` says.
+        drop_last: the same as ``uneven="drop"``, whatever ``uneven`` is.
         uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
             ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 

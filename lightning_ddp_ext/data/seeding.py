@@ -68,7 +68,7 @@ class SeedWorker:
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators in the block, each with a stream of its own, and restore them after it.
+    """Seed all generators in the block, each with its own stream, and restore them after it.
 
     These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
     and ``RandomState`` and ``random.Random`` that is an attribute of an owner, which has another one in the block.

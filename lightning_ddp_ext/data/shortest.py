@@ -29,11 +29,11 @@ def end_together(
     ``"stop_at_shortest"`` it is dropped if some rank has none. With ``"join"`` a rank that has no more items repeats
     its last one; if it has had none, it gets one from another rank, pickled.
 
-    Collective: every rank must ask for items equally often. A rank whose iterator raises leaves the others waiting in a
+    Collective: every rank must draw equally many items. A rank whose iterator raises leaves the others waiting in a
     collective, from which the failure of a rank releases them.
 
     Args:
-        items: this rank's own iterator; not asked again after the end.
+        items: this rank's own iterator; not used after its end.
         mode: when to end.
         group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
         on_item: called before each item is yielded, with the ranks that repeat one, ascending.

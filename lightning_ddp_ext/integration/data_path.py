@@ -1,7 +1,7 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
-Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for what is to be iterated
-over: :meth:`DataPath.wrap` returns a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
+Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for the iterable to read:
+:meth:`DataPath.wrap` returns a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class DataPath:
         self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
+        """Have a Trainer call :meth:`prepare` where it would put its own sampler into a loader."""
         self.training.attach(trainer)
         self.uneven.attach()
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch does not count."""
+        """Whether this rank's current batch does not count."""
         return self.uneven.is_idle if self._strategy.current_trainer.training else self.evaluation.is_idle
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
+        """The ranks whose values a reduction must leave out: those that are idle in the current step."""
         return self.uneven.idle or self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
@@ -119,7 +119,7 @@ class DataPath:
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
         loader = DistributedLoader.around(dataloader, self.start_iterator)
-        # Loaders of training may be asked for in the middle of an evaluation.
+        # Loaders of training may be requested in the middle of an evaluation.
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
@@ -130,7 +130,7 @@ class DataPath:
         return loader
 
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
-        """Start an iterator over a loader, whose first batch has just been asked for.
+        """Start an iterator over a loader, whose first batch has just been requested.
 
         It starts at the beginning if a loop evaluates or if the user looks at a batch, and where training is if the fit
         loop reads it.

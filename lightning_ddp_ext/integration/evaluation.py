@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
-from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
@@ -40,7 +39,6 @@ class Evaluation(IdleSteps):
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
         super().__init__(strategy)
         self._is_exact = is_exact
-        self._step = 0
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader. Collective: every rank must call it."""
@@ -86,11 +84,6 @@ class Evaluation(IdleSteps):
                 "has no length"
             )
             self._refuse(_idle_rank_error(batches, where))
-
-    @property
-    @override
-    def _number(self) -> int:
-        return self._step
 
     def end(self) -> None:
         """End the evaluation: no rank is idle."""

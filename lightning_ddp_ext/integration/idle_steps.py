@@ -19,12 +19,13 @@ class IdleSteps:
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._batches: dict[int, int] = {}  # of ranks that have fewer than others, by rank
+        self._step = 0
         self._is_in_step = False
 
     @property
     def _number(self) -> int:
         """The number of the current step's batch, from 0."""
-        raise NotImplementedError
+        return self._step
 
     @property
     def _idle_ranks(self) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ class IdleSteps:
 
     @property
     def idle(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
+        """The ranks whose values a reduction must leave out: those that are idle in the current step."""
         return self._idle_ranks if self._is_in_step else ()
 
     @contextmanager
@@ -68,6 +69,6 @@ class IdleSteps:
         return tuple(Ranks(self._strategy.global_rank, self._strategy.world_size).gather(value))
 
     def _refuse(self, error: Exception) -> None:
-        """Raise an error that every rank has found, once all have: else slower ranks would report a failed rank."""
+        """Raise an error that every rank has found, once all have: else slower ranks would report a failure."""
         self._strategy.barrier("a refusal")
         raise error

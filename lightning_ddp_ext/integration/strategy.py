@@ -266,7 +266,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_start(self) -> None:
         self._start()
-        self.data.training.on_validation_start()
+        self.data.training.record_random_state("validation")
 
     on_test_start = on_predict_start = _start
 

@@ -1,8 +1,8 @@
 """Start the iterators over training data, and save where each rank is in them.
 
-A checkpoint gets a section of its own, and nothing else of it is changed, so that stock ``ddp`` can also resume it.
+A checkpoint gets one more section, and nothing else of it is changed, so that stock ``ddp`` can also resume it.
 When it is loaded, ``resume`` changes the state of the loops before Lightning reads it. The iterators over the loaders
-start there later, when their first batch is asked for.
+start there later, when their first batch is requested.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
-from .lightning_tree import rank_zero_info
 from .loop_state import Restart, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state
 
@@ -32,7 +31,7 @@ class TrainingData:
 
     def attach(self, trainer: Any = None) -> None:
         """Prepare for a Trainer that has not loaded anything."""
-        if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
+        if trainer is None or trainer.state.fn == "fit":  # a checkpoint after a validation is of the training before
             self._seed: int | None = None
         self.resume = Resume(self._strategy)
         self._random: dict[Moment, dict[str, Any]] = {}  # when the last epoch, step and validation started
@@ -50,22 +49,14 @@ class TrainingData:
     def seed(self) -> int:
         """The seed of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
         if self._seed is None:
-            self._seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            resumed = self.resume.seed
-            if resumed is not None and resumed != self._seed:
-                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._seed}")
-                self._seed = resumed
+            own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            self._seed = own if self.resume.seed is None else self.resume.seed
         return self._seed
 
     @property
     def epoch(self) -> int:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
-
-    def on_validation_start(self) -> None:
-        """Record the random state from which the validation can be repeated."""
-        if self._strategy.current_trainer.state.fn == "fit":
-            self.record_random_state("validation")
 
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
@@ -103,7 +94,7 @@ class TrainingData:
         if resume.restart.is_within:
             resume.find_data()
         for index, position in enumerate(positions_of(self._strategy.current_trainer)):
-            position.start_epoch(epoch, done=resume.done, state=resume.state_of(index))
+            position.start_epoch(epoch, done=resume.done, state=resume.states[index] if resume.states else None)
         self.record_random_state("epoch")
 
     def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
@@ -160,7 +151,7 @@ class TrainingData:
         }
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the random state with which training continues at a restart: a recorded one, else the present one."""
+        """Return the random state with which training continues at a restart: a recorded one, else the current one."""
         moment: Moment | None = None
         if restart.has_started:
             moment = "epoch"

@@ -35,7 +35,7 @@ class UnevenInputs(IdleSteps):
     batch that every rank has. ``None`` refuses loaders whose lengths differ.
 
     Attributes:
-        are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
+        are_even: whether all ranks have equally many, and so do everything at the same batches.
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
