@@ -50,10 +50,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     ) -> None:
         self.dataset = dataset
         self._length = length
-        remedy = "leave it out to use the process group's"
-        for field, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
-            if value is not None:
-                whole_number(value, field, at_least=least, remedy=remedy)
         self._given_ranks = num_replicas, rank
         if num_replicas is not None and rank is not None:
             self._ranks()
@@ -176,9 +172,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             num_replicas = dist.get_world_size() if grouped else 1
         if rank is None:
             rank = dist.get_rank() if grouped else 0
-        if rank >= num_replicas:
+        if not 0 <= rank < num_replicas:
             raise ConfigurationError(
-                f"rank must be below num_replicas, {num_replicas} (got {rank});"
+                f"rank must be from 0 to below num_replicas, {num_replicas} (got {rank});"
                 " leave both out to use those of the process group"
             )
         return num_replicas, rank

@@ -49,9 +49,6 @@ class Permutation:
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
 
-    def __len__(self) -> int:
-        return self._length
-
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
         """Return the images of positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)

@@ -49,7 +49,7 @@ class Resume:
 
     def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
         self._strategy = strategy
-        self._ranks: Sequence[Mapping[str, Any]] = ()  # what each rank has saved
+        self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
         self.states: Sequence[Mapping[str, Any]] = ()
         self.restart = _NO_RESTART
         self.has_restored_random = False
@@ -86,7 +86,7 @@ class Resume:
 
     @property
     def _own(self) -> Mapping[str, Any]:
-        """What this rank has saved; on ranks that did not exist then, what all ranks have in common."""
+        """This rank's saved state; on a rank that did not exist then, the state that all ranks share."""
         rank: int = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
@@ -106,7 +106,7 @@ class Resume:
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
             self.find_data()
-            # Lightning says next that the loaders cannot be resumed.
+            # Lightning then warns that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end" and self.done != self.restart.done:
             self._set_counters()
@@ -137,7 +137,7 @@ class Resume:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of the epoch, also because another limit holds now."""
+        """Whether nothing is left of the epoch, also where that follows from a new limit."""
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
@@ -184,6 +184,6 @@ class Resume:
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
-        """Return the number of batches of combined loaders that have so many each."""
+        """Return the number of batches of combined loaders from those of each."""
         mode = mode_of(combined_loader_of(self._trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)
