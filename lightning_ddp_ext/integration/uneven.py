@@ -163,7 +163,11 @@ def _obstacle_to_join(trainer: Any) -> str | None:
 
 
 def _checksums(batch: Any) -> tuple[int, ...]:
-    """Return the checksums of the tensors in a batch of nested mappings, lists and tuples."""
+    """Return the checksums of the tensors in a batch of nested mappings, lists and tuples.
+
+    >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
+    True
+    """
     if isinstance(batch, Tensor):
         return (int(checksum(batch)),) if batch.layout == torch.strided and batch.numel() else ()
     items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
