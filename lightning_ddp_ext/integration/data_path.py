@@ -54,6 +54,7 @@ class DataPath:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
+        self._uneven_inputs = uneven_inputs
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, resume_data)
@@ -61,9 +62,10 @@ class DataPath:
         self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Have a Trainer call :meth:`prepare` where it would put its own sampler into a loader."""
+        """Forget an earlier run, and have a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
-        self.uneven.attach()
+        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
+        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property

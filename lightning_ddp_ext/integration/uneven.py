@@ -41,13 +41,8 @@ class UnevenInputs(IdleSteps):
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
         super().__init__(strategy)
         self._mode = mode
-        self.attach()
-
-    def attach(self) -> None:
-        """Prepare for a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._batches.clear()
 
     @property
     def _joint_mode(self) -> Mode | None:
