@@ -37,9 +37,8 @@ class SyncBatchNorm(_BatchNorm):
         bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
 
     Raises:
-        BatchNormError: all batches together have one value per channel (on CPU), or an input has other channels
-            than the layer, or is on a device that is neither.
-        BatchNormError: another rank is in another layer (on CPU; elsewhere ranks wait for their timeout).
+        BatchNormError: an input has other channels than the layer, or is neither on CPU nor on CUDA; on CPU also: all
+            batches together have one value per channel, or another rank is in another layer.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.randn(4, 3, 8, 8)).mean().abs().item() < 1e-6

@@ -11,9 +11,9 @@ from torch.utils.data import Sampler
 
 
 class PermanentBatchSampler(Sampler[Any]):
-    """Yields what another sampler yields, without the first items that :meth:`skip` names, and padded at the end.
+    """Yields what another sampler yields, without the first items that :meth:`skip` leaves out, and padded at the end.
 
-    A loader has one of these for good, since torch keeps the sampler of the first iterator in persistent workers.
+    A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
@@ -36,7 +36,7 @@ class PermanentBatchSampler(Sampler[Any]):
         self.skip(0)
 
     def skip(self, items: int, *, generators: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Say where iterators begin from now on.
+        """Set where the next iterators start.
 
         Args:
             items: how many are left out.

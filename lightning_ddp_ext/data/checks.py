@@ -8,8 +8,6 @@ from typing import Any, get_args
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.errors import ConfigurationError
 
-LARGEST = 2**62  # of a length: positions beyond it, which padding reaches, still fit into 64 bits
-
 
 def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | None = None, remedy: str) -> int:
     """Return ``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
@@ -49,15 +47,14 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     """Return ``len(thing)``.
 
     Raises:
-        ConfigurationError: it has none, or one that is too large.
+        ConfigurationError: it has none.
     """
     try:
-        length = len(thing)
+        return len(thing)
     except (TypeError, NotImplementedError):
         raise ConfigurationError(
             f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
         ) from None
-    return whole_number(length, f"the length of {field}", at_most=LARGEST, remedy=remedy)
 
 
 def samples_of(dataset: Any) -> int:

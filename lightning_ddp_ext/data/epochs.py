@@ -30,21 +30,6 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         epoch: the epoch, from 0.
         rank: this process's rank.
         seed: with one, the generators of the loader's workers are seeded by ``seed_generators``.
-
-    Example:
-        >>> from torch.utils.data import IterableDataset
-        >>> class Epochs(IterableDataset[int]):
-        ...     def set_epoch(self, epoch):
-        ...         self.epoch = epoch
-        ...     def __iter__(self):
-        ...         yield self.epoch
-        >>> loader = DataLoader(Epochs(), batch_size=None, num_workers=1, persistent_workers=True)
-        >>> for epoch in range(3):
-        ...     start_epoch(loader, epoch, rank=0)
-        ...     print([int(epoch) for epoch in loader])
-        [0]
-        [1]
-        [2]
     """
     set_epoch(loader, epoch)
     if seed is not None and isinstance(loader, DataLoader):
@@ -59,7 +44,7 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 def set_epoch(loaders: object, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` on everything that has this method at or below ``loaders``, once each.
 
-    The innermost objects come first. So one that makes its batches in ``set_epoch`` makes them from something that
+    The innermost objects are first. So one that makes its batches in ``set_epoch`` makes them from something that
     has the epoch already. Not collective. What a ``set_epoch`` raises is raised.
 
     The search follows attributes, whatever their names, of these objects:
@@ -76,13 +61,6 @@ def set_epoch(loaders: object, epoch: int) -> None:
     Args:
         loaders: a loader, or any nesting of lists, tuples, dicts and combined loaders, with loaders in it.
         epoch: the next epoch, from 0.
-
-    Example:
-        >>> from torch.utils.data import DistributedSampler
-        >>> sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-        >>> set_epoch(DataLoader(range(8), sampler=sampler), 3)
-        >>> sampler.epoch
-        3
     """
     for thing in all_below(loaders):
         set_epoch_of(thing, epoch)

@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one comes soon
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one is yielded soon
 CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
@@ -26,7 +26,7 @@ Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 class GlobalOrderSampler(DistributedSampler[Any]):
     """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
 
-    It is a ``DistributedSampler`` because Lightning wraps anything else in one of its own.
+    It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
     Attributes:
         epoch: the epoch whose order is read next.
@@ -50,10 +50,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     ) -> None:
         self.dataset = dataset
         self._length = length
-        remedy = "leave it out to use the process group's"
-        for field, value, least in (("num_replicas", num_replicas, 1), ("rank", rank, 0)):
-            if value is not None:
-                whole_number(value, field, at_least=least, remedy=remedy)
         self._given_ranks = num_replicas, rank
         if num_replicas is not None and rank is not None:
             self._ranks()
@@ -70,7 +66,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     def _set_wrapped_epoch(self) -> None:
         """Set the epoch of what this sampler wraps."""
 
-    # What torch and Lightning ask of a DistributedSampler.
+    # The interface of a DistributedSampler.
 
     @property
     def length(self) -> int:
@@ -107,7 +103,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's items from ``position`` on; nothing is computed before the first one is asked for."""
+        """Yield this rank's items from ``position`` on; nothing is computed before the first one is requested."""
         return chain.from_iterable(self._iterate())
 
     def _iterate(self) -> Iterator[list[Any]]:
@@ -176,9 +172,9 @@ class GlobalOrderSampler(DistributedSampler[Any]):
             num_replicas = dist.get_world_size() if grouped else 1
         if rank is None:
             rank = dist.get_rank() if grouped else 0
-        if rank >= num_replicas:
+        if not 0 <= rank < num_replicas:
             raise ConfigurationError(
-                f"rank must be below num_replicas, {num_replicas} (got {rank});"
+                f"rank must be from 0 to below num_replicas, {num_replicas} (got {rank});"
                 " leave both out to use those of the process group"
             )
         return num_replicas, rank

@@ -1,4 +1,4 @@
-"""Wrap a loader so that each iterator over it starts when its first batch is asked for."""
+"""Wrap a loader so that each iterator over it starts when its first batch is requested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
 class DistributedLoader:
-    """A loader whose iterators are started by ``start_iterator``, when their first batch is asked for.
+    """A loader whose iterators are started by ``start_iterator``, when their first batch is requested.
 
     Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
     does nothing before its first batch: only then does ``start_iterator`` look up the epoch and the position.
@@ -21,7 +21,7 @@ class DistributedLoader:
     Every other attribute is the wrapped loader's, for reading and for writing.
 
     Args:
-        source: what the Trainer was given; any iterable. It is left as it is, unless it keeps a state of its own.
+        source: what the Trainer was given; any iterable. It is left as it is, unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator that yields the batches.
 
     Attributes:
@@ -83,7 +83,7 @@ class StatefulDistributedLoader(DistributedLoader):
 
 
 class LazyIterator(Iterator[Any]):
-    """One iterator over a :class:`DistributedLoader`, started when its first batch is asked for."""
+    """One iterator over a :class:`DistributedLoader`, started when its first batch is requested."""
 
     def __init__(self, loader: DistributedLoader) -> None:
         self.loader = loader
@@ -104,14 +104,14 @@ def _itself(loader: Any) -> Any:
 
 
 def is_stateful(loader: object) -> bool:
-    """Whether a loader keeps a state of its own, as torchdata's ``StatefulDataLoader`` does."""
+    """Whether a loader has a state, as torchdata's ``StatefulDataLoader`` does."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def own_copy(loader: Any) -> Any:
     """Copy a ``DataLoader``, so that changes of the copy leave the user's loader as it is.
 
-    A loader that keeps a state is not copied: its owner may ask it for that state. Other iterables are not copied
+    A loader that has a state is not copied: its owner may read that state. Other iterables are not copied
     either, since nothing of them is changed.
     """
     if not isinstance(loader, DataLoader) or is_stateful(loader):
@@ -156,7 +156,7 @@ def _is_sampler(name: str, value: object) -> bool:
 
 
 def name_of(loader: Any) -> str:
-    """Return what an error calls the data of a loader: the class that the user has chosen."""
+    """Return the name of a loader's data in errors: the class that the user has chosen."""
     sampler = index_sampler_of(loader)
     if sampler is None:
         return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__

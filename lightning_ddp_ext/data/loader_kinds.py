@@ -1,7 +1,7 @@
 """Start an iterator in the middle of an epoch, in the quickest way that the loader allows.
 
 There are four, from quick to slow: a sampler of ours starts at a position of the global order, on any number of ranks;
-another sampler leaves out indices; a loader that keeps a state of its own is given that state; and batches of
+another sampler leaves out indices; a loader that has a state is given that state; and batches of
 everything else are read and dropped, see ``position``.
 """
 
@@ -56,7 +56,7 @@ def rewind(loader: Any) -> None:
 
 
 def _reads_indices(loader: object) -> bool:
-    """Whether a sampler with a length says what is read; a class that iterates in its own way may not ask it."""
+    """Whether a sampler with a length decides what is read; a class with another ``__iter__`` may not use it."""
     has_length = batches_of(index_sampler_of(loader)) != float("inf")
     return has_length and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
 
@@ -120,10 +120,10 @@ class IndexPosition(LoaderPosition):
 
 
 class StatePosition(LoaderPosition):
-    """Of a loader that keeps a state of its own, which is asked for when a checkpoint is saved.
+    """Of a loader that has a state, which is read when a checkpoint is saved.
 
-    By then more batches may have been drawn than are done. So a checkpoint has an earlier state, and says how many
-    batches to drop after it; without one, from the beginning of the iterator.
+    By then more batches may have been drawn than are done. So a checkpoint has an earlier state, and how many batches
+    to drop after it; without one, from the beginning of the iterator.
     """
 
     kind = "state"
@@ -149,7 +149,7 @@ class StatePosition(LoaderPosition):
         if state is not None:
             start.states = [(-dropped, state)]
             self.loader.load_state_dict(state)
-        # Without a state of its own, Lightning has given the loader of a resumed run rank 0's, or none.
+        # Without a saved state, Lightning has given the loader of a resumed run rank 0's, or none.
         self._drawn = 0
         with self._generators_as_at(start) if state is None else nullcontext():
             batches = iter(self.loader)

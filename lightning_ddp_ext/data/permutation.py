@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_ddp_ext.data.checks import LARGEST, whole_number
 from lightning_ddp_ext.data.seeding import mix
-from lightning_ddp_ext.errors import ConfigurationError
 
 ROUNDS = 10
 _TABLE = 1 << 16
@@ -41,30 +39,18 @@ class Permutation:
         length: 0 to 2**62.
         key: 0 to 2**64 - 1; see ``data.seeding.mix``.
 
-    Raises:
-        ConfigurationError: length or key out of range.
-
     >>> Permutation(10**12, key=7).apply(np.array([0, 1, 999_999_999_999])).tolist()
     [322212786160, 735315487814, 184429750278]
     """
 
     def __init__(self, length: int, key: int) -> None:
-        remedy = "a length is a number of samples"
-        self._length = whole_number(length, "length", at_most=LARGEST, remedy=remedy)
-        self._key = whole_number(key, "key", at_most=2**64 - 1, remedy="make one with mix(seed, epoch)")
+        self._length = length
+        self._key = key
         self._rows = isqrt(max(length - 1, 0)) + 1
         self._columns = max(1, -(-length // self._rows))
 
-    def __len__(self) -> int:
-        return self._length
-
     def apply(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Return what stands at these positions: whole numbers in one dimension, from 0 to ``length - 1``."""
-        if positions.size and not (positions.min() >= 0 and positions.max() < self._length):
-            raise ConfigurationError(
-                f"positions must be from 0 to {self._length - 1}"
-                f" (got {positions.min()} to {positions.max()}); take them from a Shard of this length"
-            )
+        """Return the images of positions: whole numbers in one dimension, from 0 to ``length - 1``."""
         return self._table[positions] if self._length <= _TABLE else self._walk(positions)
 
     @cached_property

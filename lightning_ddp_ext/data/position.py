@@ -52,14 +52,14 @@ class LoaderPosition:
         remembered: how many iterators are remembered: a checkpoint may be of some batches ago.
 
     Attributes:
-        name: what an error calls the data.
+        name: the data's name in errors.
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
     """
 
     kind = "batches"
     is_by_rank = False
-    """Whether only a rank's own state says what it reads next, and not that of another one."""
+    """Whether a rank can only continue from its own state, and not from that of another rank."""
 
     def __init__(self, loader: Any, *, world_size: int, remembered: int) -> None:
         self.loader = loader
@@ -162,7 +162,7 @@ class LoaderPosition:
         """Refuse the state of other data, or of another number of ranks that cannot shard these.
 
         Raises:
-            ResumeError: says what differs.
+            ResumeError: they differ; it names the difference.
         """
         then, now = state["data"], self._description()
         for name in {**now, **then}:
@@ -188,7 +188,7 @@ class LoaderPosition:
         return batches
 
     def _position(self, start: IteratorStart, batches: int) -> int:
-        """Return the position of an iterator after so many batches."""
+        """Return the position of an iterator after a number of batches."""
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:

@@ -61,12 +61,10 @@ def restore_random_state(
 
 
 @contextmanager
-def preserve_random_state(
-    *, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()
-) -> Iterator[None]:
-    """Restore after the block what :func:`record_random_state` returns before it."""
-    state = record_random_state(device=device, generators=generators)
+def preserve_random_state() -> Iterator[None]:
+    """Restore after the block the random states of Python, NumPy and torch on CPU before it."""
+    state = record_random_state()
     try:
         yield
     finally:
-        restore_random_state(state, device=device, generators=generators)
+        restore_random_state(state)

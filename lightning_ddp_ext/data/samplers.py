@@ -9,12 +9,11 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import samples_of, uneven_of
+from lightning_ddp_ext.data.checks import samples_of
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
 from lightning_ddp_ext.data.seeding import mix
-from lightning_ddp_ext.errors import ConfigurationError
 
 
 class ScalableDistributedSampler(GlobalOrderSampler):
@@ -26,17 +25,16 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
     Args:
         dataset: anything with a length, up to 2**62.
-        num_replicas: number of ranks; None: the process group's when it is asked for, else 1.
-        rank: this rank; None: the process group's when it is asked for, else 0.
+        num_replicas: number of ranks; None: the process group's at the time of use, else 1.
+        rank: this rank; None: the process group's at the time of use, else 0.
         shuffle: whether the order is random, or the dataset's.
         seed: the same on every rank, not negative.
-        drop_last: the same as ``uneven="drop"``.
+        drop_last: the same as ``uneven="drop"``, whatever ``uneven`` is.
         uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
             ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
-        ConfigurationError: the dataset has no length, or is empty and to be shuffled; an argument is out of range;
-            ``drop_last=True`` with another policy.
+        ConfigurationError: the dataset has no length, or an argument is out of range.
 
     >>> two = [ScalableDistributedSampler(range(10), num_replicas=2, rank=rank, seed=3) for rank in range(2)]
     >>> read = [list(sampler)[:2] for sampler in two]
@@ -61,16 +59,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         uneven: Uneven = "pad",
     ) -> None:
         length = samples_of(dataset)
-        if shuffle and length == 0:
-            raise ConfigurationError(
-                "dataset must not be empty with shuffle=True (got length 0);"
-                " look for what filters its samples out, or pass shuffle=False"
-            )
-        if drop_last and uneven_of(uneven) == "exact":
-            raise ConfigurationError(
-                "uneven must be 'drop' with drop_last=True (got 'exact'); leave out one of the two"
-            )
-        policy: Uneven = "drop" if drop_last else uneven_of(uneven)
+        policy: Uneven = "drop" if drop_last else uneven
         super().__init__(
             dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=policy
         )
@@ -86,7 +75,7 @@ class ExactDistributedSampler(ScalableDistributedSampler):
     """Each sample on exactly one rank, for evaluation: nothing is repeated and nothing left out.
 
     Ranks may get one sample more than others, or none at all, so batch counts may differ. The arguments and errors are
-    those of ``ScalableDistributedSampler``; without ``shuffle`` the dataset may be empty.
+    those of ``ScalableDistributedSampler``.
 
     >>> [list(ExactDistributedSampler(range(5), num_replicas=2, rank=rank)) for rank in range(2)]
     [[0, 2, 4], [1, 3]]

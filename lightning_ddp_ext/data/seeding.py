@@ -12,20 +12,14 @@ import numpy as np
 import torch
 
 from lightning_ddp_ext.data.random_state import preserve_random_state
-from lightning_ddp_ext.errors import ConfigurationError
 
 
 def mix(*words: int) -> int:
     """Mix whole numbers of any size into one 64-bit seed; their order, number and grouping all count.
 
-    Raises:
-        ConfigurationError: a word is negative.
-
     >>> mix(0, 1) == mix(1, 0), mix(0) == mix(0, 0)
     (False, False)
     """
-    if any(word < 0 for word in words):
-        raise ConfigurationError(f"seeds and epochs must not be negative (got {words}); count from 0")
     text = ",".join(f"{word:x}" for word in words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -41,9 +35,6 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
         epoch: from 0.
         rank: from 0.
         worker: the worker's id, or ``None`` for the rank's main process.
-
-    Raises:
-        ConfigurationError: a number is negative.
 
     Example:
         >>> seed_generators(42, epoch=0, rank=1)
@@ -77,7 +68,7 @@ class SeedWorker:
 
 @contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
-    """Seed all generators in the block, each with a stream of its own, and restore them after it.
+    """Seed all generators in the block, each with its own stream, and restore them after it.
 
     These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
     and ``RandomState`` and ``random.Random`` that is an attribute of an owner, which has another one in the block.

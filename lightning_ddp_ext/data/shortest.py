@@ -5,77 +5,51 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
 
-
-def until_shortest(
-    items: Iterator[T], group: dist.ProcessGroup | None = None, *, on_last: Callable[[], object] = lambda: None
-) -> Iterator[T]:
-    """Yield equally many items on all ranks: as many as the shortest iterator has.
-
-    One item is drawn ahead, and given up if some rank has none. Before each item the ranks find out whether all of them
-    have another one.
-
-    Collective: every rank must ask for items equally often. A rank whose iterator raises leaves the others waiting in a
-    collective, from which the failure of a rank releases them.
-
-    Args:
-        items: this rank's own iterator; not asked again after the end.
-        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
-        on_last: called before the last item is yielded.
-
-    Example, on one rank of one:
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> list(until_shortest(iter("abc")))
-        ['a', 'b', 'c']
-        >>> dist.destroy_process_group()
-    """
-    ahead = list(islice(items, 1))
-    found = _found_by_rank(ahead, [], group)
-    while min(found) == _HAS_NEXT:
-        item = ahead[0]
-        ahead = list(islice(items, 1))
-        found = _found_by_rank(ahead, [], group)
-        if min(found) != _HAS_NEXT:
-            on_last()
-        yield item
+Mode = Literal["stop_at_shortest", "join"]
 
 
-def until_longest(
+def end_together(
     items: Iterator[T],
+    mode: Mode,
     group: dist.ProcessGroup | None = None,
     *,
     on_item: Callable[[list[int]], object] = lambda idle_ranks: None,
     on_last: Callable[[], object] = lambda: None,
 ) -> Iterator[T]:
-    """Yield equally many items on all ranks: as many as the longest iterator has.
+    """Yield equally many items on all ranks: as many as the shortest iterator has, or with ``"join"`` the longest.
 
-    A rank that has no more items repeats its last one. If it has had none, it gets one from another rank, pickled. One
-    item is drawn ahead, and the ranks find out before each item which of them have another one.
+    One item is drawn ahead. Before each item the ranks find out which of them have another one. With
+    ``"stop_at_shortest"`` it is dropped if some rank has none. With ``"join"`` a rank that has no more items repeats
+    its last one; if it has had none, it gets one from another rank, pickled.
 
-    Collective, as :func:`until_shortest`.
+    Collective: every rank must draw equally many items. A rank whose iterator raises leaves the others waiting in a
+    collective, from which the failure of a rank releases them.
 
     Args:
-        items: this rank's own iterator; not asked again after the end.
-        group: as in :func:`until_shortest`.
+        items: this rank's own iterator; not used after its end.
+        mode: when to end.
+        group: all ranks, with a backend that reduces CPU tensors; ``None`` for the default group.
         on_item: called before each item is yielded, with the ranks that repeat one, ascending.
         on_last: called before the last item is yielded.
 
     Example, on one rank of one:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> list(until_longest(iter("abc")))
+        >>> list(end_together(iter("abc"), "join"))
         ['a', 'b', 'c']
         >>> dist.destroy_process_group()
     """
+    needed = any if mode == "join" else all
     current: list[T] = []
     ahead = list(islice(items, 1))
     found = _found_by_rank(ahead, current, group)
-    while _HAS_NEXT in found:
+    while needed(state == _HAS_NEXT for state in found):
         current = ahead or current
         if _HAS_NOTHING in found:
             lent = [current[0] if current else None]
@@ -84,11 +58,11 @@ def until_longest(
         idle_ranks = [rank for rank, state in enumerate(found) if state != _HAS_NEXT]
         ahead = list(islice(items, 1)) if ahead else []
         found = _found_by_rank(ahead, current, group)
-        if _HAS_NEXT not in found:
+        if not needed(state == _HAS_NEXT for state in found):
             on_last()
         on_item(idle_ranks)
-        # What is to be repeated is copied, because a step may change its batch.
-        yield current[0] if ahead else copy.deepcopy(current[0])
+        # An item that is repeated is copied, because a step may change its batch.
+        yield copy.deepcopy(current[0]) if mode == "join" and not ahead else current[0]
 
 
 _HAS_NOTHING, _CAN_REPEAT, _HAS_NEXT = range(3)

@@ -1,37 +1,42 @@
-"""Choose samplers for a strategy's loaders, and wrap the loaders.
+"""Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
-Lightning asks :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for what is to be iterated
-over: :meth:`DataPath.wrap` returns a ``DistributedLoader``. Its iterators are started by ``iterator_start``.
+Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for the iterable to read:
+:meth:`DataPath.wrap` returns a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader
-from lightning_ddp_ext.data.loader_kinds import position_of
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader_kinds import position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
+from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
-from .compat import needs_sampler
+from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
-from .iterator_start import IteratorStarts
 from .lightning_tree import RunningStage, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
 from .training_data import TrainingData
-from .uneven import Mode as UnevenMode
 from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
 
 
 class DataPath:
-    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``."""
+    """The loaders of a strategy's ranks; for the arguments see ``DDPExtStrategy``, whose ``sampler`` is ``order``.
+
+    Attributes:
+        worker_seed: the seed of ``SamplerEpochSeeding``.
+    """
 
     def __init__(
         self,
@@ -49,27 +54,28 @@ class DataPath:
         self._strategy = strategy
         self._order = order
         self._exact_evaluation = exact_evaluation
+        self._uneven_inputs = uneven_inputs
         self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
-        self.starts = IteratorStarts(strategy, self.training, self.uneven, self.evaluation)
+        self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Have a Trainer ask us which sampler to put into a loader where it would put its own."""
+        """Forget an earlier run, and have a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
-        self.uneven.attach()
-        self.starts.attach()
+        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
+        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank's present batch does not count."""
+        """Whether this rank's current batch does not count."""
         return self.uneven.is_idle if self._strategy.current_trainer.training else self.evaluation.is_idle
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """The ranks whose values a reduction must leave out: those that are idle in the step that all ranks are in."""
+        """The ranks whose values a reduction must leave out: those that are idle in the current step."""
         return self.uneven.idle or self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
@@ -106,8 +112,7 @@ class DataPath:
             return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
-            is_empty = not len(cast(Any, loader.dataset))
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle and not is_empty, **options)
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -115,8 +120,8 @@ class DataPath:
 
     def wrap(self, dataloader: Any) -> DistributedLoader:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
-        loader = DistributedLoader.around(dataloader, self.starts.start_iterator)
-        # Loaders of training may be asked for in the middle of an evaluation.
+        loader = DistributedLoader.around(dataloader, self.start_iterator)
+        # Loaders of training may be requested in the middle of an evaluation.
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
@@ -125,6 +130,25 @@ class DataPath:
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
         return loader
+
+    def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
+        """Start an iterator over a loader, whose first batch has just been requested.
+
+        It starts at the beginning if a loop evaluates or if the user looks at a batch, and where training is if the fit
+        loop reads it.
+        """
+        trainer = self._strategy.current_trainer
+        epoch = self.training.epoch
+        start_epoch(loader.loader, epoch, rank=trainer.global_rank, seed=self.worker_seed)
+        is_trained = loader.position is not None
+        loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
+        if not any(iterator is each for each in iterators_of(loop)):
+            rewind(loader.loader)
+            return iter(own_copy(loader.loader))  # leaves the workers of the loop's own iterator alone
+        if is_trained:
+            return self.training.start_iterator(loader, epoch)
+        rewind(loader.loader)
+        return self.evaluation.read(loader)
 
 
 def is_shared_out(loader: Any) -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.utils.data.distributed import DistributedSampler
-from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
@@ -39,7 +39,6 @@ class Evaluation(IdleSteps):
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
         super().__init__(strategy)
         self._is_exact = is_exact
-        self._step = 0
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks make equally many steps over a loader. Collective: every rank must call it."""
@@ -54,13 +53,13 @@ class Evaluation(IdleSteps):
     def _pad(self, loader: DistributedLoader) -> None:
         """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
         sampler = index_sampler_of(loader.loader)
-        batches = self._lengths_by_rank(loader.loader if sampler is None else sampler)
-        has_length = -1 not in batches
+        batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
+        has_length = math.inf not in batches
         if len(set(batches)) == 1 and (has_length or sampler is None):
             return
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
-            raise _idle_rank_error(batches, f"no sampler with a length (-1: none) says what {name} reads")
+            raise _idle_rank_error(batches, f"no sampler with a length (inf: none) says what {name} reads")
         spare = None
         if min(batches) == 0:  # it reads the first batch of another rank: any index that the sampler may yield will do
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
@@ -79,17 +78,12 @@ class Evaluation(IdleSteps):
 
     def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
-        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == float("inf"):
+        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf:
             where = (
                 "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
                 "has no length"
             )
             self._refuse(_idle_rank_error(batches, where))
-
-    @property
-    @override
-    def _number(self) -> int:
-        return self._step
 
     def end(self) -> None:
         """End the evaluation: no rank is idle."""

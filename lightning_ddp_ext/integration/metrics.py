@@ -24,7 +24,7 @@ class BatchedMetrics:
     """Answers ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
 
     In a step such values are queued, and the queue is reduced at the step's end; until then a reader sees this rank's
-    own value. Everything else, such as the values of an epoch, is reduced at once.
+    own value. Everything else, such as the values of an epoch, is reduced immediately.
 
     Ranks that have logged different values all raise. After a first training step, and after one that follows a step
     with values, all ranks reduce. Elsewhere they wait for each other first, so that one without values is named.
@@ -55,7 +55,7 @@ class BatchedMetrics:
             self._is_expected = bool(queue)
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce at once; or later, and in place, what is logged in a step. Collective."""
+        """Reduce immediately; or later, and in place, what is logged in a step. Collective."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         logged, is_update = calling_result()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -29,7 +29,7 @@ def gather_predictions(trainer: Any) -> Any:
     """Bring together what the ranks have predicted, after ``trainer.predict``. Collective: every rank must call it.
 
     Works with any strategy, and on one process. Where a sampler repeats samples, the first prediction of each is
-    taken; where batches were limited, there is no more than what was read. Predictions travel in CPU memory.
+    taken; where batches were limited, only predictions of batches that were read are joined. They travel in CPU memory.
 
     Args:
         trainer: a Trainer that has finished ``predict`` and keeps its predictions (``return_predictions``).
@@ -40,8 +40,8 @@ def gather_predictions(trainer: Any) -> Any:
         list with one entry each, which is ``None`` where nothing was read. On other ranks ``None``.
 
     Raises:
-        SamplingError: on every rank: there are no predictions, or it is not known which samples they are for, or
-            they have no first dimension by sample, or their structures or shapes differ.
+        SamplingError: on every rank: there are no predictions, or a loader does not record which samples they are
+            for, or they have no first dimension by sample, or their structures or shapes differ.
 
     Example::
 
@@ -64,23 +64,10 @@ def gather_predictions(trainer: Any) -> Any:
 def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
     """Join the predictions of all ranks on rank 0; raise the error of any rank on all. Collective."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), group=group)
-
-    def on_all(work: Callable[[], Any], problem: str) -> Any:
-        return ranks.on_every_rank(partial(_explained, work, problem), "gather_predictions")
-
-    own = on_all(lambda: pickle.dumps(_predicted_here(trainer)), "predictions must be picklable to be gathered")
+    own = ranks.on_every_rank(lambda: pickle.dumps(_predicted_here(trainer)), "gather_predictions")
     found = ranks.to_rank_zero(own)
     join = partial(_join_ranks, map(pickle.loads, found or ()))
-    return on_all(lambda: None if found is None else join(), "predictions cannot be joined")
-
-
-def _explained(work: Callable[[], Any], problem: str) -> Any:
-    try:
-        return work()
-    except SamplingError:
-        raise
-    except Exception as error:
-        raise SamplingError(f"{problem}: {type(error).__name__}: {error}; {REMEDY}") from error
+    return ranks.on_every_rank(lambda: None if found is None else join(), "gather_predictions")
 
 
 def _predicted_here(trainer: Any) -> Predicted:
@@ -115,7 +102,12 @@ def _join_ranks(ranks: Iterable[Predicted]) -> Any:
     joined = []
     for by_rank in zip(*ranks, strict=True):
         in_turn = [batch for step in zip_longest(*by_rank) for batch in step if batch is not None]
-        joined.append(join_batches(in_turn))
+        try:
+            joined.append(join_batches(in_turn))
+        except SamplingError:
+            raise
+        except Exception as error:
+            raise SamplingError(f"predictions cannot be joined: {type(error).__name__}: {error}; {REMEDY}") from error
     if all(each is None for each in joined):
         raise SamplingError(_NO_PREDICTIONS)
     return joined if len(joined) > 1 else joined[0]

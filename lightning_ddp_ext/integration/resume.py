@@ -13,7 +13,7 @@ from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
-from .lightning_tree import rank_zero_info, rank_zero_warn
+from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
 
 ResumeData = Literal["exact", "epoch", "stock"]
@@ -42,14 +42,15 @@ class Resume:
     Attributes:
         restart: where training continues.
         seed: of the orders of samples in the run that is resumed; ``None`` if the checkpoint has none.
-        done: batches of the epoch that are done, as the present number of ranks counts them.
+        states: the states in which this rank's loaders start; empty until they are found.
+        done: batches of the epoch that are done, as the current number of ranks counts them.
         has_restored_random: whether random states were restored already.
     """
 
     def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
         self._strategy = strategy
-        self._ranks: Sequence[Mapping[str, Any]] = ()  # what each rank has saved
-        self._states: Sequence[Mapping[str, Any]] | None = None  # in which this rank's loaders start
+        self._ranks: Sequence[Mapping[str, Any]] = ()  # the saved state of each rank
+        self.states: Sequence[Mapping[str, Any]] = ()
         self.restart = _NO_RESTART
         self.has_restored_random = False
         self.seed: int | None = None
@@ -85,7 +86,7 @@ class Resume:
 
     @property
     def _own(self) -> Mapping[str, Any]:
-        """What this rank has saved; on ranks that did not exist then, what all ranks have in common."""
+        """This rank's saved state; on a rank that did not exist then, the state that all ranks share."""
         rank: int = self._strategy.global_rank
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
@@ -105,7 +106,7 @@ class Resume:
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
             self.find_data()
-            # Lightning says next that the loaders cannot be resumed.
+            # Lightning then warns that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.at == "batch_end" and self.done != self.restart.done:
             self._set_counters()
@@ -136,17 +137,13 @@ class Resume:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of the epoch, also because another limit holds now."""
+        """Whether nothing is left of the epoch, also where that follows from a new limit."""
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.at == "epoch_end" or is_cut
 
-    def state_of(self, index: int) -> Mapping[str, Any] | None:
-        """Return the state in which a loader starts; ``None`` for the beginning of its epoch."""
-        return None if self._states is None else self._states[index]
-
     def find_data(self) -> None:
         """Find out where each training loader continues, or refuse other data; a second call does nothing."""
-        if self._states is not None:
+        if self.states:
             return
         positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
@@ -156,20 +153,14 @@ class Resume:
             )
         for position, state in zip(positions, states, strict=True):
             position.check(state)
-            self._report(position, state["at"])
-        self._states = states
+            if position.is_by_rank and state["at"] and not self._has_own_states:
+                rank_zero_warn(
+                    f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
+                    "alone or by another strategy; batches may be read twice or left out in epoch "
+                    f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
+                )
+        self.states = states
         self.done = self._count_done()
-
-    def _report(self, position: LoaderPosition, at: int) -> None:
-        """Log the batches that are read once more, and warn where this rank's own state is missing."""
-        if position.kind == "batches" and at:
-            rank_zero_info(f"reading {at} batches that are done, as {position.name} has no sampler")
-        if position.is_by_rank and at and not self._has_own_states:
-            rank_zero_warn(
-                f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
-                f"alone or by another strategy; batches may be read twice or left out in epoch {self.restart.epoch}; "
-                f"{FROM_THE_EPOCHS_START}"
-            )
 
     def _count_done(self) -> int:
         """Count the batches that are done on this number of ranks, from an optimiser step on.
@@ -189,10 +180,10 @@ class Resume:
 
         A loader that is read again is left out: the longest one, which ends the epoch, is read once.
         """
-        pairs = zip(positions_of(self._trainer), self._states or (), strict=True)
+        pairs = zip(positions_of(self._trainer), self.states, strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
-        """Return the number of batches of combined loaders that have so many each."""
+        """Return the number of batches of combined loaders from those of each."""
         mode = mode_of(combined_loader_of(self._trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
+from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
@@ -36,7 +37,6 @@ from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .resume import ResumeData
 from .stopping import StopController
-from .uneven import Mode as UnevenMode
 
 T = TypeVar("T")
 
@@ -264,7 +264,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_start(self) -> None:
         self._start()
-        self.data.training.on_validation_start()
+        self.data.training.record_random_state("validation")
 
     on_test_start = on_predict_start = _start
 

@@ -1,20 +1,20 @@
-"""Save where each rank is in its training data, and find out from a checkpoint where training continues.
+"""Start the iterators over training data, and save where each rank is in them.
 
-A checkpoint gets a section of its own, and nothing else of it is changed, so that stock ``ddp`` can also resume it.
+A checkpoint gets one more section, and nothing else of it is changed, so that stock ``ddp`` can also resume it.
 When it is loaded, ``resume`` changes the state of the loops before Lightning reads it. The iterators over the loaders
-start there later, see ``iterator_start``.
+start there later, when their first batch is requested.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
-from .compat import combined_loader_of
-from .lightning_tree import rank_zero_info
+from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
 from .loop_state import Restart, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state
 
@@ -31,10 +31,12 @@ class TrainingData:
 
     def attach(self, trainer: Any = None) -> None:
         """Prepare for a Trainer that has not loaded anything."""
-        if trainer is None or trainer.state.fn == "fit":  # what is saved after a validation is of the training before
+        if trainer is None or trainer.state.fn == "fit":  # a checkpoint after a validation is of the training before
             self._seed: int | None = None
         self.resume = Resume(self._strategy)
         self._random: dict[Moment, dict[str, Any]] = {}  # when the last epoch, step and validation started
+        self._epoch_started: Any = None  # the combined iterator of the newest epoch
+        self._timed_validation = TimedValidation()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to continue where a checkpoint was saved, and change the state of its loops for that."""
@@ -47,11 +49,8 @@ class TrainingData:
     def seed(self) -> int:
         """The seed of the orders of samples: the resumed run's, else rank 0's. Collective, the first time."""
         if self._seed is None:
-            self._seed = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
-            resumed = self.resume.seed
-            if resumed is not None and resumed != self._seed:
-                rank_zero_info(f"samples are shuffled with the checkpoint's seed, {resumed}, not {self._seed}")
-                self._seed = resumed
+            own = self._strategy.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
+            self._seed = own if self.resume.seed is None else self.resume.seed
         return self._seed
 
     @property
@@ -59,20 +58,67 @@ class TrainingData:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
-    def start_epoch(self, epoch: int) -> Resume:
-        """Return the resume that an epoch starts with, which is over once a later epoch starts."""
-        if epoch > self.resume.restart.epoch:
-            self.resume = Resume(self._strategy)
-        return self.resume
-
-    def on_validation_start(self) -> None:
-        """Record the random state from which the validation can be repeated."""
-        if self._strategy.current_trainer.state.fn == "fit":
-            self.record_random_state("validation")
-
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
         self._random[moment] = record_random_state(device=self._strategy.root_device)
+
+    # Reading.
+
+    def start_iterator(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
+        """Start an iterator of the fit loop.
+
+        The first one of an epoch also starts those of the other loaders, so that all draw random numbers before a batch
+        is read.
+        """
+        loop = self._strategy.current_trainer.fit_loop
+        combined = combined_iterator_of(loop)
+        if combined is self._epoch_started:
+            return self._start_at_position(loader)
+        self._epoch_started = combined
+        self._start_epoch(epoch)
+        batches = self._start_at_position(loader)
+        for iterator in iterators_of(loop):
+            if iterator.loader is not loader:
+                iterator.start()
+        if self.resume.restart.at == "batch_end":
+            self.resume.restore_random_state()
+        return batches
+
+    def _start_epoch(self, epoch: int) -> None:
+        if epoch > self.resume.restart.epoch:
+            self.resume = Resume(self._strategy)
+        resume = self.resume
+        # Without a length Lightning reads the first batch before training starts, and so before it is restored there.
+        if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
+            resume.restore_random_state()
+        if resume.restart.is_within:
+            resume.find_data()
+        for index, position in enumerate(positions_of(self._strategy.current_trainer)):
+            position.start_epoch(epoch, done=resume.done, state=resume.states[index] if resume.states else None)
+        self.record_random_state("epoch")
+
+    def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
+        if self.resume.is_over:
+            return iter(())
+        batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
+        is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
+        return self._announce(batches) if is_first else batches
+
+    def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Stop before a batch if the ranks have agreed to; record the random state of the last optimiser step."""
+        trainer = self._strategy.current_trainer
+        accumulated = trainer.accumulate_grad_batches
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        while True:
+            self._strategy.stops.before_batch()
+            self._timed_validation.before_batch(trainer)
+            if accumulated > 1 and progress.ready % accumulated == 0:
+                self.record_random_state("step")
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
     # Saving.
 
@@ -105,7 +151,7 @@ class TrainingData:
         }
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the random state with which training continues at a restart: a recorded one, else the present one."""
+        """Return the random state with which training continues at a restart: a recorded one, else the current one."""
         moment: Moment | None = None
         if restart.has_started:
             moment = "epoch"

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import SyncBatchNorm as TorchSyncBatchNorm
 from typing_extensions import override
 
-from lightning_ddp_ext.batchnorm.sync_context import is_idle, set_idle
-from lightning_ddp_ext.data.digest import digest
-from lightning_ddp_ext.data.loader import DistributedLoader, index_sampler_of, name_of
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import until_longest, until_shortest
+from lightning_ddp_ext.data.shortest import Mode, end_together
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.checksum import checksum
 
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
 from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
-
-Mode = Literal["stop_at_shortest", "join"]
 
 
 class UnevenInputs(IdleSteps):
@@ -38,55 +35,47 @@ class UnevenInputs(IdleSteps):
     batch that every rank has. ``None`` refuses loaders whose lengths differ.
 
     Attributes:
-        are_even: whether all ranks are known to have equally many, and so to do everything at the same batches.
+        are_even: whether all ranks have equally many, and so do everything at the same batches.
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
         super().__init__(strategy)
         self._mode = mode
-        self.attach()
-
-    def attach(self) -> None:
-        """Prepare for a Trainer that has no loaders yet."""
         self.are_even = True
         self._has_new_loaders = False
-        self._batches.clear()
 
     @property
-    def _ends_together(self) -> bool:
-        return self._mode is not None and dist.is_initialized() and self._strategy.world_size > 1
+    def _joint_mode(self) -> Mode | None:
+        """The mode in which the ranks end together; ``None`` if each ends by itself."""
+        return self._mode if dist.is_initialized() and self._strategy.world_size > 1 else None
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
         """Give a training loader the length at which all ranks end. Collective, if they are to end together."""
         self._has_new_loaders = True
-        if not self._ends_together:
+        if self._joint_mode is None:
             return
-        lengths = self._lengths_by_rank(loader)
-        if min(lengths) < 0 <= max(lengths):
-            raise SamplingError(
-                f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
-                f"{lengths}, by rank, where -1 is none), or Lightning waits for ever; give it __len__ on every rank"
-            )
-        loader.length = None if -1 in lengths else max(lengths) if self._mode == "join" else min(lengths)
+        lengths = self._by_rank(batches_of(loader))
+        if math.inf not in lengths:
+            loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
         """Count the batches of an iterator that has just started, and end it on all ranks together, if asked to."""
         self._batches.clear()
-        if not self._ends_together:
+        mode = self._joint_mode
+        if mode is None:
             return position.give(batches)
         context = current()  # whose group for CPU tensors keeps an accelerator from waiting
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
-        if self._mode == "stop_at_shortest":
-            return position.give(until_shortest(batches, group, on_last=self._end_epoch))
         numbers = itertools.count(position.given)
 
-        def record_idle(ranks: list[int]) -> None:
+        def record_item(idle_ranks: list[int]) -> None:
             number = next(numbers)
-            for rank in ranks:
+            for rank in idle_ranks:
                 self._batches.setdefault(rank, number)
+            if self._strategy.global_rank not in idle_ranks:
+                position.given += 1
 
-        # A position counts the batches that were read, and not those that are repeated.
-        return until_longest(position.give(batches), group, on_item=record_idle, on_last=self._end_epoch)
+        return end_together(batches, mode, group, on_item=record_item, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
         """Have Lightning take the next batch for the last one, where a single loader decides that."""
@@ -102,23 +91,6 @@ class UnevenInputs(IdleSteps):
         ready: int = self._strategy.current_trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return ready - 1
 
-    @override
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Have an idle rank leave no trace of a ``training_step`` in metrics and in synchronised BatchNorm."""
-        with super().step(), self.idle_layers():
-            yield
-
-    @contextmanager
-    def idle_layers(self) -> Iterator[None]:
-        """Have an idle rank's synchronised BatchNorm layers take part in a pass with an empty batch."""
-        before = is_idle()
-        set_idle(self.is_idle)
-        try:
-            yield
-        finally:
-            set_idle(before)
-
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Scale the loss so that DDP's mean over all ranks is that over the ranks that are not idle."""
         idle, world_size = self._idle_ranks, self._strategy.world_size
@@ -128,11 +100,7 @@ class UnevenInputs(IdleSteps):
 
     def max_over_ranks(self, number: float) -> float:
         """Return the maximum of a number over all ranks, where ranks may be idle. Collective then."""
-        if self._mode != "join" or not self._ends_together:
-            return number
-        found = [number] * self._strategy.world_size
-        dist.all_gather_object(found, number)
-        return max(found)
+        return max(self._by_rank(number)) if self._joint_mode == "join" else number
 
     # When the first batch was read.
 
@@ -143,10 +111,9 @@ class UnevenInputs(IdleSteps):
         self._has_new_loaders = False
         loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        found: list[Any] = [None] * self._strategy.world_size
         is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or was read before
-        dist.all_gather_object(found, (trainer.num_training_batches, streams, digest(batch) if is_own else None))
-        lengths, streams_by_rank, digests = zip(*found, strict=True)
+        found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else ()))
+        lengths, checksums = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
         problem = None
         if self._mode is None:
@@ -155,8 +122,7 @@ class UnevenInputs(IdleSteps):
             problem = _obstacle_to_join(trainer)
         if problem is not None:
             self._refuse(SamplingError(problem))
-        if any(streams_by_rank):
-            _warn_of_same_batches(digests, sorted({name for names in streams_by_rank for name in names}))
+        _warn_of_same_batches(checksums, streams)
 
 
 def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
@@ -191,10 +157,22 @@ def _obstacle_to_join(trainer: Any) -> str | None:
     return f"uneven_inputs='join' needs {needed}, or choose 'stop_at_shortest'"
 
 
-def _warn_of_same_batches(digests: tuple[str | None, ...], names: list[str]) -> None:
-    for one in dict.fromkeys(digests):
-        ranks = [rank for rank, each in enumerate(digests) if each == one]
-        if one is None or len(ranks) == 1:
+def _checksums(batch: Any) -> tuple[int, ...]:
+    """Return the checksums of the tensors in a batch of nested mappings, lists and tuples.
+
+    >>> _checksums({"x": [torch.ones(2)]}) == _checksums((torch.ones(2), "text", torch.zeros(0)))
+    True
+    """
+    if isinstance(batch, Tensor):
+        return (int(checksum(batch)),) if batch.layout == torch.strided and batch.numel() else ()
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return tuple(each for item in items for each in _checksums(item))
+
+
+def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[str]) -> None:
+    for one in dict.fromkeys(checksums):
+        ranks = [rank for rank, each in enumerate(checksums) if each == one]
+        if not one or len(ranks) == 1:
             continue
         rank_zero_warn(
             f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "

@@ -146,9 +146,10 @@ def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
 
 
 def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> None:
-    """Some ranks get one more, some none; an empty dataset is no error unless it is to be shuffled."""
+    """Some ranks get one more, some none; an empty dataset is not an error, as with torch's own sampler."""
     for length, shares in ((5, [[0, 3], [1, 4], [2]]), (2, [[0], [1], []]), (0, [[], [], []])):
         assert dealt(lambda w, r, length=length: ExactDistributedSampler(range(length), w, r), 3) == shares
+    assert dealt(lambda w, r: ScalableDistributedSampler([], w, r), 3) == [[], [], []]
 
 
 def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
@@ -236,17 +237,13 @@ def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: ScalableDistributedSampler([]), r"dataset must not be empty with shuffle=True \(got length 0\)"),
         (lambda: ScalableDistributedSampler(iter([1])), r"dataset must have a length \(got list_iterator"),
         (lambda: SharedSampler(iter([])), r"sampler must have a length \(got list_iterator"),
         (lambda: DistributedBatchSamplerWrapper(iter([])), r"batch_sampler must have a length \(got list_iterator"),
-        (lambda: ScalableDistributedSampler(range(2**62 + 1)), r"length of dataset must be .* 4611686018427387904 \("),
-        (lambda: one_sample(2, 2), r"rank must be below num_replicas, 2 \(got 2\)"),
-        (lambda: one_sample(2, -1), r"rank must be .*at least 0 \(got -1\)"),
-        (lambda: one_sample(2.0, 0), r"num_replicas must be a whole number.* \(got 2.0\)"),
+        (lambda: one_sample(2, 2), r"rank must be from 0 to below num_replicas, 2 \(got 2\)"),
+        (lambda: one_sample(2, -1), r"rank must be from 0 to below num_replicas, 2 \(got -1\)"),
         (lambda: one_sample(seed=-1), r"seed must be .*at least 0 \(got -1\)"),
         (lambda: one_sample(uneven="wrap"), r"uneven must be 'pad', 'drop' or 'exact' \(got 'w"),
-        (lambda: one_sample(drop_last=True, uneven="exact"), r"uneven must be 'drop' with drop_last=True \(got 'ex"),
         (lambda: one_sample().set_epoch(-1), r"epoch must be .*at least 0 \(got -1\)"),
         (lambda: one_sample().resume_at(0, 2), r"position must be .*from 0 to 1 \(got 2\)"),
     ],

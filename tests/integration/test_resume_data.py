@@ -175,7 +175,7 @@ def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[
     return found
 
 
-def test_an_order_that_nobody_knows_any_more_is_said_to_be_so(tmp_path: Path) -> None:
+def test_an_order_that_cannot_be_restored_is_reported(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers; rank 0 warns where an order was drawn from them."""
     (drawn, listed), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
     (message,) = drawn

@@ -47,7 +47,7 @@ class SamplerEpochSeeding(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         data = getattr(trainer.strategy, "data", None)
         if isinstance(data, DataPath):
-            data.starts.worker_seed = self.seed
+            data.worker_seed = self.seed
             return
         self._replaced.put_back()
 
