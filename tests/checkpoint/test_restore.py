@@ -60,7 +60,7 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
     saved(tmp_path / "no-device.ckpt", kinds()["float"])
     asked = "sent from rank 0 to all (as asked for)"
-    for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3, time_limit=60):
+    for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
         assert found[:3] == [MAPPED, MAPPED, asked]
         assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [True, True, MAPPED]
         assert found[6:] == [MAPPED, MAPPED, asked, MAPPED, asked]

@@ -159,7 +159,7 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
     """Each batch tells the epoch that it is read in, from the first epoch on, after a resume and in validation."""
     whole, resumed = {0: {0}, 1: {1}, 2: {2}}, {1: {1}, 2: {2}}
-    for found in on_ranks(kind, read_epochs, tmp_path, time_limit=60):
+    for found in on_ranks(kind, read_epochs, tmp_path):
         assert found == {name: resumed if "resumed" in name else whole for name in found}
         assert len(found) == len(LOADERS) + (5 if kind == "ours" else 2)
 

@@ -226,8 +226,8 @@ def evaluate_all(rank: int, world_size: int, directory: Path) -> dict[str, Found
 
 def test_same_as_on_one_process(tmp_path: Path) -> None:
     """All values on every rank are those of one process, and every rank has made equally many steps."""
-    (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1), time_limit=60)
-    ranks = run_ranks(evaluate_all, 3, tmp_path, env=by_hand_env(3), time_limit=60)
+    (one,) = run_ranks(evaluate_all, 1, tmp_path, env=by_hand_env(1))
+    ranks = run_ranks(evaluate_all, 3, tmp_path, env=by_hand_env(3))
     for name, expected in one.items():
         for rank in ranks:
             assert rank[name].seen == expected.seen, name

@@ -92,7 +92,7 @@ def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> No
 
     Where the script imports it later, its Trainer trains on the same ranks.
     """
-    done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"), time_limit=100)
+    done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"))
     assert done.returncode == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines() if line[:1] == "{"]
     reports = sorted(told, key=lambda report: report["rank"])
@@ -127,7 +127,7 @@ def test_trainers_of_both_trees_train_on_the_same_ranks() -> None:
     assert first == second
     assert first[0] == first[1]
     assert first[0][0] == 2
-    (forked,) = run_ranks(train_with_both, 1, "ddp_ext_fork", env={"OMP_NUM_THREADS": "1"}, time_limit=60)
+    (forked,) = run_ranks(train_with_both, 1, "ddp_ext_fork", env={"OMP_NUM_THREADS": "1"})
     assert forked[0][1] == forked[1][1]  # no counters come back
 
 

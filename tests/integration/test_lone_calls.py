@@ -39,7 +39,7 @@ def save_on(rank: int, world_size: int, directory: Path, ranks: list[int], step:
 
 
 def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
-    return launch_ranks(function, world_size, *args, env=by_hand_env(world_size), time_limit=20)
+    return launch_ranks(function, world_size, *args, env=by_hand_env(world_size))
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])

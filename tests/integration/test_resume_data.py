@@ -87,11 +87,11 @@ def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[st
 
 def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
     """Every rank raises and names ``resume_data="epoch"``, with which a run trains on all of that epoch."""
-    paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
+    paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
         place.mkdir()
-        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size), time_limit=60)
+        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
         assert all('resume_data="epoch"' in message for found in by_rank for message in found.values())
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot continue in its middle" in message
@@ -124,8 +124,8 @@ def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, di
 
 def test_after_the_end_of_an_epoch_other_data_and_ranks_can_follow(tmp_path: Path) -> None:
     """A checkpoint of an epoch's last batch, validation or end has nothing left of that epoch, and is never refused."""
-    saved = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
-    run_ranks(resume_ends, 1, tmp_path, saved, env=by_hand_env(1), time_limit=60)
+    saved = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2))[0]
+    run_ranks(resume_ends, 1, tmp_path, saved, env=by_hand_env(1))
 
 
 def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:

@@ -193,7 +193,7 @@ def run_cases(rank: int, world_size: int, directory: Path, group: str) -> dict[s
 @pytest.mark.parametrize("group", [pytest.param("telling", marks=pytest.mark.lowest), *list(CASES)[1:]])
 def test_a_resumed_run_can_be_resumed(group: str, tmp_path: Path) -> None:
     """However often it was stopped, the batches that are left are the same, and so are the weights, bit for bit."""
-    found = run_ranks(run_cases, 2, tmp_path, group, env=by_hand_env(2), time_limit=110)
+    found = run_ranks(run_cases, 2, tmp_path, group, env=by_hand_env(2))
     assert found == [{name: {} for name in CASES[group]}] * 2
 
 
@@ -215,7 +215,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
     """Saved when a batch raises, first, last or within an epoch, the run goes on with that batch, or its whole step."""
-    assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [["", ""]] * 2
+    assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
 
 
 def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -240,7 +240,7 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_a_run_that_had_ended_goes_on_where_training_was(tmp_path: Path) -> None:
     """Saved after ``validate``, cut short in a stream by ``max_steps``, or resumed without its validation."""
-    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [["", "", ""]] * 2
+    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2)) == [["", "", ""]] * 2
 
 
 class Planning(Net):

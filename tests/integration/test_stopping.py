@@ -66,10 +66,10 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
 @pytest.mark.lowest
 def test_a_run_that_stops_for_a_signal_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """Whatever the moment, and whichever of the ranks got it: same step, saved, status 143, and then the same run."""
-    wrong = run_ranks(stop_and_resume, 2, tmp_path, {"epochs": ({}, list(MOMENTS))}, env=by_hand_env(2), time_limit=110)
+    wrong = run_ranks(stop_and_resume, 2, tmp_path, {"epochs": ({}, list(MOMENTS))}, env=by_hand_env(2))
     assert wrong == [[], []]
 
 
 def test_other_runs_do_so_too(tmp_path: Path) -> None:
     """With gradients that are accumulated, validation within the epoch, workers, and a last step."""
-    assert run_ranks(stop_and_resume, 2, tmp_path, CASES, env=by_hand_env(2), time_limit=110) == [[], []]
+    assert run_ranks(stop_and_resume, 2, tmp_path, CASES, env=by_hand_env(2)) == [[], []]
