@@ -94,24 +94,6 @@ def test_whoever_has_a_bad_file_all_raise_its_error(tmp_path: Path) -> None:
     assert ["cannot place a tensor from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
 
 
-class OnRankZero:
-    """A class that one rank alone cannot import."""
-
-
-def lack_a_class(kind: Kind, directory: Path, path: Path) -> list[str]:
-    if dist.get_rank() == 1:
-        globals().pop("OnRankZero")
-    return [outcome(None, [path], mode, weights_only=False) for mode in MODES]
-
-
-def test_one_ranks_failure_is_everybodys(tmp_path: Path) -> None:
-    """A class that one rank alone cannot import fails the restore on all."""
-    torch.save({"x": numbers(6000), "y": OnRankZero()}, tmp_path / "it.ckpt")
-    one, other = on_ranks("stock", lack_a_class, tmp_path, tmp_path / "it.ckpt")
-    assert one == other
-    assert all("CheckpointError: " in text and "needs a class that cannot be imported here" in text for text in one)
-
-
 class LooksAtItsTensor:
     """Has a sum that it computes when it is unpickled."""
 

@@ -26,7 +26,6 @@ from tests.harness.ranks import RankProcesses, free_port, run_ranks
 
 # Each kind and each stage; of those that take long (two hosts, a stopped rank, a rank that never connects) one each.
 SEEDS = (201, 202, 207, 212, 215, 217, 218, 222, 241, 945)
-MORE_SEEDS = (206, 211, 214, 224, 225, 228, 243, 247, 257, 273)
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0))
 
 Weights = list[float]
@@ -229,11 +228,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 def case(seed: int) -> Any:
     plan = draw(seed)
-    marks = [pytest.mark.netns] * plan.on_two_hosts + [pytest.mark.nightly] * (seed in MORE_SEEDS)
-    return pytest.param(plan, marks=marks, id=str(plan))
+    return pytest.param(plan, marks=[pytest.mark.netns] * plan.on_two_hosts, id=str(plan))
 
 
-@pytest.mark.parametrize("plan", [case(seed) for seed in range(FIRST, FIRST + COUNT) or (*SEEDS, *MORE_SEEDS)])
+@pytest.mark.parametrize("plan", [case(seed) for seed in range(FIRST, FIRST + COUNT) or SEEDS])
 def test_a_fault_is_survived(
     plan: Injection, references: References, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -91,7 +91,7 @@ def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> Non
 
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:
-    trainer = fitted(world_size, directory, timeout=1)
+    trainer = fitted(world_size, directory, timeout=5)
     if rank == late:
         hold("elsewhere")
     trainer.strategy.barrier("end")

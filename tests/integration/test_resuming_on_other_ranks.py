@@ -36,7 +36,6 @@ class Way:
 
 
 WAYS = {
-    "plain": Way((1, 3)),
     "validations": Way((1, 3), {"val_check_interval": 0.5, "limit_val_batches": 1.0}),
     "accumulation": Way((3,), {"accumulate_grad_batches": 2}),
     "another limit": Way((2, 3), {"limit_train_batches": 5}, before={"limit_train_batches": 10}),

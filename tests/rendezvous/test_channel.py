@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import queue
-import resource
 import socket
-import threading
-from contextlib import suppress
 
 import pytest
 
@@ -15,15 +11,12 @@ from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
 from lightning_ddp_ext.rendezvous.wire import (
     CLOSED,
-    MALFORMED,
-    MAX_HELLO,
     MAX_UNSENT,
     NOT_READING,
     Connection,
     Message,
     encode,
 )
-from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
 
@@ -90,62 +83,6 @@ def test_messages_go_to_rank_0_and_from_it_to_all(caplog: pytest.LogCaptureFixtu
     assert zero.closed.get(timeout=WITHIN) == (2, CLOSED)
     assert zero.channel.ended == {1: "", 2: CLOSED}
     zero.channel.close()
-
-
-def run_out_of_descriptors(rank: int, world_size: int) -> int:
-    """Connect where no descriptor is left, until one is given back; the rank that has been admitted."""
-    zero, given_back, late = RankZero(), socket.socket(), socket.socket()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    held = []
-    with suppress(OSError):
-        while True:
-            held.append(socket.socket())
-    has_warned = threading.Event()
-    logging.getLogger("lightning_ddp_ext.rendezvous.channel").addFilter(lambda _: has_warned.set() or True)
-    late.connect(zero.address)
-    late.sendall(encode("hello", {"rank": 3}))
-    assert has_warned.wait(WITHIN), "no descriptor was missing"
-    given_back.close()
-    return zero.admitted.get(timeout=WITHIN)
-
-
-def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
-    """It takes ranks again as soon as it can."""
-    with RankProcesses(run_out_of_descriptors, 1) as ranks:
-        (outcome,) = ranks.wait()
-    assert outcome.result == 3, outcome.story()
-    assert "rank 0 has no file descriptors left for more ranks; raise the limit (ulimit -n)" in outcome.output
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"HTTP/1.1 200 OK\n",
-        b'["a", 1]\n',
-        b"\xff\xfe\n",
-        b'["a", {}\n',
-        b"[" * 9999 + b"\n",
-        encode("a", {"text": "x" * MAX_HELLO}),
-        b"x" * (MAX_HELLO + 1),
-    ],
-    ids=["web", "list", "bytes", "half", "deep", "long", "endless"],
-)
-def test_what_is_no_message_ends_the_connection(sent: bytes) -> None:
-    """Messages before it count, however they are cut; from a connection that is no rank's yet they must be short."""
-    here, there = socket.socketpair()
-    with here, there:
-        connection, found = Connection(here), []
-        for byte in encode("a", {}) + encode("b", {"c": ["\n"]}):
-            there.send(bytes([byte]))
-            found += connection.receive()
-        assert found == [("a", {}), ("b", {"c": ["\n"]})]
-        assert connection.receive() == []
-        there.sendall(encode("good", {}) + sent)
-        there.shutdown(socket.SHUT_WR)
-        while not connection.close_reason:
-            found += connection.receive()
-        assert found[2:] == [("good", {})]
-        assert connection.close_reason == MALFORMED
 
 
 def test_sending_never_waits() -> None:

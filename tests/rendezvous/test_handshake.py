@@ -183,15 +183,6 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
     results(*running)
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Rank 0 says which one, why, and what to do."""
-    path = tmp_path / "removed" / "run"
-    assert same_error(RendezvousError, Process(0, 2, FileEndpoint(str(path)))) == (
-        f"init_method 'file://{path}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot write its address "
-        "there: No such file or directory; make the directory, free space on its disk, or choose another file"
-    )
-
-
 def test_strangers_do_not_disturb_a_start() -> None:
     """Port scanners, say, ranks beyond their own world, and however many that say nothing.
 

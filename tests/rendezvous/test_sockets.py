@@ -72,34 +72,6 @@ def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> No
         assert theirs.recv(1) == b"."
 
 
-def test_what_other_threads_are_building_is_not_held_on_to() -> None:
-    """A thread that finds Python's sockets while this one builds a tuple of unknown length; it used to fail."""
-    is_looking, go_on = threading.Event(), threading.Event()
-
-    class Looked(socket.socket):
-        def fileno(self) -> int:
-            is_looking.set()
-            go_on.wait(10)
-            return super().fileno()
-
-    def look() -> None:
-        with OpenedSockets():
-            pass
-
-    thread = threading.Thread(target=look)
-
-    def items() -> Iterator[int]:
-        yield from range(5)
-        thread.start()
-        assert is_looking.wait(10)
-        yield from range(5, 1000)  # a tuple grows as it is made: whoever else has a reference to it prevents that
-
-    with Looked():
-        assert tuple(items()) == tuple(range(1000))
-        go_on.set()
-        thread.join()
-
-
 def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
     """A number that was given to another connection since is told by its inode."""
     with OpenedSockets() as opened:

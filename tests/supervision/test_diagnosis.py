@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
@@ -34,12 +32,6 @@ CASES: dict[str, tuple[Findings, str | None]] = {
         Findings([report(0, [flight(5, 5)]), report(1, [flight(4)]), report(2)]),
         "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
         "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
-    ),
-    "one makes another call": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
-        "ranks are in different collectives: rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, "
-        "dataset.py:41; rank 0 (host host0, pid 100), rank 2 (host host2, pid 102) in all_reduce #5, "
-        "train_dataloader_next, dataset.py:41; let every rank make the same calls",
     ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
@@ -70,30 +62,6 @@ def test_the_sentence(name: str) -> None:
     """As a user reads it."""
     case, expected = CASES[name]
     assert (case.diagnosis.reason if case.diagnosis else None) == expected
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=6),
-    st.sets(st.integers(6, 9), max_size=2),
-)
-def test_whoever_is_named_has_a_reason(ranks: list[tuple[int, bool, bool]], silent: set[int]) -> None:
-    """It is silent, or does not move; a rank that others wait for is one that has entered fewer collectives."""
-    reports = [
-        report(rank, [flight(entered, entered if waits else None)], is_still=still)
-        for rank, (entered, waits, still) in enumerate(ranks)
-    ]
-    case = Findings(reports, [Silence(who(rank), 5.0) for rank in sorted(silent)])
-    verdict = case.diagnosis
-    if silent:
-        assert verdict is not None
-        assert verdict.rank == min(silent)
-    elif all(still for _, _, still in ranks):
-        assert verdict is not None
-        first = min((entered for entered, waits, _ in ranks if waits), default=None)
-        behind = [rank for rank, (entered, _, _) in enumerate(ranks) if first is not None and entered < first]
-        assert not behind or verdict.rank in behind
-    elif not any(still for _, _, still in ranks):
-        assert verdict is None
 
 
 def entry(number: int, op: int, state: str = "completed", group: str = "0") -> dict[str, Any]:

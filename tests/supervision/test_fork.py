@@ -84,7 +84,7 @@ def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
     with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, stuck) as launching:
         ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
         launching.kill(0)
-        assert psutil.wait_procs(ranks, 15)[1] == []
+        assert psutil.wait_procs(ranks, 60)[1] == []
 
 
 def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks(tmp_path: Path) -> None:
