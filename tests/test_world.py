@@ -202,10 +202,12 @@ def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected:
         (TORCHRUN, "torchrun-none-29500"),
         (SLURM, "slurm-77-0-0"),
         ({**SLURM, "SLURM_ARRAY_TASK_ID": "5", "SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"}, "slurm-77-5-2-1"),
+        ({**without(SLURM, "SLURM_STEP_ID"), "SLURM_STEPID": "3"}, "slurm-77-3-0"),
         (without(SLURM, "SLURM_STEP_ID"), "slurm-77-batch-0"),
         (without(SLURM, "SLURM_JOB_ID"), None),
         ({**BATCH_SHELL, "SLURM_JOB_ID": "77", **OPEN_MPI}, "mpi-prterun-host-99-1"),
         ({**without(OPEN_MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "1234"}, "mpi-1234"),
+        (CRAY, "mpi-a.b-c"),
         (HYDRA, None),
     ],
 )

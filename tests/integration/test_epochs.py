@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
@@ -96,6 +96,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(EpochSampler(2)), **KEPT),
     "a stream, persistent workers": lambda: loader(Stream(), **KEPT),
     "several loaders": lambda: CombinedLoader([loader(Samples()), loader(Stream())], "min_size"),
+    "a dataset in others": lambda: loader(ConcatDataset([Subset(Samples(), range(4))])),
     "a loader that is no DataLoader": OwnLoader,
 }
 

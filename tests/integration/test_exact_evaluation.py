@@ -19,7 +19,7 @@ from torch.distributed import ReduceOp
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryRecall
 
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler
@@ -37,19 +37,47 @@ def scores(samples: int) -> Any:
     return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
 
 
+class InPlace(Metric):
+    """Adds to its state in place, as some metrics do."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
 class Measured(Net):
     """Logs values for each of its loaders, of all kinds for the first ones."""
 
     def __init__(self, loaders: int = 1, *, all_kinds: int = 1) -> None:
         super().__init__(list)
-        self.all_kinds = all_kinds
+        self.all_kinds, self.trained = all_kinds, InPlace()
         shared = (MetricCollection([BinaryAccuracy(), BinaryRecall()]) for _ in range(loaders))  # of one state
         self.measures = nn.ModuleList(
-            nn.ModuleDict({"mean": MeanMetric(), "auroc": BinaryAUROC(), "seen": CatMetric(), "collection": each})
+            nn.ModuleDict(
+                {
+                    "mean": MeanMetric(),
+                    "auroc": BinaryAUROC(),
+                    "in place": InPlace(),
+                    "seen": CatMetric(),
+                    "collection": each,
+                }
+            )
             for each in shared
         )
         self.seen: list[Any] = []
         self.sizes: list[int] = []
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.trained.update(batch)  # also after an evaluation, which is in inference mode
+        return super().training_step(batch, index)
 
     def measure(self, batch: Batch, loader: int) -> None:
         x, label, measures = batch["x"], batch["label"], self.measures[loader]
@@ -64,6 +92,8 @@ class Measured(Net):
         measures["auroc"].update(x, label)
         measures["collection"].update(x, label)
         measures["mean"].update(x)
+        measures["in place"].update(x)
+        self.log("in place", measures["in place"])
         self.log("mean_metric", measures["mean"], on_step=True, on_epoch=True)
         self.log("auroc", measures["auroc"])
         self.log_dict(measures["collection"])
@@ -319,12 +349,8 @@ def of_five(kind: Kind, directory: Path) -> tuple[list[Any], list[bool], list[Te
     others = [reduce(torch.tensor(rank + 3), reduce_op=op) for op in ("sum", "min", "max", ReduceOp.SUM)]
     in_place = torch.tensor(float(rank))
     reduce(in_place, reduce_op="mean")
-    return (
-        means,
-        model.idle,
-        whole,
-        [*others, in_place, reduce(3.0), reduce(torch.tensor(0.5 * rank, dtype=torch.half))],
-    )
+    others += [in_place, reduce(3.0), reduce(torch.tensor(0.5 * rank, dtype=torch.half))]
+    return means, model.idle, whole, others
 
 
 @pytest.mark.lowest

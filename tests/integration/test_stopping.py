@@ -57,8 +57,10 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
     return wrong
 
 
-@pytest.mark.lowest
-@pytest.mark.parametrize("cases", [{"epochs": ({}, list(MOMENTS))}, CASES], ids=["epochs", "others"])
+EPOCHS: dict[str, Case] = {"epochs": ({}, list(MOMENTS))}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(EPOCHS, marks=pytest.mark.lowest), CASES], ids=["epochs", "others"])
 def test_a_run_that_stops_for_a_signal_goes_on_as_if_nothing_had_been(cases: dict[str, Case], tmp_path: Path) -> None:
     """Whatever the moment, and whichever of the ranks got it: same step, saved, status 143, and then the same run."""
     assert run_ranks(stop_and_resume, 2, tmp_path, cases, env=by_hand_env(2)) == [[], []]

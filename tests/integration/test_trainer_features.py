@@ -131,7 +131,8 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
     checkpoint = callbacks.ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
     stopping, module = callbacks.EarlyStopping("val_loss", patience=2), Module()
     trainer = trainer_in(kind, directory, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=9)
-    trainer.fit(GettingWorse(), datamodule=module)
+    model = GettingWorse()
+    trainer.fit(model, datamodule=module)
     trainer.strategy.barrier()  # rank 0 has written its files
     return {
         "epochs": trainer.current_epoch,
@@ -139,7 +140,7 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
         "score": checkpoint.best_model_score,
-        "tested": trainer.test(ckpt_path="best", datamodule=module, verbose=False),
+        "tested": trainer.test(model, ckpt_path="best", verbose=False),
         "hooks": module.calls,
         "files": sorted(path.name for path in directory.iterdir()),
     }

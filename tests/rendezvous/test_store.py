@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
 from lightning_ddp_ext.errors import RendezvousError
@@ -20,9 +18,3 @@ def test_a_server_that_is_no_store_is_given_up(answer: Answer) -> None:
         pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
     ):
         connect_store(where.host, where.port, Deadline(0.5))
-
-
-def test_torch_gets_a_whole_second_at_least() -> None:
-    """Stores and groups count whole seconds, and take zero for no limit or refuse it."""
-    assert timedelta(seconds=7) < Deadline(7.5).as_timedelta() <= timedelta(seconds=7.5)
-    assert Deadline(0.0).as_timedelta() == timedelta(seconds=1)
