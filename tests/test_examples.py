@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -14,15 +13,12 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
-import torch
-import torch.distributed as dist
 import yaml
 
 from tests.harness.environment import skip_because
 from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.ranks import launch_ranks
 from tests.harness.scripts import be_the_script, run_on_ranks, run_script, start_script
-from tests.harness.training import stock_group
 from tests.launchers.environments import by_srun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -49,23 +45,6 @@ def test_scripts(name: str, tmp_path: Path) -> None:
     forks_its_ranks = re.search(r'ddp_ext_fork|start_method="fork"', (EXAMPLES / name).read_text())
     output = run_on_ranks(EXAMPLES / name, cwd=tmp_path, world_size=1 if forks_its_ranks else 2)
     assert re.search(PRINTED[name], output), output
-
-
-def sums_of_ring(rank: int, world_size: int, directory: Path) -> None:
-    ring_sum = runpy.run_path(str(EXAMPLES / "ring_all_reduce.py"))["ring_sum"]
-    with stock_group(rank, world_size, directory):
-        groups = {members: dist.new_group(members) for members in ((0, 1, 2, 3), (1, 2, 3), (0, 2), (1,))}
-        for members, group in groups.items():
-            for size in (0, 1, 3, 4, 5, 7, 1001) if rank in members else ():
-                mine = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-                expected = mine.clone()
-                dist.all_reduce(expected, group=group)
-                torch.testing.assert_close(ring_sum(mine, group), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_ring_adds_up_what_all_reduce_adds_up(tmp_path: Path) -> None:
-    """Whatever the size and the number of ranks."""
-    run_ranks(sums_of_ring, 4, tmp_path)
 
 
 def test_hang_watchdog(tmp_path: Path) -> None:

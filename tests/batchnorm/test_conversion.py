@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +10,6 @@ from torch import nn
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-from tests.batchnorm.kinds import Mixed, Scaled, hooked
 
 IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
@@ -107,63 +103,3 @@ def test_converting_twice_is_harmless() -> None:
     assert type(model.get_submodule("shared.0")) is first
     assert synchronised(model) == ["stem.1", "body.0.norm", "body.1.norm", "head"]
     assert facts(restore_batchnorm(restore_batchnorm(model))) == before
-
-
-class WithReduce(Scaled):
-    """Says itself how it is copied and pickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.num_features,), vars(self)
-
-
-SUBCLASSES: list[Any] = [Derived, Scaled, Mixed, WithReduce]
-
-
-def every_kind() -> nn.Module:
-    """One layer each of what may be different from one to the next."""
-    half_frozen, with_attributes = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3)
-    half_frozen.weight.requires_grad_(False)
-    with_attributes.note, with_attributes.extra = "mine", nn.Parameter(torch.ones(2))
-    return nn.ModuleList(
-        [
-            nn.BatchNorm1d(3).eval(),
-            nn.BatchNorm3d(3, affine=False, dtype=torch.float64),
-            nn.BatchNorm2d(3, track_running_stats=False, device="meta"),
-            half_frozen,
-            with_attributes,
-            nn.utils.spectral_norm(nn.BatchNorm2d(3)),
-            hooked(nn.BatchNorm2d(3)),
-            *(kind(3) for kind in SUBCLASSES),
-        ]
-    )
-
-
-def test_restoring_leaves_nothing_behind() -> None:
-    """Types, objects, modes, attributes, and the order of the state dict are those of before, for every kind of layer.
-
-    In between only types and one attribute differ, so state dicts fit in both directions.
-    """
-    model = every_kind()
-    before = facts(model)
-    convert_sync_batchnorm(model, include="*")
-    assert all(isinstance(layer, SyncBatchNorm) for layer in model.children())
-    assert [fact[:2] for fact in facts(model)] == [fact[:2] for fact in before]
-    assert facts(restore_batchnorm(model)) == before
-
-
-def pickled(layer: Any) -> Any:
-    return pickle.loads(pickle.dumps(layer))
-
-
-@pytest.mark.parametrize("kind", [nn.BatchNorm2d, *SUBCLASSES])
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
-def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any], kind: Any) -> None:
-    """However a class says that it is copied, a copy computes what the layer does and becomes plain again."""
-    layer = convert_sync_batchnorm(kind(3), include="*")
-    other = copied(layer)
-    assert other is not layer
-    assert type(other) is type(layer)
-    assert other(IMAGES).equal(layer(IMAGES))
-    assert type(restore_batchnorm(other)) is kind
-    assert other(IMAGES).equal(layer(IMAGES))
-    assert isinstance(layer, SyncBatchNorm)

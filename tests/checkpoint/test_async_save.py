@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.checkpoint.async_save import Saver
-from lightning_ddp_ext.errors import CheckpointSaveError
 from tests.checkpoint.content import numbers
 from tests.harness.scripts import run_script
 
@@ -90,32 +89,6 @@ def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
         it.saver.wait()
     assert it.events == ["wrote first", "wrote second"]
     assert it.contents == {"first": [0, 1, 2, 3, 4], "second": [7] * 5}
-
-
-@pytest.mark.parametrize(
-    ("error", "starts"), [(RuntimeError("can't start new thread"), False), (KeyboardInterrupt(), True)]
-)
-def test_a_thread_that_cannot_be_started_holds_nobody_up(
-    error: BaseException, starts: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the system refuses a thread, or Ctrl-C comes just then, that save fails, and the next one is done."""
-    start = threading.Thread.start
-
-    def interrupted(self: threading.Thread) -> None:
-        if starts:
-            start(self)
-        raise error
-
-    with Disk() as it:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", interrupted)
-            with pytest.raises((CheckpointSaveError, KeyboardInterrupt)):
-                it.save("first")
-        saves = threading.Thread(target=it.save, args=("second",))
-        saves.start()
-        saves.join(20)
-        assert not saves.is_alive(), "it waits for ever"
-    assert it.events == ["wrote second"]
 
 
 SCRIPT = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Mode, placement
-from lightning_ddp_ext.errors import CheckpointError, ConfigurationError
+from lightning_ddp_ext.errors import ConfigurationError
 from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
 
 META = torch.device("meta")
@@ -51,24 +50,6 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     assert not mapped(path)
     os.truncate(path, 0)
     assert same(value, content)
-
-
-class Once:
-    """Can be pickled, and what comes of it cannot."""
-
-    def __reduce__(self) -> Any:
-        return threading.Lock, ()
-
-
-def test_what_cannot_be_pickled_again_is_read_where_it_is_seen(tmp_path: Path) -> None:
-    """An object that forbids it keeps a file from being mapped, and from being sent."""
-    path, weights = tmp_path / "it.ckpt", {"a": numbers(MAPPED)}
-    saved(path, {"state_dict": weights, "kept": Once()})
-    value = restored(path, weights_only=False, map_weights=True)
-    assert not mapped(path)
-    assert same(value["state_dict"], weights)
-    with pytest.raises(CheckpointError, match=r"cannot be sent to other ranks: TypeError: .*; put it where every rank"):
-        restored(path, "broadcast", weights_only=False)
 
 
 @pytest.mark.parametrize(

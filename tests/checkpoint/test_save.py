@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.serialization import get_crc32_options
 
 from lightning_ddp_ext.checkpoint.location import locate
-from lightning_ddp_ext.checkpoint.save import link, remove, write
+from lightning_ddp_ext.checkpoint.save import remove, write
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, same
@@ -167,20 +167,3 @@ def test_removing(url: str) -> None:
         remove(path)
         assert not locate(path).fs.exists(locate(path).path)
         remove(url)
-
-
-def test_a_link_takes_the_place_of_whatever_is_there(tmp_path: Path) -> None:
-    """Of nothing, another link or a file; it is read like the file, and removed alone. A directory stays."""
-    target, *paths = (tmp_path / f"{name}.ckpt" for name in ("it", "nothing", "link", "file"))
-    write({"x": 1}, target)
-    paths[1].symlink_to("elsewhere")
-    paths[2].touch()
-    for path in paths:
-        link(target, path)
-        assert path.is_symlink()
-        assert torch.load(path) == {"x": 1}
-        remove(path)
-    (tmp_path / "last.ckpt").mkdir()
-    with pytest.raises(CheckpointSaveError, match=r"last.ckpt to .*it.ckpt: Is a directory; save_last=True writes a"):
-        link(target, tmp_path / "last.ckpt")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["it.ckpt", "last.ckpt"]

@@ -7,7 +7,6 @@ import io
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -84,17 +83,6 @@ def as_saved(content: Any) -> Any:
     torch.save(content, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_arrays_that_begin_at_one_place(order: int) -> None:
-    """Tensors made from an array and from parts of it, of whatever length, are each taken whole."""
-    array = np.arange(100.0)
-    content = [torch.from_numpy(array), torch.from_numpy(array[:5]), torch.from_numpy(array[3:])][::order]
-    expected = copy.deepcopy(content)
-    taken = Buffer().take(content)
-    array[:] = -1
-    assert same(taken(), expected)
 
 
 def test_the_buffer_is_used_again() -> None:

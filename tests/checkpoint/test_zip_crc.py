@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -67,30 +66,6 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
         os.truncate(copy, size)
         with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
             open_archive(copy)
-
-
-def test_an_old_file_is_read_or_refused(tmp_path: Path) -> None:
-    """A file from before torch 1.6 has no records; cut off or changed anywhere, the error is ours."""
-    legacy, copy, chance = tmp_path / "it.ckpt", tmp_path / "changed.ckpt", random.Random(2)
-    saved(legacy, small(), _use_new_zipfile_serialization=False)
-    assert same(outcome(legacy), small())
-    content = legacy.read_bytes()
-    for position in range(0, len(content), 5):
-        copy.write_bytes(content[:position])
-        assert isinstance(outcome(copy), CheckpointError), f"cut off at {position}"
-        changed = bytearray(content)
-        changed[position] ^= 1 << chance.randrange(8)
-        copy.write_bytes(changed)
-        outcome(copy)
-
-
-def test_records_that_torch_would_not_read_are_refused(path: Path, tmp_path: Path) -> None:
-    """Those of an archive that another program has packed again."""
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(tmp_path / "z.ckpt", "w", zipfile.ZIP_DEFLATED) as target:
-        for name in source.namelist():
-            target.writestr(name, source.read(name))
-    with pytest.raises(DamagedCheckpointError, match="has no proper header"):
-        open_archive(tmp_path / "z.ckpt")
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:

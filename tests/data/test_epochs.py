@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_ext.data.epochs import set_epoch, start_epoch
 
@@ -61,21 +61,6 @@ class CountingList(list[Any]):
         for element in super().__iter__():
             self.looked_at += 1
             yield element
-
-
-TAKER_IN = {
-    "dataset": lambda taker: DataLoader(Subset(taker, range(3))),
-    "dict of lists in a wrapper": lambda taker: DataLoader(Wrapper({"name": "a", "parts": [1, (None, taker)]})),
-    "concatenated datasets": lambda taker: DataLoader(ConcatDataset([*(Taker() for _ in range(100)), taker])),
-}
-
-
-@pytest.mark.parametrize("place", TAKER_IN)
-def test_what_takes_epochs_is_found_wherever_it_is(place: str) -> None:
-    """An object with set_epoch gets the epoch exactly once, wherever below the loaders it is."""
-    taker = Taker()
-    set_epoch(TAKER_IN[place](taker), 7)
-    assert taker.log == [("", 7)]
 
 
 def test_what_is_inside_is_told_first() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_ddp_ext.data.permutation import Permutation
@@ -20,23 +18,6 @@ SMALLEST_P = 1e-4
 JUST_ABOVE_THE_TABLE = 65_537
 
 
-def position_of(value: int, length: int, key: int) -> int:
-    """Undo the network for one value, with Python's integers and no code of the package but ``mix``."""
-    rows = isqrt(length - 1) + 1
-    columns, low = -(-length // rows), 2**32 - 1
-    words = [mix(key, number) for number in range(10)]
-    while True:
-        halves, sizes = [*divmod(value, columns)], (rows, columns)
-        for number in reversed(range(10)):
-            changed, read, word = number % 2, 1 - number % 2, words[number]
-            hashed = (halves[read] * (word & low | 1) + (mix(word) & low)) & low
-            hashed = (hashed ^ hashed >> 16) * (word >> 32 | 1) & low
-            halves[changed] = (halves[changed] - (hashed >> 1)) % sizes[changed]
-        value = halves[0] * columns + halves[1]
-        if value < length:
-            return value
-
-
 def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
     return np.bincount((values.astype(np.float64) / length * cells).astype(np.int64), minlength=cells)
 
@@ -45,21 +26,6 @@ def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
 def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None:
     """Short orders come from a table, longer ones from a network; the change loses nothing."""
     assert np.array_equal(np.sort(Permutation(length, 3).apply(np.arange(length))), np.arange(length))
-
-
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(
-    length=st.integers(JUST_ABOVE_THE_TABLE, 2**62) | st.integers(17, 62).map(lambda bits: 2**bits),
-    key=st.integers(0, 2**64 - 1),
-    parts=st.lists(st.integers(0, 2**62), min_size=1, max_size=50),
-)
-def test_large_orders_are_undone_by_a_plain_inverse(length: int, key: int, parts: list[int]) -> None:
-    """Images are positions of the order and lead back, and so no two positions share one."""
-    positions = [0, length - 1, *(part % length for part in parts)]
-    values = Permutation(length, key).apply(np.array(positions))
-    assert values.dtype == np.int64
-    assert 0 <= values.min() <= values.max() < length
-    assert [position_of(value, length, key) for value in values.tolist()] == positions
 
 
 @pytest.mark.parametrize("length", [1000, JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59, 2**62])

@@ -42,7 +42,7 @@ def gpus() -> int:
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    return run_ranks(function, world_size, *args, env=by_hand_env(world_size), time_limit=100)
+    return run_ranks(function, world_size, *args, env=by_hand_env(world_size))
 
 
 def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrategy:
@@ -141,7 +141,7 @@ def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) 
     """Training, saving, resuming, and predictions on rank 0, with one rank per GPU."""
     ours = on_ranks(train_with_nccl, gpus, tmp_path, "ours")
     variables = by_hand_env(gpus, port=free_port())
-    stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables, time_limit=100)
+    stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables)
     torch.testing.assert_close(*([rank["learned"] for rank in ranks] for ranks in (ours, stock)), **TOLERANCE)
     assert ours[0]["backend"] == "nccl"
 
@@ -180,7 +180,7 @@ def test_a_failing_rank_releases_the_others(backend: str, gpus: int, tmp_path: P
     """The others end with its error as their cause, and no signal of NCCL's watchdog; NCCL needs two GPUs."""
     if backend == "nccl" and gpus < 2:
         pytest.skip("NCCL needs a GPU for each rank")
-    first, second = launch_ranks(fail, 2, tmp_path, backend, env=by_hand_env(2), time_limit=60)
+    first, second = launch_ranks(fail, 2, tmp_path, backend, env=by_hand_env(2))
     assert (first.exit_code, second.exit_code) == (1, 1), first.story()
     assert second.error is not None
     assert isinstance(second.error.exception, Boom)

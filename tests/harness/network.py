@@ -66,9 +66,9 @@ class Network:
     def __getitem__(self, index: int) -> Host:
         return self.hosts[index]
 
-    def cut(self, index: int = 1) -> None:
-        """Pull the host's cable out of the switch: from now on packets to and from it are lost without a word."""
-        _ip(self.switch, f"link set port{index} nomaster")
+    def cut(self) -> None:
+        """Pull the second host's cable out of the switch: from now on packets to and from it are lost silently."""
+        _ip(self.switch, "link set port1 nomaster")
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ __all__ = [
     "run_ranks",
 ]
 
+_SECONDS_TO_COME = 60.0  # to a point, or to an output
 _SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was killed
 
 
@@ -144,19 +145,19 @@ class RankProcesses:
         """Let the rank go on that is, or will be, in ``hold``."""
         self._ranks[rank].pipe.send_bytes(b"")
 
-    def wait_for(self, point: str, rank: int, timeout: float = 60.0) -> Any:
+    def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
 
-        An error if the rank ends before, at once, or if ``timeout`` seconds have passed.
+        An error if the rank ends before, at once, or if a minute has passed.
         """
         values = self._ranks[rank].points[point]
-        self._wait_until(lambda: bool(values), f"announce {point!r}", rank, timeout)
+        self._wait_until(lambda: bool(values), f"announce {point!r}", rank)
         return values.pop(0)
 
-    def wait_for_output(self, text: str, rank: int, timeout: float = 60.0) -> str:
+    def wait_for_output(self, text: str, rank: int) -> str:
         """Wait until the rank has written ``text``, and return all that it has written; errors as for ``wait_for``."""
         outcome = self._ranks[rank].outcome
-        self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank, timeout)
+        self._wait_until(lambda: text in outcome.output, f"write {text!r}", rank)
         return outcome.output
 
     def wait(self, *ranks: int) -> list[Outcome]:
@@ -183,10 +184,10 @@ class RankProcesses:
     def _failed(self) -> list[Rank]:
         return [rank for rank in self._ranks.values() if rank.has_failed]
 
-    def _wait_until(self, condition: Callable[[], bool], what: str, number: int, timeout: float) -> None:
-        rank, deadline = self._ranks[number], time.monotonic() + timeout
+    def _wait_until(self, condition: Callable[[], bool], what: str, number: int) -> None:
+        rank, deadline = self._ranks[number], time.monotonic() + _SECONDS_TO_COME
         self._receive_while(lambda: rank.runs and not condition(), deadline)
-        when = f"in {timeout} s" if rank.runs else "before its end"
+        when = f"in {_SECONDS_TO_COME} s" if rank.runs else "before its end"
         assert condition(), f"rank {number} did not {what} {when}:\n{rank.outcome.story()}"
 
     def _receive_while(self, condition: Callable[[], object], deadline: float) -> None:

@@ -154,14 +154,13 @@ class Script:
             pass
         return self._printed.decode(errors="replace")
 
-    def wait_for_line(self, pattern: str, timeout: float = 60.0) -> re.Match[str]:
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
         """Wait for a line that contains the pattern; lines that have come already count.
 
-        Fails after ``timeout`` seconds, or at once if all of the script's output has come without it.
+        Fails at the time limit, or at once if all of the script's output has come without it.
         """
-        deadline = time.monotonic() + timeout
         while not (found := re.search(pattern, self.output, re.MULTILINE)):
-            assert self._read(deadline), self._told(f"no line with {pattern!r} within {timeout} s")
+            assert self._read(self._deadline), self._told(f"no line with {pattern!r} within {self._time_limit} s")
         return found
 
     def wait(self) -> Script:

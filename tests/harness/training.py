@@ -132,11 +132,9 @@ def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
     gc.collect()
 
 
-def on_both(
-    function: Callable[..., Any], directory: Path, *args: Any, time_limit: float = 30.0
-) -> tuple[list[Any], list[Any]]:
+def on_both(function: Callable[..., Any], directory: Path, *args: Any) -> tuple[list[Any], list[Any]]:
     """What ``function(kind, directory, *args)`` returns by rank, on two ranks for ours, and on two others for stock."""
-    ours, stock = (on_ranks(kind, function, directory, *args, time_limit=time_limit) for kind in KINDS)
+    ours, stock = (on_ranks(kind, function, directory, *args) for kind in KINDS)
     return ours, stock
 
 
@@ -146,13 +144,13 @@ def on_ranks(
     directory: Path,
     *args: Any,
     world_size: int = 2,
-    time_limit: float = 30.0,
     env: Environment | None = None,
+    **options: Any,
 ) -> list[Any]:
-    """What ``function(kind, directory, *args)`` returns by rank, on ranks of one of the two sides."""
+    """Run ``function(kind, directory, *args)`` on ranks of one of the two sides, as ``run_ranks`` does."""
     (directory / kind).mkdir(exist_ok=True)
     env = {**by_hand_env(world_size), **(env or {})}
-    return run_ranks(_on_side, world_size, kind, function, directory / kind, *args, env=env, time_limit=time_limit)
+    return run_ranks(_on_side, world_size, kind, function, directory / kind, *args, env=env, **options)
 
 
 def _on_side(rank: int, world_size: int, kind: Kind, function: Any, directory: Path, *args: Any) -> Any:

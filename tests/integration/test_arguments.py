@@ -13,7 +13,6 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_ext import (
     DDPExtStrategy,
@@ -111,17 +110,6 @@ def test_another_installation_is_refused() -> None:
     for outcome in launch_ranks(start_with_another_version, 2, env=by_hand_env(2, free_port())):
         assert outcome.error is not None
         assert outcome.error.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")
-
-
-def test_an_option_that_this_torch_lacks_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names those that the installed torch has."""
-
-    def older(self: Any, module: Any, device_ids: Any = None, find_unused_parameters: bool = False) -> None: ...
-
-    monkeypatch.setattr(DistributedDataParallel, "__init__", older)
-    assert DDPExtStrategy(find_unused_parameters=True)
-    with pytest.raises(ConfigurationError, match=r"no argument 'static_graph'; .*: find_unused_parameters$"):
-        DDPExtStrategy(static_graph=True)
 
 
 def test_a_subclass_may_take_arguments_of_its_own() -> None:

@@ -48,7 +48,7 @@ def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]
 
 def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
     """As exactly as its numbers allow, and the same on every rank."""
-    first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3, time_limit=90)
+    first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
         assert_same(other, first)
     for name, found in first.items():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
@@ -96,6 +96,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a batch sampler in another, workers": lambda: loader(batch_sampler=Around(EpochSampler(2)), **KEPT),
     "a stream, persistent workers": lambda: loader(Stream(), **KEPT),
     "several loaders": lambda: CombinedLoader([loader(Samples()), loader(Stream())], "min_size"),
+    "a dataset in others": lambda: loader(ConcatDataset([Subset(Samples(), range(4))])),
     "a loader that is no DataLoader": OwnLoader,
 }
 
@@ -159,7 +160,7 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
     """Each batch tells the epoch that it is read in, from the first epoch on, after a resume and in validation."""
     whole, resumed = {0: {0}, 1: {1}, 2: {2}}, {1: {1}, 2: {2}}
-    for found in on_ranks(kind, read_epochs, tmp_path, time_limit=60):
+    for found in on_ranks(kind, read_epochs, tmp_path):
         assert found == {name: resumed if "resumed" in name else whole for name in found}
         assert len(found) == len(LOADERS) + (5 if kind == "ours" else 2)
 

@@ -142,7 +142,7 @@ def test_ranks_learn_what_one_process_learns_from_the_same_batches(
 ) -> None:
     """Weights, running statistics, logged values and metrics agree; each rank knows in which steps it is idle."""
     world_size = len(cases[0][1])
-    by_rank = run_ranks(train, world_size, tmp_path, cases, env=by_hand_env(world_size), time_limit=100)
+    by_rank = run_ranks(train, world_size, tmp_path, cases, env=by_hand_env(world_size))
     for number, (kind, lengths) in enumerate(cases):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def resume(rank: int, world_size: int, directory: Path) -> None:
 
 def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
     """All go on with the next batch, and the rank that had none left is still idle."""
-    run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+    run_ranks(resume, 2, tmp_path, env=by_hand_env(2))
 
 
 class Pulls(Net):

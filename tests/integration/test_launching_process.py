@@ -73,7 +73,7 @@ def test_a_script_and_its_trainers() -> None:
     """
     url = f"tcp://127.0.0.1:{free_port()}"
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
-    done = run_script(SCRIPT, env=env, time_limit=100)
+    done = run_script(SCRIPT, env=env)
     assert done.returncode == 0, done.output
     trained = {what: reports(done, what) for what in ("first", "second", "stock")}
     for what, (one, other) in trained.items():
@@ -116,7 +116,7 @@ def test_ranks_by_fork_and_by_forkserver() -> None:
 
     The launching process's environment stays what it was, with a stray RANK, too.
     """
-    (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1", "RANK": "0"}, time_limit=100)
+    (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1", "RANK": "0"})
     assert outcome.exit_code == 0, outcome.story()
     seen = re.findall(r"^variables (\d) 5 (\w+) True$", outcome.output, re.MULTILINE)
     assert sorted(seen) == [(rank, method) for rank in "01" for method in ("fork", "forkserver")]

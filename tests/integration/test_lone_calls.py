@@ -39,7 +39,7 @@ def save_on(rank: int, world_size: int, directory: Path, ranks: list[int], step:
 
 
 def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
-    return launch_ranks(function, world_size, *args, env=by_hand_env(world_size), time_limit=20)
+    return launch_ranks(function, world_size, *args, env=by_hand_env(world_size))
 
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
@@ -91,7 +91,7 @@ def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> Non
 
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:
-    trainer = fitted(world_size, directory, timeout=1)
+    trainer = fitted(world_size, directory, timeout=5)
     if rank == late:
         hold("elsewhere")
     trainer.strategy.barrier("end")

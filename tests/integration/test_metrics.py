@@ -48,6 +48,7 @@ class AllKinds(Net):
             self.log(f"{op}", loss, on_step=True, on_epoch=True, reduce_fx=op, sync_dist=True)
         self.log("double", loss.double() / 3, sync_dist=True)
         self.log("half", loss.half(), sync_dist=True)
+        self.log("of rank 1", torch.nan if self.global_rank == 0 else 1.0, sync_dist=True)
         self.log("integer", torch.tensor(index), sync_dist=True)
         self.log("number", 0.1 * (1 + self.global_rank), sync_dist=True, prog_bar=True)
         self.log("nan", loss * torch.nan, sync_dist=True)
@@ -208,6 +209,7 @@ EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
     (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank"),
     ([], 0, {}, DivergenceError, NOT_LOGGED),
+    ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean), ... and did not log"),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
     (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),
     (["a", "b"], 0, EPOCH, DDPExtError, "began the reduction of training_step.b (mean)"),

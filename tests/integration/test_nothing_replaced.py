@@ -83,7 +83,7 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, t
 
     The same holds for our callbacks with stock strategies.
     """
-    for within, around in on_ranks(kind, look, tmp_path, time_limit=60):
+    for within, around in on_ranks(kind, look, tmp_path):
         assert 0 < max(len(names) for names in within) <= 4
         owners = {name.partition(".")[0].lower() for names in within for name in names}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
@@ -129,7 +129,7 @@ SCRIPT = """
 
 def test_no_class_and_no_module_of_lightning_or_torch_is_changed(tmp_path: Path) -> None:
     """By the import, in and after a run by each kind of launcher, and with our callbacks on a stock strategy."""
-    done = run_script(SCRIPT, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}, time_limit=100)
+    done = run_script(SCRIPT, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.output
     told = re.findall(r"^((?:in|after) \w+): (.*)$", done.output, re.MULTILINE)
     twice = ["after import", "in fork", "in ours", "after ours", "in stock", "after stock"]
@@ -168,6 +168,6 @@ def go_on(trainer: L.Trainer) -> Any:
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
     """It, its strategy, its loops, its model and its loader; and a copy tests and trains as the stock one's does."""
-    for mine, expected in zip(*on_both(copy_fitted, tmp_path, time_limit=60), strict=True):
+    for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
         assert mine.keys() == expected.keys(), {name: mine[name] for name in mine.keys() - expected.keys()}
         assert_same(mine, expected)

@@ -169,7 +169,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
 ) -> None:
     """Before, while or after rank 0 sends: all end within seconds, and say because of whom."""
     with_entry(path, "strikes", Strikes(victim, is_killed, moment))
-    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3), time_limit=25)
+    outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3))
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code != 0
         if is_killed and rank == victim:

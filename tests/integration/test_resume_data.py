@@ -46,8 +46,6 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
         "two loaders for one": (sixteen, two),
     },
     1: {
-        "a stream": (STREAM, STREAM),
-        "samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 16)),
         "a loader with a state": (stateful(), stateful()),
     },
 }
@@ -87,45 +85,35 @@ def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[st
 
 def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
     """Every rank raises and names ``resume_data="epoch"``, with which a run trains on all of that epoch."""
-    paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
+    paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
         place.mkdir()
-        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size), time_limit=60)
+        by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
         assert all('resume_data="epoch"' in message for found in by_rank for message in found.values())
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot continue in its middle" in message
     assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
 
 
-ENDS: dict[str, tuple[Any, ...]] = {
-    "samples": (sixteen, "train_batch_end-4", "validation_end-4"),
-    "stream": (STREAM, "train_epoch_end-5"),
-}
-
-
-def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, str]]:
-    """Checkpoints of the end of the first epoch of samples, and of a stream."""
+def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Checkpoints of the last batch of the first epoch, and of the validation after it."""
     options = {"limit_val_batches": 1.0, "max_epochs": 1}
-    return {
-        name: training(directory, 2, loaders, name).run(*points, **options).saved
-        for name, (loaders, *points) in ENDS.items()
-    }
+    return training(directory, 2, sixteen).run("train_batch_end-4", "validation_end-4", **options).saved
 
 
-def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, dict[str, str]]) -> None:
-    """More samples, and a stream on one rank, are read from the second epoch on."""
-    for name, loaders in (("samples", sampled("lightning's", 28)), ("stream", STREAM)):
-        run = training(directory, world_size, loaders)
-        expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
-        for path in saved[name].values():
-            assert run.run(ckpt_path=path, limit_val_batches=1.0).steps == expected
+def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, str]) -> None:
+    """More samples are read from the second epoch on."""
+    run = training(directory, world_size, sampled("lightning's", 28))
+    expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
+    for path in saved.values():
+        assert run.run(ckpt_path=path, limit_val_batches=1.0).steps == expected
 
 
 def test_after_the_end_of_an_epoch_other_data_and_ranks_can_follow(tmp_path: Path) -> None:
-    """A checkpoint of an epoch's last batch, validation or end has nothing left of that epoch, and is never refused."""
-    saved = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2), time_limit=60)[0]
-    run_ranks(resume_ends, 1, tmp_path, saved, env=by_hand_env(1), time_limit=60)
+    """A checkpoint of an epoch's last batch or validation has nothing left of that epoch, and is never refused."""
+    saved = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2))[0]
+    run_ranks(resume_ends, 1, tmp_path, saved, env=by_hand_env(1))
 
 
 def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:

@@ -36,7 +36,6 @@ class Way:
 
 
 WAYS = {
-    "plain": Way((1, 3)),
     "validations": Way((1, 3), {"val_check_interval": 0.5, "limit_val_batches": 1.0}),
     "accumulation": Way((3,), {"accumulate_grad_batches": 2}),
     "another limit": Way((2, 3), {"limit_train_batches": 5}, before={"limit_train_batches": 10}),
@@ -75,11 +74,11 @@ def resume_all(rank: int, world_size: int, directory: Path, saved: dict[str, Run
 
 def test_epochs_are_what_they_are_on_the_ranks_that_resume(tmp_path: Path) -> None:
     """What is left of an epoch is read once, and its length, limits, validations and steps are those of these ranks."""
-    saved = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+    saved = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))
     for size in (1, 2, 3):
         place = tmp_path / str(size)
         place.mkdir()
-        resumed = run_ranks(resume_all, size, place, saved[0], env=by_hand_env(size), time_limit=60)
+        resumed = run_ranks(resume_all, size, place, saved[0], env=by_hand_env(size))
         for name in resumed[0]:
             way, runs = WAYS[name], [rank[name] for rank in resumed]
             expect_whole_epochs(way, runs)

@@ -132,7 +132,7 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
 
     One Trainer follows another in the same two processes.
     """
-    ours, stock = on_both(train_all, tmp_path, time_limit=90)
+    ours, stock = on_both(train_all, tmp_path)
     for name in CASES:
         first, second = ours[0][name], ours[1][name]
         assert_same([first, second], [by_case[name] for by_case in stock])

@@ -242,7 +242,7 @@ def saves_slowly(rank: int, world_size: int, directory: Path, save_deadline: flo
 @pytest.mark.parametrize(("save_deadline", "is_finished"), [(60, True), (1, False)])
 def test_a_save_is_finished_when_another_rank_dies(save_deadline: float, is_finished: bool, tmp_path: Path) -> None:
     """It needs nothing of the others, so rank 0 finishes it before it ends because of them; or ends at the deadline."""
-    with RankProcesses(saves_slowly, 2, tmp_path, save_deadline, env=by_hand_env(2), time_limit=60) as ranks:
+    with RankProcesses(saves_slowly, 2, tmp_path, save_deadline, env=by_hand_env(2)) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
         ranks.wait_for_output("this rank finishes the checkpoint that it is writing", rank=0)

@@ -175,4 +175,4 @@ def test_worlds_of_other_sizes_in_turn() -> None:
     worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
     env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]
-    assert run_ranks(fit_in_turn, 1, worlds, env=env, time_limit=90.0) == [expected]
+    assert run_ranks(fit_in_turn, 1, worlds, env=env) == [expected]

@@ -92,7 +92,7 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
 
 def test_each_rank_goes_on_with_its_own_next_batch_and_is_asked_for_its_state_in_saves(tmp_path: Path) -> None:
     """Not before each batch, for states can be large; what is done is not read again, nor lost in a second resume."""
-    for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2), time_limit=60):
+    for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2)):
         assert wrong == [{}] * len(LOADERS)
         for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():
             assert (without, after) == (0, 0), name

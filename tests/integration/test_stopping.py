@@ -27,13 +27,7 @@ MOMENTS: dict[Moment, int] = {
 Case = tuple[dict[str, Any], list[Moment]]
 CASES: dict[str, Case] = {
     "accumulating": ({"accumulate_grad_batches": 2}, [("on_train_batch_start", 0), ("on_train_batch_start", 4)]),
-    "validating often": ({"val_check_interval": 1}, [("on_validation_batch_start", 2)]),
-    "plateau, workers": (
-        {"plateau": True, "loader": {"num_workers": 1, "multiprocessing_context": "fork"}},
-        [("on_train_batch_start", 2)],
-    ),
     "long validation": ({"kind": LongValidated}, [("on_validation_batch_start", 63)]),
-    "max_steps": ({"max_steps": 5, "max_epochs": -1}, [("on_train_batch_start", 3)]),
 }
 
 
@@ -42,7 +36,7 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
     wrong = []
     for case, (options, moments) in cases.items():
         chosen = {"max_epochs": 2, "limit_val_batches": 1.0, "kind": Validated, **options}
-        training = Training(shuffled(**chosen.pop("loader", {})), directory, options=chosen)
+        training = Training(shuffled(), directory, options=chosen)
         whole = training.run()
         for number, moment in enumerate(moments):
             place = directory / f"{case} {moment}"
@@ -63,13 +57,10 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
     return wrong
 
 
-@pytest.mark.lowest
-def test_a_run_that_stops_for_a_signal_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+EPOCHS: dict[str, Case] = {"epochs": ({}, list(MOMENTS))}
+
+
+@pytest.mark.parametrize("cases", [pytest.param(EPOCHS, marks=pytest.mark.lowest), CASES], ids=["epochs", "others"])
+def test_a_run_that_stops_for_a_signal_goes_on_as_if_nothing_had_been(cases: dict[str, Case], tmp_path: Path) -> None:
     """Whatever the moment, and whichever of the ranks got it: same step, saved, status 143, and then the same run."""
-    wrong = run_ranks(stop_and_resume, 2, tmp_path, {"epochs": ({}, list(MOMENTS))}, env=by_hand_env(2), time_limit=110)
-    assert wrong == [[], []]
-
-
-def test_other_runs_do_so_too(tmp_path: Path) -> None:
-    """With gradients that are accumulated, validation within the epoch, workers, and a last step."""
-    assert run_ranks(stop_and_resume, 2, tmp_path, CASES, env=by_hand_env(2), time_limit=110) == [[], []]
+    assert run_ranks(stop_and_resume, 2, tmp_path, cases, env=by_hand_env(2)) == [[], []]

@@ -13,22 +13,17 @@ import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from torch import nn
-from torch._inductor import config as inductor_config
 from torch.utils.data import DataLoader
 
 from tests.harness.training import (
-    KINDS,
     Batch,
     Kind,
     Net,
-    Recorder,
     assert_same,
     data,
     make_strategy,
     make_trainer,
     on_both,
-    on_ranks,
     weights,
 )
 
@@ -136,7 +131,8 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
     checkpoint = callbacks.ModelCheckpoint(directory, "{epoch}", monitor="val_loss", save_top_k=2, save_last=True)
     stopping, module = callbacks.EarlyStopping("val_loss", patience=2), Module()
     trainer = trainer_in(kind, directory, callbacks=[checkpoint, stopping], enable_checkpointing=True, max_epochs=9)
-    trainer.fit(GettingWorse(), datamodule=module)
+    model = GettingWorse()
+    trainer.fit(model, datamodule=module)
     trainer.strategy.barrier()  # rank 0 has written its files
     return {
         "epochs": trainer.current_epoch,
@@ -144,25 +140,10 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
         "score": checkpoint.best_model_score,
+        "tested": trainer.test(model, ckpt_path="best", verbose=False),
         "hooks": module.calls,
         "files": sorted(path.name for path in directory.iterdir()),
     }
-
-
-def resume(kind: Kind, directory: Path) -> Result:
-    """Two epochs, and the rest from the last checkpoint of them; a test from the best one."""
-    options: dict[str, Any] = {"monitor": "val_loss", "save_last": True}
-    checkpoint, recorder = callbacks.ModelCheckpoint(directory, "{epoch}", **options), Recorder()
-    trainer_in(kind, directory, callbacks=[checkpoint], enable_checkpointing=True).fit(Net())
-    again = callbacks.ModelCheckpoint(directory, "{epoch}", **options)
-    trainer = trainer_in(kind, directory, callbacks=[recorder, again], enable_checkpointing=True, max_epochs=4)
-    model = Net()
-    trainer.fit(model, ckpt_path="last")
-    tested = trainer.test(model, ckpt_path="best", verbose=False)
-    file = torch.load(directory / "last.ckpt", weights_only=True)
-    saved = {name: file[name] for name in ("state_dict", "epoch", "global_step")}
-    result = {"weights": weights(model), "metrics": recorder.metrics, "tested": tested}
-    return {**result, **saved, "step": trainer.global_step}
 
 
 FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
@@ -172,7 +153,6 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
         loggers,
         simple_profiler,
         checkpoints_and_early_stopping,
-        resume,
     )
 }
 
@@ -188,7 +168,7 @@ def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
 
 def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
     """Weights, metrics, files, and what is called how often are equal on each rank, to the last bit."""
-    ours, stock = on_both(use_all, tmp_path, time_limit=110)
+    ours, stock = on_both(use_all, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in (*OPTIONS, *FEATURES):
             assert_same_result(mine[name], theirs[name])
@@ -203,24 +183,3 @@ def assert_same_result(ours: Result, stock: Result) -> None:
     names = {key for key, value in ours.items() if isinstance(value, str) or key in ("kept", "hooks", "files")}
     assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
     assert_same({key: ours[key] for key in ours.keys() - names}, {key: stock[key] for key in stock.keys() - names})
-
-
-class Compiled(Net):
-    def configure_model(self) -> None:
-        self.layers = torch.compile(nn.Linear(4, 1))  # type: ignore[assignment]  # each further kernel takes seconds
-
-
-# Without a pool of processes, precompiled headers and a search for vector instructions: they take most of the time.
-QUICKLY = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}
-
-
-def compiled(kind: Kind, directory: Path) -> Result:
-    with inductor_config.patch(QUICKLY):
-        return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
-
-
-def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
-    """With torch's own compiler, inductor."""
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    ours, stock = (on_ranks(kind, compiled, tmp_path, time_limit=140, env=env) for kind in KINDS)
-    assert_same(ours, stock)

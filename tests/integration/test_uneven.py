@@ -115,7 +115,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
     """Steps, validations, ends of epochs, counts and weights are those of data that are cut to the same."""
-    by_rank = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2), time_limit=60)
+    by_rank = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2))
     for found in by_rank:
         for name, (uneven, cut) in found.items():
             assert (name, uneven.steps, uneven.events, uneven.counts) == (name, cut.steps, cut.events, cut.counts)
@@ -137,7 +137,7 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
 @pytest.mark.lowest
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Path) -> None:
     """From each checkpoint on the same batches are trained on as without a stop, and epochs end where they did."""
-    assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[{}, {}]] * 2
+    assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2)) == [[{}, {}]] * 2
 
 
 class Broken(Stream):

@@ -72,7 +72,7 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
     """Loader, sampler, batch sampler and dataset have the class and the attributes that they had before the run."""
-    assert run_ranks(is_as_before, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[], []]
+    assert run_ranks(is_as_before, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 class Peeks(Net):
@@ -116,4 +116,4 @@ def peek(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_a_look_at_a_batch_changes_nothing(tmp_path: Path) -> None:
     """With `next(iter(trainer.train_dataloader))` in any hook, a run and those that resume it read the same batches."""
-    assert run_ranks(peek, 2, tmp_path, env=by_hand_env(2), time_limit=60) == [[], []]
+    assert run_ranks(peek, 2, tmp_path, env=by_hand_env(2)) == [[], []]

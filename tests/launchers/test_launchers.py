@@ -118,7 +118,7 @@ def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> st
     ``{node}`` in a word becomes the node's number.
     """
     env = {"PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": None}
-    return output_of_all(launch_ranks(be_the_launcher, nodes, module, words, env=env, time_limit=90.0, **options))
+    return output_of_all(launch_ranks(be_the_launcher, nodes, module, words, env=env, **options))
 
 
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
@@ -171,7 +171,7 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
     """
     runs = Runs(tmp_path, *methods)
     argument = runs.argument(strategy={"start_method": start_method}, calls=calls)
-    output = run_script(argument, {}, processes=1, time_limit=90.0)
+    output = run_script(argument, {}, processes=1)
     runs.expect_trained(output, returns=len(methods), launches=[len(calls)] * len(methods))
     results = json.dumps({"results": learned_with_stock(2)[1]})[1:-1]
     assert output.count(results) == len(methods) * ("test" in calls)
@@ -233,7 +233,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
         "GLOO_SOCKET_IFNAME": None,
     }
     places = [nodes[rank // 2] for rank in range(4)]
-    output = run_script(runs.argument(), env, 4, namespaces=places, time_limit=60.0)
+    output = run_script(runs.argument(), env, 4, namespaces=places)
     runs.expect_trained(output)
 
 
@@ -242,5 +242,5 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
     runs = Runs(shared_dir, "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
-    output = run_script(runs.argument(), env, namespaces=list(nodes), time_limit=90.0)
+    output = run_script(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)

@@ -80,15 +80,3 @@ def test_arguments_that_contradict_the_launcher() -> None:
         "ConfigurationError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave "
         "the arguments out, or start the processes by hand"
     ]
-
-
-def too_few_devices(rank: int, world_size: int) -> str:
-    with pytest.raises(DDPExtError) as refused:
-        make_trainer(DDPExtStrategy(), devices=1).fit(Net())
-    return str(refused.value)
-
-
-def test_fewer_devices_than_ranks() -> None:
-    """On every rank it is the Trainer's devices that are named, and not the local rank that they are too few for."""
-    wrong = "devices * num_nodes must equal world_size (got devices=1 * num_nodes=1 and world_size=2, from "
-    assert all(message.startswith(wrong) for message in run_ranks(too_few_devices, 2, env=by_hand_env(2)))

@@ -77,12 +77,9 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
     [
         ("", f"needs a scheme (got none); write {FORMS}"),
         ("/shared/run42", "needs a scheme (got none); write file:///shared/run42"),
-        ("file:/shared/run42", f"needs a scheme (got none); write {FORMS}"),
         ("tpc://host:1", f"has an unknown scheme (got 'tpc://'); write {FORMS}"),
-        ("tcp://:29500", f"{TCP_FORM} (got ':29500' after tcp://); write {TCP_FORMS}"),
         ("tcp://::1:29500", f"{TCP_FORM} (got '::1:29500' after tcp://); write {TCP_FORMS}"),
         ("tcp://host", "needs a port (got none); write tcp://host:29500"),
-        ("tcp://host:0", "needs a port in 1..65535 (got 0); write tcp://host:29500"),
         ("tcp://host:70000", "needs a port in 1..65535 (got 70000); write tcp://host:29500"),
         ("tcp://host:abc", "needs a port in 1..65535 (got 'abc'); write tcp://host:29500"),
         ("tcp://host:1?rank=0", "needs a port in 1..65535 (got '1?rank=0'); write tcp://host:29500"),

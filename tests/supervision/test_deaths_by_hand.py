@@ -10,11 +10,9 @@ import pytest
 
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.rendezvous.process_context import current
-from tests.harness.network import Network
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, hold
-from tests.harness.training import Net
-from tests.supervision.model import HERE, IN_THIRD_STEP, by_hand, error_of, fit, make_trainer, who
+from tests.supervision.model import HERE, error_of, fit, who
 
 UNEXPECTEDLY = "its process ended unexpectedly"
 
@@ -49,27 +47,3 @@ def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, tmp_path: Pat
         ranks.wait_for("still there", 1 - culprit)
         outcomes = ranks.wait()
     expect_told(outcomes[1 - culprit], culprit, outcomes[culprit].pid)
-
-
-@pytest.mark.netns
-def test_a_cut_link_is_a_death_on_both_sides(two_hosts: Network) -> None:
-    """When two machines lose sight of each other, the ranks on each name one of those on the other."""
-    host_a, host_b = two_hosts
-    places = [host_a, host_a, host_b, host_b]
-    url = f"tcp://{host_a.address}:29517"
-    with RankProcesses(fit_on_two_nodes, 4, url, namespaces=places, time_limit=45.0) as ranks:
-        for rank in range(4):
-            ranks.wait_for("at work", rank)
-        two_hosts.cut()
-        outcomes = ranks.wait()
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is not None, outcome.story()
-        culprit = outcome.error.exception.rank  # type: ignore[union-attr]
-        assert culprit in ((2, 3) if rank in (0, 1) else (0,)), outcome.story()
-        host = "host-b" if rank in (0, 1) else "host-a"
-        expect_told(outcome, culprit, outcomes[culprit].pid, host, "no sign of life from its host for 4 s")
-
-
-def fit_on_two_nodes(rank: int, world_size: int, url: str) -> None:
-    strategy = by_hand(rank, world_size, url, heartbeat_timeout=4)
-    make_trainer(2, strategy, IN_THIRD_STEP, num_nodes=2, max_epochs=-1).fit(Net())

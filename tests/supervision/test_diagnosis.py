@@ -33,12 +33,6 @@ CASES: dict[str, tuple[Findings, str | None]] = {
         "rank 1 (host host1, pid 101) never entered all_reduce #5 (rank 2 did not, either); it is in "
         "train_dataloader_next, dataset.py:41; rank 0 has waited for it for 61 s",
     ),
-    "one makes another call": (
-        Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5, "barrier")]), report(2, [flight(5, 5)])]),
-        "ranks are in different collectives: rank 1 (host host1, pid 101) in barrier #5, train_dataloader_next, "
-        "dataset.py:41; rank 0 (host host0, pid 100), rank 2 (host host2, pid 102) in all_reduce #5, "
-        "train_dataloader_next, dataset.py:41; let every rank make the same calls",
-    ),
     "all are in it": (
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
         "rank 1 (host host1, pid 101) has not moved for 62 s; it is in all_reduce #5, train_dataloader_next, "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.harness.ranks import RankProcesses
@@ -76,15 +75,6 @@ def test_sigterm_to_the_launching_process_stops_all_ranks_saved(tmp_path: Path) 
     assert outcome.exit_code == 143, outcome.story()
     assert (tmp_path / "preempted.ckpt").exists()
     assert outcome.output.count("all ranks stop after step") == 1
-
-
-def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
-    """Whatever their main threads are doing."""
-    stuck = Fault("on_train_batch_start", model.wait_for_ever, earlier=2)
-    with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, stuck) as launching:
-        ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
-        launching.kill(0)
-        assert psutil.wait_procs(ranks, 15)[1] == []
 
 
 def test_an_interrupt_of_the_launching_process_alone_ends_the_ranks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from queue import SimpleQueue
 
@@ -23,20 +22,6 @@ def signals(heard: SimpleQueue[int]) -> Iterator[StopSignals]:
     signals = StopSignals(heard.put)
     yield signals
     signals.restore()
-
-
-def test_an_event_loop_that_was_woken_by_signals_still_is(signals: StopSignals, heard: SimpleQueue[int]) -> None:
-    """While the handlers are there and afterwards."""
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        writer.setblocking(False)
-        assert signal.set_wakeup_fd(writer.fileno()) == -1
-        signals.install(signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard.get(timeout=10) == signal.SIGTERM
-        assert reader.recv(1) == bytes([signal.SIGTERM])
-        signals.restore()
-        assert signal.set_wakeup_fd(-1) == writer.fileno()
 
 
 def test_a_forked_child_has_none_of_it(signals: StopSignals, heard: SimpleQueue[int]) -> None:
