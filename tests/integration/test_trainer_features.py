@@ -140,9 +140,9 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
         "best": Path(checkpoint.best_model_path).name,
         "kept": sorted(Path(path).name for path in checkpoint.best_k_models),
         "score": checkpoint.best_model_score,
-        "tested": trainer.test(model, ckpt_path="best", verbose=False),
-        "hooks": module.calls,
+        "hooks": [*module.calls],
         "files": sorted(path.name for path in directory.iterdir()),
+        "tested": trainer.test(model, ckpt_path="best", verbose=False),
     }
 
 
