@@ -42,7 +42,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "loaders": ("one", "list", "dict", "min_size", "max_size", "max_size_cycle"),
     "beside": ("same", "shuffled", "stream"),  # what the second of several loaders reads
     "ranks": ("1", "2", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2"),
-    "workers": ("0", "2", "kept"),
+    "workers": ("none", "fresh", "kept"),
     "again": ("no", *STOPS),  # where the resumed run stops, in the next epoch, to be resumed for the second time
     "epoch": ("0", "1"),
     "optimizing": ("each", "third", "manual"),
@@ -66,7 +66,7 @@ class Case:
     loaders: str = "one"
     beside: str = "same"
     ranks: str = "2"
-    workers: str = "0"
+    workers: str = "none"
     again: str = "no"
     epoch: str = "0"
     optimizing: str = "each"
@@ -207,8 +207,12 @@ def loader_of(
     if case.generator == "own":
         generator = torch.Generator().manual_seed(first + rank)
     options: dict[str, Any] = {"generator": generator}
-    if case.workers != "0":
-        options |= {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": case.workers == "kept"}
+    if case.workers != "none":
+        options |= {
+            "num_workers": 1 if first else 2,
+            "multiprocessing_context": "fork",
+            "persistent_workers": case.workers == "kept",
+        }
     if kind in STREAMS:
         number = first + 1000 * rank
         of_kind = Stream if kind == "stream" else Sized

@@ -27,7 +27,7 @@ from tests.integration.sweeping import FACTORS, Case, Half, Played, play_all
 KNOWN: dict[str, dict[str, str]] = {}
 Level = tuple[str, str]
 # Levels that the daily cover leaves to the nightly sweep, as others do nearly the same.
-NIGHTLY = {"dict", "max_size_cycle", "first"}
+NIGHTLY = {"dict", "max_size_cycle", "first", "3", "fresh"}
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py"
 
 
@@ -56,16 +56,16 @@ def pairs_of(case: Case) -> set[frozenset[Level]]:
 
 
 def cost_of(case: Case) -> float:
-    """About how long a case takes, most of which is starting workers."""
-    started = {"0": 0, "kept": 2, "2": case.epochs}[case.workers] * len(case.kinds)
-    return max(2, case.before, case.after) * (2 + started)
+    """About how long a case takes; most of that is starting workers, for each iterator unless they are kept."""
+    started = {"none": 0.0, "kept": 1.5, "fresh": 1.5 * case.epochs}[case.workers] * len(case.kinds)
+    return max(1.5, case.before, case.after) * (2 + (case.again != "no")) * (1 + started)
 
 
 @functools.cache
 def pairwise_cover(seed: int = 0) -> list[Case]:
     """Cases that together try each pair of levels of two factors, found greedily."""
     chance = random.Random(seed)
-    pool = [case for _ in range(2500) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
+    pool = [case for _ in range(10000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
     tried = {case: pairs_of(case) for case in pool}
     chosen, missing = [], set().union(*tried.values())
     while missing:
