@@ -1,4 +1,4 @@
-"""Cases of the resume sweep: what a run reads, where it stops, on how many ranks it goes on; and playing a case."""
+"""Cases of the resume sweep: what a run reads, where it stops, on which ranks it goes on; and playing one."""
 
 from __future__ import annotations
 
@@ -15,74 +15,71 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch import Tensor, randperm
+from torch.utils import data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from lightning_ddp_ext.errors import ResumeError
 from tests.integration.continuing import Net, Run, Step, Training, difference
 
-STOPS = ("middle", "last", "end", "validation", "sigterm", "sigval", "max_steps", "first")
-FACTORS: dict[str, tuple[str, ...]] = {
-    "sampler": (
-        *("sequential", "shuffled", "own", "weighted", "replacement", "scalable", "distributed", "batches", "dealt"),
-        *("stream", "sized", "stateful"),
-    ),
-    "stop": STOPS,
-    "loaders": ("one", "list", "dict", "min_size", "max_size", "max_size_cycle"),
-    "beside": ("same", "shuffled", "stream"),  # what the second of several loaders reads
-    "ranks": ("1", "2", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2"),
-    "workers": ("none", "fresh", "kept"),
-    "again": ("no", *STOPS),  # where the resumed run stops, in the next epoch, to be resumed for the second time
-    "epoch": ("0", "1"),
-    "optimizing": ("each", "third", "manual"),
-    "generator": ("global", "own", "shared"),
-    "injected": ("yes", "no"),  # Trainer(use_distributed_sampler=...)
-}
-LONG, SHORT = 18, 12  # samples of all ranks; both divide by 1, 2 and 3 ranks
+LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
-STREAMS = ("stream", "sized")
-OF_ITS_RANK = ("scalable", "distributed", "dealt")  # without a sampler of the Trainer's, too
-SHARED_OUT = ("sequential", "shuffled", "own", "weighted", "replacement")  # by a sampler of the Trainer's
-VALIDATIONS = {"limit_val_batches": 1.0, "val_check_interval": 2}
+STREAMS, STATES = ("stream", "sized"), ("stateful",)
+WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
+INJECTED = ("sequential", "shuffled", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
+HOOKS = {
+    "middle": "on_train_batch_end",
+    "last": "on_train_batch_end",
+    "end": "on_train_epoch_end",
+    "validation": "on_validation_end",
+    "sigterm": "on_train_batch_end",
+    "sigval": "on_validation_batch_start",
+    "max_steps": "on_train_end",
+    "first": "on_train_batch_end",
+}
+SIGNALS = ("sigterm", "sigval")
+ENDING = (*SIGNALS, "max_steps")  # stops that end the run
+
+
+def levels(*names: str) -> Any:
+    """The levels of a factor, the first of which is its default."""
+    return field(default=names[0], metadata={"levels": names})
 
 
 @dataclass(frozen=True)
 class Case:
-    """One level of each factor; ``str`` of it can be given in ``SWEEP`` to play it again."""
+    """One level of each factor. Its ``str``, given in the variable ``SWEEP``, plays it again."""
 
-    sampler: str = "shuffled"
-    stop: str = "middle"
-    loaders: str = "one"
-    beside: str = "same"
-    ranks: str = "2"
-    workers: str = "none"
-    again: str = "no"
-    epoch: str = "0"
-    optimizing: str = "each"
-    generator: str = "global"
-    injected: str = "yes"
-
-    def __post_init__(self) -> None:
-        for factor, level in vars(self).items():
-            assert level in FACTORS[factor], f"{factor} must be one of {FACTORS[factor]} (got {level!r})"
+    sampler: str = levels("shuffled", "sequential", *INJECTED[2:], *WITH_RANKS, "batches", *STREAMS, *STATES)
+    stop: str = levels(*HOOKS)
+    loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
+    beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
+    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")
+    workers: str = levels("none", "fresh", "kept")
+    again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
+    epoch: str = levels("0", "1")  # in which it stops
+    optimizing: str = levels("each", "third", "manual")  # at which batches
+    generator: str = levels("global", "own", "shared")
+    injected: str = levels("yes", "no")  # Trainer(use_distributed_sampler=...)
 
     def __str__(self) -> str:
-        return " ".join(f"{each.name}={vars(self)[each.name]}" for each in fields(self))
+        chosen = [f"{factor}={level}" for factor, level in vars(self).items() if level != FACTORS[factor][0]]
+        return " ".join(chosen or [f"sampler={self.sampler}"])
 
     @staticmethod
     def parse(text: str) -> Case:
         return Case(**dict(word.split("=") for word in text.split()))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can be played, and each level makes a difference."""
+        if self.loaders == "one" and (self.beside != "same" or self.generator == "shared"):
+            return False
+        if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
+            return False  # a validation that is due after the last batch's save is skipped, so there are none
+        return self.again != "max_steps" or self.before == self.after  # else nobody knows how many steps there were
 
     @property
     def before(self) -> int:
@@ -96,10 +93,9 @@ class Case:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of each loader, the longer one first."""
-        if self.loaders == "one":
-            return (self.sampler,)
-        return (self.sampler, self.sampler if self.beside == "same" else self.beside)
+        """What the loaders read, the longer one first."""
+        second = self.sampler if self.beside == "same" else self.beside
+        return (self.sampler,) if self.loaders == "one" else (self.sampler, second)
 
     @property
     def epochs(self) -> int:
@@ -109,18 +105,9 @@ class Case:
     def accumulated(self) -> int:
         return 3 if self.optimizing == "third" else 1
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether it can be played, and no factor has a level that makes no difference."""
-        if self.loaders == "one" and (self.beside != "same" or self.generator == "shared"):
-            return False
-        if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
-            return False  # it has none
-        return self.again != "max_steps" or self.before == self.after  # else nobody knows how many steps there were
-
-    def is_shared(self, kind: str) -> bool:
-        """Whether what is left of an epoch can be shared out among another number of ranks."""
-        return kind in ("scalable", "dealt") or (kind in SHARED_OUT and self.injected == "yes")
+    def can_share(self, kind: str) -> bool:
+        """Whether other ranks can share what is left of an epoch."""
+        return kind in ("scalable", "dealt") or (kind in INJECTED and self.injected == "yes")
 
     def batches(self, kind: str, samples: int, ranks: int) -> int:
         """Batches of an epoch on each rank."""
@@ -128,13 +115,21 @@ class Case:
             return -(-samples // 2 // ranks)
         if kind in STREAMS:
             return OF_STREAM[samples] // 2
-        is_split = self.injected == "yes" or kind in OF_ITS_RANK
-        return -(-samples // (2 * ranks if is_split else 2))
+        return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
 
     def length(self, ranks: int) -> int:
         """Steps of an epoch."""
         lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
         return min(lengths) if self.loaders == "min_size" else max(lengths)
+
+    def index(self, stop: str, ranks: int) -> int:
+        """The batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
+        length = self.length(ranks)
+        others = {"validation": 1, "sigval": 1, "max_steps": min(self.accumulated, length) - 1, "first": 0}
+        return length - 1 if stop in ("last", "end") else others.get(stop, min(4, (length - 2) // 2 * 2))
+
+
+FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for each in fields(Case)}
 
 
 # What is read.
@@ -158,7 +153,7 @@ class Backwards(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
-class Stream(IterableDataset[Tensor]):
+class Stream(torch_data.IterableDataset[Tensor]):
     """Numbers that a rank's workers share out, in another order each epoch."""
 
     def __init__(self, numbers: range) -> None:
@@ -183,77 +178,66 @@ class Sized(Stream):
         return len(self.numbers)
 
     def order(self, length: int) -> list[int]:
-        drawn: list[int] = torch.randperm(length).tolist()
+        drawn: list[int] = randperm(length).tolist()
         return drawn
 
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
     """What the module's ``train_dataloader`` returns."""
     shared = torch.Generator().manual_seed(rank)
-    made = [
-        loader_of(case, kind, size, 100 * number, rank, ranks, shared if case.generator == "shared" else None)
-        for number, (kind, size) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False))
-    ]
+    generators = {"global": None, "shared": shared, "own": torch.Generator().manual_seed(rank + 10)}
+    made = [loader_of(case, case.kinds[0], LONG, 0, rank, ranks, generators[case.generator])]
     if case.loaders == "one":
         return made[0]
+    generators["own"] = torch.Generator().manual_seed(rank + 20)
+    made.append(loader_of(case, case.kinds[1], SHORT, 100, rank, ranks, generators[case.generator]))
     if case.loaders in ("list", "dict"):
         return made if case.loaders == "list" else {"first": made[0], "second": made[1]}
     return CombinedLoader(made, case.loaders)  # type: ignore[arg-type]
 
 
-def loader_of(
-    case: Case, kind: str, samples: int, first: int, rank: int, ranks: int, generator: torch.Generator | None
-) -> Any:
-    if case.generator == "own":
-        generator = torch.Generator().manual_seed(first + rank)
+def loader_of(case: Case, kind: str, samples: int, first: int, rank: int, ranks: int, generator: Any) -> Any:
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
-        options |= {
-            "num_workers": 1 if first else 2,
-            "multiprocessing_context": "fork",
-            "persistent_workers": case.workers == "kept",
-        }
+        options |= {"num_workers": 1 if first else 2, "multiprocessing_context": "fork"}
+        options["persistent_workers"] = case.workers == "kept"
     if kind in STREAMS:
-        number = first + 1000 * rank
-        of_kind = Stream if kind == "stream" else Sized
-        return DataLoader(of_kind(range(number, number + OF_STREAM[samples])), 2, **options)
+        numbers = range(first + 1000 * rank, first + 1000 * rank + OF_STREAM[samples])
+        return DataLoader((Stream if kind == "stream" else Sized)(numbers), batch_size=2, **options)
     data: Any = [torch.tensor([float(number)]) for number in range(first, first + samples)]
     drawn = partial(RandomSampler, data, generator=generator)
-    batch_samplers: dict[str, Callable[[], Any]] = {
-        "batches": lambda: Backwards(drawn(), 2, False),
-        "dealt": lambda: DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False)),
+    weights: Any = range(1, samples + 1)
+    chosen: dict[str, Callable[[], dict[str, Any]]] = {
+        "sequential": lambda: {"batch_size": 2},
+        "own": lambda: {"batch_size": 2, "sampler": Own(samples)},
+        "weighted": lambda: {
+            "batch_size": 2,
+            "sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator),
+        },
+        "replacement": lambda: {"batch_size": 2, "sampler": drawn(replacement=True, num_samples=samples)},
+        "scalable": lambda: {"batch_size": 2, "sampler": ScalableDistributedSampler(data, seed=1)},
+        "distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)},
+        "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
+        "dealt": lambda: {"batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))},
     }
-    if kind in batch_samplers:
-        return DataLoader(data, batch_sampler=batch_samplers[kind](), **options)
-    samplers: dict[str, Callable[[], Any]] = {
-        "own": lambda: Own(samples),
-        "weighted": lambda: WeightedRandomSampler(range(1, samples + 1), samples, generator=generator),  # type: ignore[arg-type]
-        "replacement": lambda: drawn(replacement=True, num_samples=samples),
-        "scalable": lambda: ScalableDistributedSampler(data, seed=1),
-        "distributed": lambda: DistributedSampler(data, ranks, rank, seed=1),
-    }
-    if kind in samplers:
-        return DataLoader(data, 2, sampler=samplers[kind](), **options)
-    return (StatefulDataLoader if kind == "stateful" else DataLoader)(
-        data, batch_size=2, shuffle=kind != "sequential", **options
-    )
+    loader_class = StatefulDataLoader if kind in STATES else DataLoader
+    return loader_class(data, **chosen.get(kind, lambda: {"batch_size": 2, "shuffle": True})(), **options)
 
 
 # What is trained.
 
 
-class Automatic(Net):
+class Swept(Net):
     def training_step(self, batch: Any, index: int) -> Tensor:
         return super().training_step(list(batch.values()) if isinstance(batch, dict) else batch, index)
 
 
-class Manual(Automatic):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
+class Manual(Swept):
+    automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        loss, optimizer, (scheduler, _) = super().training_step(batch, index), self.optimizers(), self.lr_schedulers()  # type: ignore[misc]
+        loss = super().training_step(batch, index)
+        optimizer, (scheduler, _) = self.optimizers(), self.lr_schedulers()  # type: ignore[misc]
         optimizer.zero_grad()  # type: ignore[union-attr]
         self.manual_backward(loss)
         optimizer.step()  # type: ignore[union-attr]
@@ -266,153 +250,118 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
         "max_epochs": case.epochs,
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
-        "kind": Manual if case.optimizing == "manual" else Automatic,
-        # A validation that is due right after a save in on_train_batch_end is skipped, as the documentation says.
-        **({} if "last" in (case.stop, case.again) else VALIDATIONS),
+        "kind": Manual if case.optimizing == "manual" else Swept,
+        **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 1.0, "val_check_interval": 2}),
     }
-    # DDP's buckets are made anew after the first step otherwise, and three ranks then add up in another order.
+    # DDP rebuilds its buckets after the first step otherwise, and three ranks then add up in another order.
     strategy = {"find_unused_parameters": True} if ranks == 3 else {}
     return Training(lambda: loaders_of(case, rank, ranks), place.parent, ranks, options, strategy, name=place.name)
 
 
 # Where it stops.
 
-SIGNALS = ("sigterm", "sigval")
-HOOKS = {
-    **dict.fromkeys(("first", "middle", "last", "sigterm"), "on_train_batch_end"),
-    **{"end": "on_train_epoch_end", "validation": "on_validation_end", "sigval": "on_validation_batch_start"},
-    "max_steps": "on_train_end",
-}
-
-
-def index_of(stop: str, case: Case, ranks: int) -> int:
-    """The epoch's batch after which a run stops."""
-    length = case.length(ranks)
-    if stop in ("last", "end"):
-        return length - 1
-    if stop == "max_steps":
-        return min(case.accumulated, length) - 1
-    if stop in ("validation", "sigval"):
-        return 1
-    # No validation is due there.
-    return 0 if stop == "first" else min(4, (length - 2) // 2 * 2)
-
 
 class After(L.Callback):
     """Calls ``do(trainer)`` in a hook, once the run has done this batch of this epoch and before it does another."""
 
     def __init__(self, hook: str, batch: tuple[int, int], do: Callable[[L.Trainer], object]) -> None:
-        self.batch, self.do = batch, do
+        self.batch, self.do, self.is_done = batch, do, False
         setattr(self, hook, self.call)
 
     def call(self, trainer: Any, *_: Any, **__: Any) -> None:
         steps = trainer.lightning_module.steps
-        if steps and steps[-1][:2] == self.batch:
-            self.batch = (-1, -1)
+        if steps and steps[-1][:2] == self.batch and not self.is_done:
+            self.is_done = True
             self.do(trainer)
 
 
 @dataclass
 class Stopped:
-    """A run with a stop: all of it, if the stop only saves."""
+    """A run that was stopped after ``done`` steps; one that was only saved then is there as a whole."""
 
     run: Run
     path: str
-    done: int  # steps until the stop
-    is_whole: bool
+    done: int
+    wrong: str
 
 
-def stop(training: Training, case: Case, where: str, epoch: int, ckpt_path: str | None = None) -> Stopped:
-    """Train until a stop, or through one that only saves."""
-    rank, ranks = int(os.environ["RANK"]), training.devices
-    index = index_of(where, case, ranks)
-    place = training.directory / training.name / f"{where}-{epoch}"
-    path, options = f"{place}/save.ckpt", {}
-    save = After(HOOKS[where], (epoch, index), lambda trainer: trainer.save_checkpoint(path))
-    callbacks: list[L.Callback] = [save]
-    if where == "max_steps":
-        options = {"max_steps": epoch * -(-case.length(ranks) // case.accumulated) + 1}
-    if where in SIGNALS:
-        path, options = f"{place}/preempted.ckpt", {"default_root_dir": place}
-        kill = After(HOOKS[where], (epoch, index), lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
-        callbacks = [kill] if rank == epoch % ranks else []
+def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> Stopped:
+    ranks, options = training.devices, dict[str, Any]()
+    place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
+    path = str(place / ("preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
+    callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
+    if stop == "max_steps":
+        options["max_steps"] = epoch * -(-case.length(ranks) // case.accumulated) + 1
+    if stop in SIGNALS:
+        options["default_root_dir"] = place
+        kill = After(HOOKS[stop], batch, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+        callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
     run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
-    is_whole = where not in (*SIGNALS, "max_steps")
-    batches = [step[:2] for step in run.steps]
-    done = batches.index((epoch, index)) + 1 if is_whole and (epoch, index) in batches else len(run.steps)
-    return Stopped(run, path, done, is_whole)
+    if not Path(path).exists():
+        raise NotSaved(f"nothing is saved at {stop} of {run.steps}, status {run.status}")
+    done = sum(step[:2] <= batch for step in run.steps) if stop not in ENDING else len(run.steps)
+    return Stopped(run, path, done, f"status {run.status}" if stop in SIGNALS and run.status != 143 else "")
 
 
-# Playing a case.
+class NotSaved(Exception):
+    """No checkpoint to go on from, on any rank."""
+
+
+# Playing a case. A rank that finds something wrong plays on, as the other ones do.
+
+Half = tuple[Case, "str | None"]  # a case, and the checkpoint of its first half, if it is to be resumed elsewhere
 
 
 @dataclass
 class Played:
-    """What a rank has seen of a case, or of its first or second half on another number of ranks."""
+    """What a rank has seen of a case, or of one half on other ranks."""
 
     wrong: str = ""
     refused: str = ""
     path: str = ""
-    before: list[Step] = field(default_factory=list)  # steps until the stop, without those that are done again
-    whole: list[Step] = field(default_factory=list)  # of a run on so many ranks that is not stopped
-    after: list[Step] = field(default_factory=list)  # of the resumed run
-
-
-def begin(case: Case, training: Training) -> tuple[Run, Stopped, Played]:
-    """Train without a stop, and to the stop."""
-    stopped = stop(training, case, case.stop, int(case.epoch))
-    whole = stopped.run if stopped.is_whole else training.run()
-    found = Played(path=stopped.path, whole=whole.steps)
-    if len(whole.steps) != case.epochs * case.length(training.devices):
-        found.wrong = f"an epoch has other lengths than {case.length(training.devices)}: {whole.steps}"
-    elif stopped.run.steps != whole.steps[: len(stopped.run.steps)]:
-        found.wrong = f"reads {stopped.run.steps} before the stop instead of {whole.steps}"
-    elif not Path(stopped.path).exists():
-        found.wrong = f"no checkpoint after {stopped.run.steps}, status {stopped.run.status}"
-    elif case.stop in SIGNALS and stopped.run.status != 143:
-        found.wrong = f"status {stopped.run.status} after SIGTERM"
-    length = case.length(training.devices)
-    in_epoch = stopped.done % length
-    found.before = whole.steps[: stopped.done - in_epoch % case.accumulated]
-    return whole, stopped, found
+    whole: list[Step] = field(default_factory=list)  # without a stop
+    before: list[Step] = field(default_factory=list)  # until the stop, without what is done again
+    after: list[Step] = field(default_factory=list)
 
 
 def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     """Train from a checkpoint to the end; with a second stop as two runs that are returned as one."""
     if case.again == "no":
         return training.run(ckpt_path=path), ""
-    second = stop(training, case, case.again, int(case.epoch) + 1, path)
-    if not Path(second.path).exists():
-        return second.run, f"did not save again: {second.run.steps}"
+    second = run_to(case.again, int(case.epoch) + 1, case, training, path)
     third = training.run(ckpt_path=second.path)
-    if second.is_whole:
+    if case.again not in ENDING:
         text = difference(training, second.run, second.done, third)
-        return second.run, f"resumed again {text}" if text else ""
-    earlier = [step for step in second.run.steps if not third.steps or step[:2] < third.steps[0][:2]]
+        return second.run, text and f"resumed again {text}"
+    earlier = [step for step in second.run.steps if step[:2] < (third.steps or [(99,)])[0][:2]]
     joined = replace(third, steps=[*earlier, *third.steps])
     is_same = joined.steps[: len(second.run.steps)] == second.run.steps
-    return joined, "" if is_same else f"resumed again reads {third.steps} after {second.run.steps}"
+    return joined, second.wrong or ("" if is_same else f"resumed again reads {third.steps} after {second.run.steps}")
 
 
 def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
-    """What happens of a case on so many ranks; ``path`` is a checkpoint of the other number of ranks."""
-    training = training_of(case, rank, ranks, place)
+    """Play what happens on so many ranks; ``path`` is a checkpoint of other ones."""
+    training, length = training_of(case, rank, ranks, place), case.length(ranks)
     try:
         if path is not None:
             whole = training.run()
             resumed, wrong = resume(case, training, path)
             return Played(wrong, whole=whole.steps, after=resumed.steps)
-        run, stopped, found = begin(case, training)
-        if not found.wrong and case.before == case.after:
-            resumed, wrong = resume(case, training, found.path)
-            text = difference(training, run, stopped.done, resumed)
-            found.wrong = "; ".join(filter(None, [text, wrong]))
-        return found
+        stopped = run_to(case.stop, int(case.epoch), case, training)
+        whole = training.run() if case.stop in ENDING else stopped.run
+        texts = [stopped.wrong]
+        if len(whole.steps) != case.epochs * length or stopped.run.steps != whole.steps[: len(stopped.run.steps)]:
+            texts.append(f"reads {stopped.run.steps} before the stop, in epochs of {length} steps: {whole.steps}")
+        if case.before == case.after:
+            resumed, wrong = resume(case, training, stopped.path)
+            texts += [difference(training, whole, stopped.done, resumed), wrong]
+        done_again = stopped.done % length % case.accumulated  # since the last optimiser step
+        before = whole.steps[: stopped.done - done_again]
+        return Played("; ".join(filter(None, texts)), path=stopped.path, whole=whole.steps, before=before)
     except ResumeError as error:
         return Played(refused=str(error))
-
-
-Half = tuple[Case, "str | None"]  # a case, and the checkpoint of its first half, if it is to be resumed elsewhere
+    except NotSaved as error:
+        return Played(str(error))
 
 
 def play_all(rank: int, ranks: int, directory: Path, halves: Sequence[Half]) -> None:
