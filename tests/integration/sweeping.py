@@ -15,29 +15,23 @@ import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, randperm
+from torch import Tensor
 from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
-from lightning_ddp_ext.errors import ResumeError
+from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.integration.continuing import Net, Run, Step, Training, difference
 
 LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
-STREAMS, STATES = ("stream", "sized"), ("stateful",)
 WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
 INJECTED = ("sequential", "shuffled", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
 HOOKS = {
-    "middle": "on_train_batch_end",
-    "last": "on_train_batch_end",
-    "end": "on_train_epoch_end",
-    "validation": "on_validation_end",
-    "sigterm": "on_train_batch_end",
-    "sigval": "on_validation_batch_start",
+    **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
+    **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
     "max_steps": "on_train_end",
-    "first": "on_train_batch_end",
 }
 SIGNALS = ("sigterm", "sigval")
 ENDING = (*SIGNALS, "max_steps")  # stops that end the run
@@ -52,11 +46,13 @@ def levels(*names: str) -> Any:
 class Case:
     """One level of each factor. Its ``str``, given in the variable ``SWEEP``, plays it again."""
 
-    sampler: str = levels("shuffled", "sequential", *INJECTED[2:], *WITH_RANKS, "batches", *STREAMS, *STATES)
+    sampler: str = levels(
+        "shuffled", "sequential", *INJECTED[2:], *WITH_RANKS, "batches", "stream", "sized", "stateful"
+    )
     stop: str = levels(*HOOKS)
     loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
     beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
-    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")
+    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")  # before and after the first stop
     workers: str = levels("none", "fresh", "kept")
     again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
     epoch: str = levels("0", "1")  # in which it stops
@@ -83,12 +79,10 @@ class Case:
 
     @property
     def before(self) -> int:
-        """Ranks until the first stop."""
         return int(self.ranks[0])
 
     @property
     def after(self) -> int:
-        """Ranks from then on."""
         return int(self.ranks[-1])
 
     @property
@@ -113,7 +107,7 @@ class Case:
         """Batches of an epoch on each rank."""
         if kind == "dealt":
             return -(-samples // 2 // ranks)
-        if kind in STREAMS:
+        if kind in ("stream", "sized"):
             return OF_STREAM[samples] // 2
         return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
 
@@ -165,10 +159,10 @@ class Stream(torch_data.IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
-        return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
+        return (torch.tensor([float(number)]) for number in self.in_order(own))
 
-    def order(self, length: int) -> list[int]:
-        return [(place + self.epoch) % length for place in range(length)]
+    def in_order(self, own: range) -> list[int]:
+        return [*own[self.epoch :], *own[: self.epoch]]
 
 
 class Sized(Stream):
@@ -177,51 +171,49 @@ class Sized(Stream):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def order(self, length: int) -> list[int]:
-        drawn: list[int] = randperm(length).tolist()
-        return drawn
+    def in_order(self, own: range) -> list[int]:
+        return [own[place] for place in torch.randperm(len(own)).tolist()]
 
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
     """What the module's ``train_dataloader`` returns."""
-    shared = torch.Generator().manual_seed(rank)
-    generators = {"global": None, "shared": shared, "own": torch.Generator().manual_seed(rank + 10)}
-    made = [loader_of(case, case.kinds[0], LONG, 0, rank, ranks, generators[case.generator])]
-    if case.loaders == "one":
-        return made[0]
-    generators["own"] = torch.Generator().manual_seed(rank + 20)
-    made.append(loader_of(case, case.kinds[1], SHORT, 100, rank, ranks, generators[case.generator]))
-    if case.loaders in ("list", "dict"):
-        return made if case.loaders == "list" else {"first": made[0], "second": made[1]}
+    shared, made = torch.Generator().manual_seed(rank), []
+    for number, (kind, samples) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False)):
+        own = torch.Generator().manual_seed(10 * (number + 1) + rank)
+        generator = {"global": None, "shared": shared, "own": own}[case.generator]
+        made.append(loader_of(case, kind, samples, number, rank, ranks, generator))
+    if case.loaders in ("one", "list", "dict"):
+        return {"one": made[0], "list": made, "dict": dict(enumerate(made))}[case.loaders]
     return CombinedLoader(made, case.loaders)  # type: ignore[arg-type]
 
 
-def loader_of(case: Case, kind: str, samples: int, first: int, rank: int, ranks: int, generator: Any) -> Any:
+def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any) -> Any:
+    """A loader of batches of two samples, which are numbered from 0 or 100, and on each rank's stream by thousands."""
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
-        options |= {"num_workers": 1 if first else 2, "multiprocessing_context": "fork"}
+        options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
         options["persistent_workers"] = case.workers == "kept"
-    if kind in STREAMS:
-        numbers = range(first + 1000 * rank, first + 1000 * rank + OF_STREAM[samples])
-        return DataLoader((Stream if kind == "stream" else Sized)(numbers), batch_size=2, **options)
-    data: Any = [torch.tensor([float(number)]) for number in range(first, first + samples)]
-    drawn = partial(RandomSampler, data, generator=generator)
-    weights: Any = range(1, samples + 1)
-    chosen: dict[str, Callable[[], dict[str, Any]]] = {
-        "sequential": lambda: {"batch_size": 2},
-        "own": lambda: {"batch_size": 2, "sampler": Own(samples)},
-        "weighted": lambda: {
-            "batch_size": 2,
-            "sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator),
-        },
-        "replacement": lambda: {"batch_size": 2, "sampler": drawn(replacement=True, num_samples=samples)},
-        "scalable": lambda: {"batch_size": 2, "sampler": ScalableDistributedSampler(data, seed=1)},
-        "distributed": lambda: {"batch_size": 2, "sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)},
-        "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
-        "dealt": lambda: {"batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))},
+    if kind in ("stream", "sized"):
+        start = 100 * number + 1000 * rank
+        return DataLoader(
+            (Stream if kind == "stream" else Sized)(range(start, start + OF_STREAM[samples])), 2, **options
+        )
+    data: Any = [torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)]
+    drawn, weights = partial(RandomSampler, data, generator=generator), torch.arange(1.0, samples + 1.0)
+    if kind == "batches":
+        return DataLoader(data, batch_sampler=Backwards(drawn(), 2, False), **options)
+    if kind == "dealt":
+        batch_sampler: Any = DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))
+        return DataLoader(data, batch_sampler=batch_sampler, **options)
+    samplers: dict[str, Callable[[], Any]] = {
+        "own": lambda: Own(samples),
+        "weighted": lambda: torch_data.WeightedRandomSampler(weights, samples, generator=generator),  # type: ignore[arg-type]
+        "replacement": lambda: drawn(replacement=True, num_samples=samples),
+        "scalable": lambda: ScalableDistributedSampler(data, seed=1),
+        "distributed": lambda: torch_data.DistributedSampler(data, ranks, rank, seed=1),
     }
-    loader_class = StatefulDataLoader if kind in STATES else DataLoader
-    return loader_class(data, **chosen.get(kind, lambda: {"batch_size": 2, "shuffle": True})(), **options)
+    options |= {"sampler": samplers[kind]()} if kind in samplers else {"shuffle": kind != "sequential"}
+    return (StatefulDataLoader if kind == "stateful" else DataLoader)(data, batch_size=2, **options)
 
 
 # What is trained.
@@ -275,17 +267,8 @@ class After(L.Callback):
             self.do(trainer)
 
 
-@dataclass
-class Stopped:
-    """A run that was stopped after ``done`` steps; one that was only saved then is there as a whole."""
-
-    run: Run
-    path: str
-    done: int
-    wrong: str
-
-
-def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> Stopped:
+def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> tuple[Run, str, int]:
+    """Train to a stop, or through one that only saves: the run, its checkpoint, and how many steps it had done then."""
     ranks, options = training.devices, dict[str, Any]()
     place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
     path = str(place / ("preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
@@ -297,30 +280,23 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
         kill = After(HOOKS[stop], batch, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
         callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
     run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
-    if not Path(path).exists():
-        raise NotSaved(f"nothing is saved at {stop} of {run.steps}, status {run.status}")
-    done = sum(step[:2] <= batch for step in run.steps) if stop not in ENDING else len(run.steps)
-    return Stopped(run, path, done, f"status {run.status}" if stop in SIGNALS and run.status != 143 else "")
-
-
-class NotSaved(Exception):
-    """No checkpoint to go on from, on any rank."""
+    return run, path, len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps)
 
 
 # Playing a case. A rank that finds something wrong plays on, as the other ones do.
 
-Half = tuple[Case, "str | None"]  # a case, and the checkpoint of its first half, if it is to be resumed elsewhere
+Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks go on
 
 
 @dataclass
 class Played:
-    """What a rank has seen of a case, or of one half on other ranks."""
+    """What a rank has seen of a case, or of one half on other ranks; steps that are done again are not ``before``."""
 
     wrong: str = ""
     refused: str = ""
     path: str = ""
     whole: list[Step] = field(default_factory=list)  # without a stop
-    before: list[Step] = field(default_factory=list)  # until the stop, without what is done again
+    before: list[Step] = field(default_factory=list)
     after: list[Step] = field(default_factory=list)
 
 
@@ -328,40 +304,34 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     """Train from a checkpoint to the end; with a second stop as two runs that are returned as one."""
     if case.again == "no":
         return training.run(ckpt_path=path), ""
-    second = run_to(case.again, int(case.epoch) + 1, case, training, path)
-    third = training.run(ckpt_path=second.path)
+    second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
+    third = training.run(ckpt_path=path)
     if case.again not in ENDING:
-        text = difference(training, second.run, second.done, third)
-        return second.run, text and f"resumed again {text}"
-    earlier = [step for step in second.run.steps if step[:2] < (third.steps or [(99,)])[0][:2]]
-    joined = replace(third, steps=[*earlier, *third.steps])
-    is_same = joined.steps[: len(second.run.steps)] == second.run.steps
-    return joined, second.wrong or ("" if is_same else f"resumed again reads {third.steps} after {second.run.steps}")
+        text = difference(training, second, done, third)
+        return second, text and f"resumed again {text}"
+    steps = [*(step for step in second.steps if step[:2] < (third.steps or [(99,)])[0][:2]), *third.steps]
+    is_same = steps[: len(second.steps)] == second.steps
+    return replace(third, steps=steps), "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
 
 
 def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
-    """Play what happens on so many ranks; ``path`` is a checkpoint of other ones."""
     training, length = training_of(case, rank, ranks, place), case.length(ranks)
     try:
         if path is not None:
             whole = training.run()
-            resumed, wrong = resume(case, training, path)
-            return Played(wrong, whole=whole.steps, after=resumed.steps)
-        stopped = run_to(case.stop, int(case.epoch), case, training)
-        whole = training.run() if case.stop in ENDING else stopped.run
-        texts = [stopped.wrong]
-        if len(whole.steps) != case.epochs * length or stopped.run.steps != whole.steps[: len(stopped.run.steps)]:
-            texts.append(f"reads {stopped.run.steps} before the stop, in epochs of {length} steps: {whole.steps}")
+            resumed, text = resume(case, training, path)
+            return Played(text, whole=whole.steps, after=resumed.steps)
+        stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
+        whole, texts = training.run() if case.stop in ENDING else stopped, []
+        if len(whole.steps) != case.epochs * length or stopped.steps != whole.steps[: len(stopped.steps)]:
+            texts.append(f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}")
         if case.before == case.after:
-            resumed, wrong = resume(case, training, stopped.path)
-            texts += [difference(training, whole, stopped.done, resumed), wrong]
-        done_again = stopped.done % length % case.accumulated  # since the last optimiser step
-        before = whole.steps[: stopped.done - done_again]
-        return Played("; ".join(filter(None, texts)), path=stopped.path, whole=whole.steps, before=before)
-    except ResumeError as error:
+            resumed, text = resume(case, training, path)
+            texts += [difference(training, whole, done, resumed), text]
+        before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
+        return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
+    except (ResumeError, RankFailedError) as error:  # of the first rank that refuses, and of the others because of it
         return Played(refused=str(error))
-    except NotSaved as error:
-        return Played(str(error))
 
 
 def play_all(rank: int, ranks: int, directory: Path, halves: Sequence[Half]) -> None:
@@ -369,5 +339,4 @@ def play_all(rank: int, ranks: int, directory: Path, halves: Sequence[Half]) -> 
     for number, (case, path) in enumerate(halves):
         place = directory / str(number)
         place.mkdir(exist_ok=True)
-        played = play(case, rank, ranks, place, path)
-        (place / f"{rank}.played").write_bytes(pickle.dumps(played))
+        (place / f"{rank}.played").write_bytes(pickle.dumps(play(case, rank, ranks, place, path)))
