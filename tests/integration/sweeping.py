@@ -147,32 +147,35 @@ class Backwards(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
-class Stream(torch_data.IterableDataset[Tensor]):
-    """Numbers that a rank's workers share out, in another order each epoch."""
+class Drawn(torch_data.IterableDataset[Tensor]):
+    """Numbers that a rank's workers share out, in an order that each of them draws."""
+
+    epoch = 0
 
     def __init__(self, numbers: range) -> None:
-        self.numbers, self.epoch = numbers, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.numbers = numbers
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
-        return (torch.tensor([float(number)]) for number in self.in_order(own))
+        return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
 
-    def in_order(self, own: range) -> list[int]:
-        return [*own[self.epoch :], *own[: self.epoch]]
+    def order(self, length: int) -> list[int]:
+        drawn: list[int] = torch.randperm(length).tolist()
+        return drawn
 
 
-class Sized(Stream):
-    """Has a length, and draws its order."""
-
+class Sized(Drawn):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def in_order(self, own: range) -> list[int]:
-        return [own[place] for place in torch.randperm(len(own)).tolist()]
+
+class Stream(Drawn):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self, length: int) -> list[int]:
+        return [(place + self.epoch) % length for place in range(length)]
 
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:

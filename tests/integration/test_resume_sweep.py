@@ -20,7 +20,7 @@ import pytest
 from tests.harness.outcomes import stories
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.integration.continuing import Step
-from tests.integration.sweeping import FACTORS, Case, Half, Played, play_all
+from tests.integration.sweeping import FACTORS, SIGNALS, Case, Half, Played, play_all
 
 # By cause, a case that fails, and which ones may and are left out. A nightly test says when a cause is mended.
 DRAWN = {"shuffled", "own", "weighted", "replacement", "batches", "sized", "stateful"}
@@ -29,9 +29,33 @@ KNOWN: dict[str, tuple[str, Callable[[Case], bool]]] = {
         "stop=end generator=own injected=no",
         lambda case: case.generator != "global" and bool(DRAWN & {*case.kinds}),
     ),
+    "the same of torchdata's samplers, which have a generator unless they are given one": (
+        "sampler=stateful stop=end injected=no",
+        lambda case: "stateful" in case.kinds and case.injected == "no",
+    ),
+    "issue 26, 12: workers that stay draw one seed from such a generator, and one more in a resumed run": (
+        "workers=kept epoch=1 generator=own injected=no",
+        lambda case: case.workers == "kept" and case.generator != "global" and bool(DRAWN & {*case.kinds}),
+    ),
     "issue 26, 12: random states are recorded where a loader begins, and not where its order is drawn": (
         "loaders=list injected=no",
         lambda case: len(case.kinds) > 1 and case.injected == "no" and bool(DRAWN & {*case.kinds}),
+    ),
+    "a short loader of torchdata that is read again in an epoch begins where the sampler was resumed": (
+        "sampler=stateful loaders=list",
+        lambda case: "stateful" in case.kinds and case.loaders in ("list", "dict", "max_size_cycle"),
+    ),
+    "workers that stay draw the order of a stream on from epoch to epoch, and are seeded anew in a resumed run": (
+        "sampler=sized workers=kept epoch=1",
+        lambda case: "sized" in case.kinds and case.workers == "kept",
+    ),
+    "stopped in the validation after an epoch's last batch, other ranks refuse data of which nothing is left": (
+        "sampler=stream stop=sigterm ranks=3>2 epoch=1",
+        lambda case: case.stop in SIGNALS and case.before != case.after and not all(map(case.can_share, case.kinds)),
+    ),
+    "Lightning does not see the last batch of min_size with one stream; at its end other ranks refuse its data": (
+        "stop=end loaders=min_size beside=stream ranks=1>2",
+        lambda case: case.loaders == "min_size" and {"stream"} < {*case.kinds},
     ),
 }
 # Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
@@ -76,7 +100,7 @@ def play_halves(halves: Sequence[Half], ranks: int, directory: Path) -> list[lis
         place, left = directory / f"{ranks}-{len(found)}", halves[len(found) :]
         place.mkdir(parents=True)
         try:
-            env, limit = by_hand_env(ranks), 30.0 + 5.0 * len(left)
+            env, limit = by_hand_env(ranks), 60.0 + 10.0 * len(left)
             story = stories(launch_ranks(play_all, ranks, place, left, env=env, time_limit=limit))
         except AssertionError as error:  # at the time limit
             story = str(error)
