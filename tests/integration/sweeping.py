@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils import data as torch_data
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
@@ -27,7 +27,7 @@ from tests.integration.continuing import Net, Run, Step, Training, difference
 LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
 WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
-INJECTED = ("sequential", "shuffled", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
+INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
 HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
     **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
@@ -46,9 +46,7 @@ def levels(*names: str) -> Any:
 class Case:
     """One level of each factor. Its ``str``, given in the variable ``SWEEP``, plays it again."""
 
-    sampler: str = levels(
-        "shuffled", "sequential", *INJECTED[2:], *WITH_RANKS, "batches", "stream", "sized", "stateful"
-    )
+    sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", "stream", "sized", "stateful")
     stop: str = levels(*HOOKS)
     loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
     beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
@@ -75,21 +73,30 @@ class Case:
             return False
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
             return False  # a validation that is due after the last batch's save is skipped, so there are none
-        return self.again != "max_steps" or self.before == self.after  # else nobody knows how many steps there were
+        if self.stop in SIGNALS and self.again == "first":
+            return False  # ranks may agree to stop later than that
+        return self.again != "max_steps" or self.stays  # else nobody knows how many steps there were
 
     @property
-    def before(self) -> int:
-        return int(self.ranks[0])
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of ranks until the first stop, and from then on."""
+        return int(self.ranks[0]), int(self.ranks[-1])
 
     @property
-    def after(self) -> int:
-        return int(self.ranks[-1])
+    def stays(self) -> bool:
+        """Whether the run goes on on as many ranks."""
+        return len(self.ranks) == 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """What the loaders read, the longer one first."""
         second = self.sampler if self.beside == "same" else self.beside
         return (self.sampler,) if self.loaders == "one" else (self.sampler, second)
+
+    @property
+    def draws(self) -> bool:
+        """Whether an order is drawn."""
+        return not {*self.kinds} <= {"sequential", *WITH_RANKS, "stream"}
 
     @property
     def epochs(self) -> int:
@@ -129,7 +136,7 @@ FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for ea
 # What is read.
 
 
-class Own(Sampler[int]):
+class Own(torch_data.Sampler[int]):
     """A sampler of the user's own that draws from NumPy."""
 
     def __init__(self, samples: int) -> None:
@@ -147,35 +154,34 @@ class Backwards(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
-class Drawn(torch_data.IterableDataset[Tensor]):
+class Sized(torch_data.IterableDataset[Tensor]):
     """Numbers that a rank's workers share out, in an order that each of them draws."""
 
-    epoch = 0
-
     def __init__(self, numbers: range) -> None:
-        self.numbers = numbers
+        self.numbers, self.epoch = numbers, 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     def __iter__(self) -> Iterator[Tensor]:
         worker = get_worker_info()
         own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
         return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
 
-    def order(self, length: int) -> list[int]:
-        drawn: list[int] = torch.randperm(length).tolist()
-        return drawn
+    def order(self, length: int) -> Any:
+        return torch.randperm(length)
 
 
-class Sized(Drawn):
-    def __len__(self) -> int:
-        return len(self.numbers)
+class Stream(Sized):
+    """In another order each epoch."""
 
+    __len__ = None  # type: ignore[assignment]
 
-class Stream(Drawn):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def order(self, length: int) -> list[int]:
-        return [(place + self.epoch) % length for place in range(length)]
+    def order(self, length: int) -> Any:
+        return ((place + self.epoch) % length for place in range(length))
 
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
@@ -197,26 +203,23 @@ def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks
         options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
         options["persistent_workers"] = case.workers == "kept"
     if kind in ("stream", "sized"):
-        start = 100 * number + 1000 * rank
-        return DataLoader(
-            (Stream if kind == "stream" else Sized)(range(start, start + OF_STREAM[samples])), 2, **options
-        )
+        numbers = range(100 * number + 1000 * rank, 100 * number + 1000 * rank + OF_STREAM[samples])
+        return DataLoader(Stream(numbers) if kind == "stream" else Sized(numbers), 2, **options)
     data: Any = [torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)]
-    drawn, weights = partial(RandomSampler, data, generator=generator), torch.arange(1.0, samples + 1.0)
-    if kind == "batches":
-        return DataLoader(data, batch_sampler=Backwards(drawn(), 2, False), **options)
-    if kind == "dealt":
-        batch_sampler: Any = DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))
-        return DataLoader(data, batch_sampler=batch_sampler, **options)
-    samplers: dict[str, Callable[[], Any]] = {
-        "own": lambda: Own(samples),
-        "weighted": lambda: torch_data.WeightedRandomSampler(weights, samples, generator=generator),  # type: ignore[arg-type]
-        "replacement": lambda: drawn(replacement=True, num_samples=samples),
-        "scalable": lambda: ScalableDistributedSampler(data, seed=1),
-        "distributed": lambda: torch_data.DistributedSampler(data, ranks, rank, seed=1),
+    drawn, weights = partial(RandomSampler, data, generator=generator), [*range(1, samples + 1)]
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "sequential": dict,
+        "own": lambda: {"sampler": Own(samples)},
+        "weighted": lambda: {"sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)},
+        "replacement": lambda: {"sampler": drawn(replacement=True, num_samples=samples)},
+        "scalable": lambda: {"sampler": ScalableDistributedSampler(data, seed=1)},
+        "distributed": lambda: {"sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)},
+        "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
+        "dealt": lambda: {"batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))},
     }
-    options |= {"sampler": samplers[kind]()} if kind in samplers else {"shuffle": kind != "sequential"}
-    return (StatefulDataLoader if kind == "stateful" else DataLoader)(data, batch_size=2, **options)
+    options |= ways[kind]() if kind in ways else {"shuffle": True}
+    options |= {} if "batch_sampler" in options else {"batch_size": 2}
+    return (StatefulDataLoader if kind == "stateful" else DataLoader)(data, **options)
 
 
 # What is trained.
@@ -231,12 +234,11 @@ class Manual(Swept):
     automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        optimizer, (scheduler, _) = self.optimizers(), self.lr_schedulers()  # type: ignore[misc]
+        loss, optimizer, schedulers = super().training_step(batch, index), self.optimizers(), self.lr_schedulers()
         optimizer.zero_grad()  # type: ignore[union-attr]
         self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
-        scheduler.step()  # type: ignore[union-attr]
+        for each in (optimizer, schedulers[0]):  # type: ignore[index]
+            each.step()  # type: ignore[union-attr]
         return loss
 
 
@@ -328,7 +330,7 @@ def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Pl
         whole, texts = training.run() if case.stop in ENDING else stopped, []
         if len(whole.steps) != case.epochs * length or stopped.steps != whole.steps[: len(stopped.steps)]:
             texts.append(f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}")
-        if case.before == case.after:
+        if case.stays:
             resumed, text = resume(case, training, path)
             texts += [difference(training, whole, done, resumed), text]
         before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
