@@ -1,0 +1,347 @@
+"""Cases of the resume sweep: what a run reads, where it stops, on which ranks it goes on; and playing one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils import data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
+from lightning_ddp_ext.errors import RankFailedError, ResumeError
+from tests.integration.continuing import Net, Run, Step, Training, difference
+
+LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
+OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
+WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
+INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
+HOOKS = {
+    **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
+    **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
+    "max_steps": "on_train_end",
+}
+SIGNALS = ("sigterm", "sigval")
+ENDING = (*SIGNALS, "max_steps")  # stops that end the run
+
+
+def levels(*names: str) -> Any:
+    """The levels of a factor, the first of which is its default."""
+    return field(default=names[0], metadata={"levels": names})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One level of each factor. Its ``str``, given in the variable ``SWEEP``, plays it again."""
+
+    sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", "stream", "sized", "stateful")
+    stop: str = levels(*HOOKS)
+    loaders: str = levels("one", "list", "dict", "min_size", "max_size", "max_size_cycle")
+    beside: str = levels("same", "shuffled", "stream")  # what the second of two loaders reads
+    ranks: str = levels("2", "1", "3", "1>2", "1>3", "2>1", "2>3", "3>1", "3>2")  # before and after the first stop
+    workers: str = levels("none", "fresh", "kept")
+    again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
+    epoch: str = levels("0", "1")  # in which it stops
+    optimizing: str = levels("each", "third", "manual")  # at which batches
+    generator: str = levels("global", "own", "shared")
+    injected: str = levels("yes", "no")  # Trainer(use_distributed_sampler=...)
+
+    def __str__(self) -> str:
+        chosen = [f"{factor}={level}" for factor, level in vars(self).items() if level != FACTORS[factor][0]]
+        return " ".join(chosen or [f"sampler={self.sampler}"])
+
+    @staticmethod
+    def parse(text: str) -> Case:
+        return Case(**dict(word.split("=") for word in text.split()))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it can be played, and each level makes a difference."""
+        if self.loaders == "one" and (self.beside != "same" or self.generator == "shared"):
+            return False
+        if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
+            return False  # a validation that is due after the last batch's save is skipped, so there are none
+        if self.stop in SIGNALS and self.again == "first":
+            return False  # ranks may agree to stop later than that
+        return self.again != "max_steps" or self.stays  # else nobody knows how many steps there were
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of ranks until the first stop, and from then on."""
+        return int(self.ranks[0]), int(self.ranks[-1])
+
+    @property
+    def stays(self) -> bool:
+        """Whether the run goes on on as many ranks."""
+        return len(self.ranks) == 1
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the loaders read, the longer one first."""
+        second = self.sampler if self.beside == "same" else self.beside
+        return (self.sampler,) if self.loaders == "one" else (self.sampler, second)
+
+    @property
+    def draws(self) -> bool:
+        """Whether an order is drawn."""
+        return not {*self.kinds} <= {"sequential", *WITH_RANKS, "stream"}
+
+    @property
+    def epochs(self) -> int:
+        return int(self.epoch) + (2 if self.again == "no" else 3)
+
+    @property
+    def accumulated(self) -> int:
+        return 3 if self.optimizing == "third" else 1
+
+    def can_share(self, kind: str) -> bool:
+        """Whether other ranks can share what is left of an epoch."""
+        return kind in ("scalable", "dealt") or (kind in INJECTED and self.injected == "yes")
+
+    def batches(self, kind: str, samples: int, ranks: int) -> int:
+        """Batches of an epoch on each rank."""
+        if kind == "dealt":
+            return -(-samples // 2 // ranks)
+        if kind in ("stream", "sized"):
+            return OF_STREAM[samples] // 2
+        return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
+
+    def length(self, ranks: int) -> int:
+        """Steps of an epoch."""
+        lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
+        return min(lengths) if self.loaders == "min_size" else max(lengths)
+
+    def index(self, stop: str, ranks: int) -> int:
+        """The batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
+        length = self.length(ranks)
+        others = {"validation": 1, "sigval": 1, "max_steps": min(self.accumulated, length) - 1, "first": 0}
+        return length - 1 if stop in ("last", "end") else others.get(stop, min(4, (length - 2) // 2 * 2))
+
+
+FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for each in fields(Case)}
+
+
+# What is read.
+
+
+class Own(torch_data.Sampler[int]):
+    """A sampler of the user's own that draws from NumPy."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(self.samples).tolist())
+
+
+class Backwards(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch[::-1] for batch in super().__iter__())
+
+
+class Sized(torch_data.IterableDataset[Tensor]):
+    """Numbers that a rank's workers share out, in an order that each of them draws."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.epoch = numbers, 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        own = self.numbers if worker is None else self.numbers[worker.id :: worker.num_workers]
+        return (torch.tensor([float(own[place])]) for place in self.order(len(own)))
+
+    def order(self, length: int) -> Any:
+        return torch.randperm(length)
+
+
+class Stream(Sized):
+    """In another order each epoch."""
+
+    __len__ = None  # type: ignore[assignment]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def order(self, length: int) -> Any:
+        return ((place + self.epoch) % length for place in range(length))
+
+
+def loaders_of(case: Case, rank: int, ranks: int) -> Any:
+    """What the module's ``train_dataloader`` returns."""
+    shared, made = torch.Generator().manual_seed(rank), []
+    for number, (kind, samples) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False)):
+        own = torch.Generator().manual_seed(10 * (number + 1) + rank)
+        generator = {"global": None, "shared": shared, "own": own}[case.generator]
+        made.append(loader_of(case, kind, samples, number, rank, ranks, generator))
+    if case.loaders in ("one", "list", "dict"):
+        return {"one": made[0], "list": made, "dict": dict(enumerate(made))}[case.loaders]
+    return CombinedLoader(made, case.loaders)  # type: ignore[arg-type]
+
+
+def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any) -> Any:
+    """A loader of batches of two samples, which are numbered from 0 or 100, and on each rank's stream by thousands."""
+    options: dict[str, Any] = {"generator": generator}
+    if case.workers != "none":
+        options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
+        options["persistent_workers"] = case.workers == "kept"
+    if kind in ("stream", "sized"):
+        numbers = range(100 * number + 1000 * rank, 100 * number + 1000 * rank + OF_STREAM[samples])
+        return DataLoader(Stream(numbers) if kind == "stream" else Sized(numbers), 2, **options)
+    data: Any = [torch.tensor([float(sample)]) for sample in range(100 * number, 100 * number + samples)]
+    drawn, weights = partial(RandomSampler, data, generator=generator), [*range(1, samples + 1)]
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "sequential": dict,
+        "own": lambda: {"sampler": Own(samples)},
+        "weighted": lambda: {"sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)},
+        "replacement": lambda: {"sampler": drawn(replacement=True, num_samples=samples)},
+        "scalable": lambda: {"sampler": ScalableDistributedSampler(data, seed=1)},
+        "distributed": lambda: {"sampler": torch_data.DistributedSampler(data, ranks, rank, seed=1)},
+        "batches": lambda: {"batch_sampler": Backwards(drawn(), 2, False)},
+        "dealt": lambda: {"batch_sampler": DistributedBatchSamplerWrapper(BatchSampler(drawn(), 2, False))},
+    }
+    options |= ways[kind]() if kind in ways else {"shuffle": True}
+    options |= {} if "batch_sampler" in options else {"batch_size": 2}
+    return (StatefulDataLoader if kind == "stateful" else DataLoader)(data, **options)
+
+
+# What is trained.
+
+
+class Swept(Net):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(list(batch.values()) if isinstance(batch, dict) else batch, index)
+
+
+class Manual(Swept):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss, optimizer, schedulers = super().training_step(batch, index), self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        for each in (optimizer, schedulers[0]):  # type: ignore[index]
+            each.step()  # type: ignore[union-attr]
+        return loss
+
+
+def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
+    options: dict[str, Any] = {
+        "max_epochs": case.epochs,
+        "accumulate_grad_batches": case.accumulated,
+        "use_distributed_sampler": case.injected == "yes",
+        "kind": Manual if case.optimizing == "manual" else Swept,
+        **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 1.0, "val_check_interval": 2}),
+    }
+    # DDP rebuilds its buckets after the first step otherwise, and three ranks then add up in another order.
+    strategy = {"find_unused_parameters": True} if ranks == 3 else {}
+    return Training(lambda: loaders_of(case, rank, ranks), place.parent, ranks, options, strategy, name=place.name)
+
+
+# Where it stops.
+
+
+class After(L.Callback):
+    """Calls ``do(trainer)`` in a hook, once the run has done this batch of this epoch and before it does another."""
+
+    def __init__(self, hook: str, batch: tuple[int, int], do: Callable[[L.Trainer], object]) -> None:
+        self.batch, self.do, self.is_done = batch, do, False
+        setattr(self, hook, self.call)
+
+    def call(self, trainer: Any, *_: Any, **__: Any) -> None:
+        steps = trainer.lightning_module.steps
+        if steps and steps[-1][:2] == self.batch and not self.is_done:
+            self.is_done = True
+            self.do(trainer)
+
+
+def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> tuple[Run, str, int]:
+    """Train to a stop, or through one that only saves: the run, its checkpoint, and how many steps it had done then."""
+    ranks, options = training.devices, dict[str, Any]()
+    place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
+    path = str(place / ("preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
+    callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
+    if stop == "max_steps":
+        options["max_steps"] = epoch * -(-case.length(ranks) // case.accumulated) + 1
+    if stop in SIGNALS:
+        options["default_root_dir"] = place
+        kill = After(HOOKS[stop], batch, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+        callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
+    run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
+    return run, path, len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps)
+
+
+# Playing a case. A rank that finds something wrong plays on, as the other ones do.
+
+Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks go on
+
+
+@dataclass
+class Played:
+    """What a rank has seen of a case, or of one half on other ranks; steps that are done again are not ``before``."""
+
+    wrong: str = ""
+    refused: str = ""
+    path: str = ""
+    whole: list[Step] = field(default_factory=list)  # without a stop
+    before: list[Step] = field(default_factory=list)
+    after: list[Step] = field(default_factory=list)
+
+
+def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
+    """Train from a checkpoint to the end; with a second stop as two runs that are returned as one."""
+    if case.again == "no":
+        return training.run(ckpt_path=path), ""
+    second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
+    third = training.run(ckpt_path=path)
+    if case.again not in ENDING:
+        text = difference(training, second, done, third)
+        return second, text and f"resumed again {text}"
+    steps = [*(step for step in second.steps if step[:2] < (third.steps or [(99,)])[0][:2]), *third.steps]
+    is_same = steps[: len(second.steps)] == second.steps
+    return replace(third, steps=steps), "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
+
+
+def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
+    training, length = training_of(case, rank, ranks, place), case.length(ranks)
+    try:
+        if path is not None:
+            whole = training.run()
+            resumed, text = resume(case, training, path)
+            return Played(text, whole=whole.steps, after=resumed.steps)
+        stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
+        whole, texts = training.run() if case.stop in ENDING else stopped, []
+        if len(whole.steps) != case.epochs * length or stopped.steps != whole.steps[: len(stopped.steps)]:
+            texts.append(f"reads {stopped.steps} before the stop, in epochs of {length} steps: {whole.steps}")
+        if case.stays:
+            resumed, text = resume(case, training, path)
+            texts += [difference(training, whole, done, resumed), text]
+        before = whole.steps[: done - done % length % case.accumulated]  # until an optimiser step
+        return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
+    except (ResumeError, RankFailedError) as error:  # of the first rank that refuses, and of the others because of it
+        return Played(refused=str(error))
+
+
+def play_all(rank: int, ranks: int, directory: Path, halves: Sequence[Half]) -> None:
+    """Play cases one after another, and write down each result, as a later case may end this process."""
+    for number, (case, path) in enumerate(halves):
+        place = directory / str(number)
+        place.mkdir(exist_ok=True)
+        (place / f"{rank}.played").write_bytes(pickle.dumps(play(case, rank, ranks, place, path)))

@@ -1,0 +1,202 @@
+"""Resume anywhere equals never stopped: generated runs, stops and resumes, whatever is read and however.
+
+``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.harness.outcomes import stories
+from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.integration.continuing import Step
+from tests.integration.sweeping import FACTORS, SIGNALS, Case, Half, Played, play_all
+
+# Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
+KNOWN: dict[str, Callable[[Case], bool]] = {
+    # Issue 26, 12: the state of a loader's own generator is not saved at an epoch's end.
+    "stop=end generator=own injected=no": lambda case: case.generator != "global" and case.draws,
+    # The same of torchdata's samplers, which have a generator of their own in any case.
+    "sampler=stateful stop=end injected=no": lambda case: "stateful" in case.kinds and case.injected == "no",
+    # Issue 26, 12: workers that stay draw one seed from such a generator, and one more in a resumed run.
+    "workers=kept epoch=1 generator=own injected=no": lambda case: case.generator != "global" and case.draws,
+    # Issue 26, 12: random states are recorded where a loader begins, and not where its order is drawn.
+    "loaders=list injected=no": lambda case: len(case.kinds) > 1 and case.injected == "no" and case.draws,
+    # A short loader of torchdata that is read again in an epoch begins where its sampler was resumed.
+    "sampler=stateful loaders=list": lambda case: "stateful" in case.kinds and len(case.kinds) > 1,
+    # Workers that stay draw a stream's order on from epoch to epoch, and are seeded anew in a resumed run.
+    "sampler=sized workers=kept epoch=1": lambda case: "sized" in case.kinds and case.workers == "kept",
+    # Stopped in the validation after an epoch's last batch, other ranks refuse data of which nothing is left.
+    "sampler=stream stop=sigterm ranks=3>2 epoch=1": lambda case: case.stop in SIGNALS and not case.stays,
+    # Stopped in another validation, other ranks count batches as the ranks did that saved, and leave data out.
+    "stop=sigval ranks=1>3": lambda case: case.stop in SIGNALS and not case.stays,
+    # Stopped in the validation after an epoch's last batch, loaders that had begun again draw their workers' seeds.
+    "sampler=stream stop=sigterm loaders=list beside=shuffled ranks=1 workers=fresh": lambda case: (
+        "stream" in case.kinds
+        and case.workers != "none"
+        and len(case.kinds) > 1
+        and bool({*SIGNALS} & {case.stop, case.again})
+    ),
+    # Lightning sees no last batch in min_size with one stream: other ranks refuse its data at the epoch's end.
+    "stop=end loaders=min_size beside=stream ranks=1>2": lambda case: (
+        case.loaders == "min_size" and {"stream"} < {*case.kinds}
+    ),
+}
+# Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
+NIGHTLY = {"dict", "max_size_cycle", "first", "3", "fresh"}
+REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py -k equals"
+
+
+def drawn(chance: random.Random) -> Case | None:
+    """Draw a case; ``None`` for one that cannot be played or may fail."""
+    case = Case(**{factor: chance.choice(levels) for factor, levels in FACTORS.items()})
+    return case if case.is_valid and not any(may_fail(case) for may_fail in KNOWN.values()) else None
+
+
+def ranks_of(case: Case) -> str:
+    return case.ranks if case.stays else "other"
+
+
+def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
+    """The pairs of levels that a case tries; on other ranks, where less is compared, only those with that level."""
+    levels = {*{**vars(case), "ranks": ranks_of(case), "again": str(case.again != "no")}.items(), ("stop", case.again)}
+    pairs = {frozenset(pair) for pair in itertools.combinations(levels - {("stop", "no")}, 2)}
+    return pairs if case.stays else {pair for pair in pairs if ("ranks", "other") in pair}
+
+
+@functools.cache
+def pairwise_cover(seed: int = 0) -> list[Case]:
+    """Cases that together try each pair of levels of two factors, found greedily. Most time goes into workers."""
+    chance = random.Random(seed)
+    pool = [case for _ in range(10_000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
+    tried = {case: pairs_of(case) for case in pool if case.workers == "none" or len(case.kinds) * case.sizes[0] < 3}
+    chosen, missing = [], set[frozenset[tuple[str, str]]]().union(*tried.values())
+    while missing:
+        chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / (case.sizes[0] + 2)))
+        missing -= tried[chosen[-1]]
+    return chosen
+
+
+def play_halves(halves: Sequence[Half], ranks: int, directory: Path) -> list[list[Played]]:
+    """What each rank has seen of each half of a case; one that ends its processes does not end the others."""
+    found: list[list[Played]] = []
+    while len(found) < len(halves):
+        place, left = directory / f"{ranks}-{len(found)}", halves[len(found) :]
+        place.mkdir(parents=True)
+        try:
+            env, limit = by_hand_env(ranks), 60.0 + 10.0 * len(left)
+            story = stories(launch_ranks(play_all, ranks, place, left, env=env, time_limit=limit))
+        except AssertionError as error:  # at the time limit
+            story = str(error)
+        for number in range(len(left)):
+            files = [place / str(number) / f"{rank}.played" for rank in range(ranks)]
+            if not all(path.exists() for path in files):
+                found.append([Played(f"ends its processes:\n{story}")])
+                break
+            found.append([pickle.loads(path.read_bytes()) for path in files])
+    return found
+
+
+def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
+    """Play cases, many to a process; by case, what is wrong."""
+    befores: dict[Case, list[Played]] = {case: [] for case in cases}
+    afters: dict[Case, list[Played]] = {}
+    for ranks in (1, 2, 3):
+        chosen = [case for case in befores if case.sizes[0] == ranks]
+        befores.update(zip(chosen, play_halves([(case, None) for case in chosen], ranks, directory), strict=True))
+    for ranks in (1, 2, 3):
+        chosen = [case for case in befores if not case.stays and case.sizes[1] == ranks and befores[case][0].path]
+        halves = [(case, befores[case][0].path) for case in chosen]
+        afters.update(zip(chosen, play_halves(halves, ranks, directory / "after"), strict=True))
+    judged = {case: judge(case, befores[case], afters.get(case, [])) for case in befores}
+    return {case: text for case, text in judged.items() if text}
+
+
+def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
+    """What is wrong with a case; empty: nothing.
+
+    On other ranks what is left of the epoch is shared out, or refused if only the ranks that saved it know what that
+    is; later epochs are those of the new ranks.
+    """
+    for rank, played in [*enumerate(befores), *enumerate(afters)]:
+        if played.wrong or (played.refused and played in befores):
+            return f"rank {rank}: {played.wrong or played.refused}"
+    if not afters:
+        return ""
+    epoch, done = divmod(len(befores[0].before), case.length(case.sizes[0]))
+    can_share = all(map(case.can_share, case.kinds))
+    if refused := [played.refused for played in afters if played.refused]:
+        is_right = done and not can_share and len(refused) == case.sizes[1] and "had ranks=" in refused[0]
+        return "" if is_right else f"is refused: {refused}"
+    if done and not can_share:
+        return "is not refused, although other ranks cannot know what is left"
+    for played in afters:
+        later, whole = (
+            [step for step in steps if step[0] >= epoch + bool(done)] for steps in (played.after, played.whole)
+        )
+        is_same = later == whole if can_share else [step[:2] for step in later] == [step[:2] for step in whole]
+        if not is_same:
+            return f"reads {later} in later epochs instead of {whole}"
+    return judge_rest(case, epoch, befores, afters) if done else ""
+
+
+def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Played]) -> str:
+    """What is wrong with the rest of an epoch: it has each sample of the loader that ends it, and some padding."""
+    number = int(case.loaders == "min_size")
+
+    def count(steps: Iterable[Step]) -> Counter[int]:
+        return Counter(sample for step in steps if step[0] == epoch for sample in step[2:] if sample // 100 == number)
+
+    whole = count(step for played in befores for step in played.whole)
+    read = count(step for played in befores for step in played.before)
+    read += count(step for played in afters for step in played.after)
+    allowed = case.sizes[1] - 1
+    if case.kinds[number] == "dealt":  # pads by batches, and already on two ranks, which share nine of them
+        whole, allowed = Counter(set(whole)), 2 * case.sizes[1]
+    if whole - read or (read - whole).total() > allowed:
+        return f"leaves out {sorted(whole - read)} and reads {sorted(read - whole)} twice"
+    return "" if len({len(played.after) for played in afters}) == 1 else "ranks do other numbers of steps"
+
+
+def expect_nothing_wrong(cases: Iterable[Case], directory: Path) -> None:
+    wrong = play(cases, directory)
+    texts = [f"{REPEAT.format(case)}\n    {text}" for case, text in wrong.items()]
+    assert not texts, f"{len(texts)} cases:\n" + "\n".join(texts)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2", "other"])
+def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
+    """Each pair of ways to read, to stop and to go on: same batches, same weights to the last bit."""
+    given = os.environ.get("SWEEP")
+    cases = [Case.parse(text) for text in given.split(";")] if given else pairwise_cover()
+    expect_nothing_wrong(
+        [case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
+def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Drawn from all levels of all factors."""
+    seed, count = int(os.environ.get("SWEEP_SEED", time.time_ns() // 10**6)), int(os.environ.get("SWEEP_COUNT", 60))
+    with capsys.disabled():
+        print(f"\nSWEEP_SEED={seed} SWEEP_COUNT={count}")
+    chance = random.Random(seed)
+    expect_nothing_wrong(itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", KNOWN)
+def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
+    """Else its line of ``KNOWN`` has to go."""
+    assert play([Case.parse(case)], tmp_path)
