@@ -165,13 +165,16 @@ def fit(directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, *
     return len(training.run(**{"max_epochs": 2, "use_distributed_sampler": False, **options}).steps)
 
 
-def refused(rank: int, world_size: int, directory: Path) -> tuple[str, list[int]]:
-    """The error where lengths differ, and the steps that are made where that does not matter."""
+def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
+    """The errors where lengths differ, and the steps that are made where that does not matter."""
     warnings.simplefilter("ignore")
-    with pytest.raises(SamplingError) as caught:
-        fit(directory, indexed(rank, [3 + rank]))
+    found = []
+    for loaders, strategy in ((indexed(rank, [3 + rank]), {}), ((stream, indexed)[rank](rank, [3]), STOP)):
+        with pytest.raises(SamplingError) as caught:
+            fit(directory, loaders, strategy)
+        found.append(str(caught.value))
     limits: list[dict[str, Any]] = [{"limit_train_batches": 3}, {"max_steps": 3, "max_epochs": -1}]
-    return str(caught.value), [fit(directory, indexed(rank, [3 + rank]), **limit) for limit in limits]
+    return found, [fit(directory, indexed(rank, [3 + rank]), **limit) for limit in limits]
 
 
 def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
@@ -179,14 +182,16 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
     (first, steps), (second, others) = run_ranks(refused, 2, tmp_path, env=by_hand_env(2))
     assert steps == others == [6, 3]
     assert (
-        first
-        == second
+        first[0]
+        == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
             "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
             "sampler or drop_last=True give all ranks equally many"
         )
     )
+    for message in (first[1], second[1]):  # each names the rank's own loader
+        assert "must have a length on every rank or on none (got (inf, 3), by rank, where inf is none)" in message
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
