@@ -22,7 +22,8 @@
         ├── RankAbsentError                  a rank did not make the call that the others made
         └── RankHungError                    no rank makes progress, because of a rank that is stuck
 
-A message says field, rule, value and remedy, in this order where all four exist.
+A message says field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
+the error's description.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ __all__ = [
 
 class DDPExtError(Exception):
     """Base of all errors of this package: ``except DDPExtError`` catches each of them."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
+        # Python prints notes below the message, from 3.11 on.
+        self.__notes__ = [f"See docs/reference/errors.md#{ours.__name__} in the repository of lightning-ddp-ext."]
 
 
 class ConfigurationError(DDPExtError, ValueError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +95,15 @@ def test_every_error_has_a_cause_and_a_fix_under_its_anchor() -> None:
     assert sorted(name for name, _, _ in found) == sorted(set(subclasses(DDPExtError)))
     assert all(name == anchor for name, anchor, _ in found)
     assert [name for name, _, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
+
+
+def test_a_traceback_ends_with_the_address_of_its_error() -> None:
+    error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", (3,))
+    address, _, anchor = error.__notes__[0].split()[1].partition("#")
+    assert f"{{ #{anchor} }}" in (ROOT / address).read_text()
+    assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
+    if sys.version_info >= (3, 11):
+        assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
 
 
 def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
