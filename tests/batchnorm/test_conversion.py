@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
-
-IMAGES = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
 
 
 class Derived(nn.BatchNorm2d):
@@ -90,16 +87,3 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
     before = facts(model)
     assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude=SyncBatchNorm))) == before
     assert facts(convert_sync_batchnorm(model)) == before
-
-
-def test_converting_twice_is_harmless() -> None:
-    """What was converted first stays so, and one restore undoes both; a layer in two places stays one."""
-    model = network()
-    model["shared"] = nn.Sequential(model["stem"][1])  # type: ignore[index]
-    before = facts(model)
-    convert_sync_batchnorm(model, include="stem")
-    first = type(model.get_submodule("stem.1"))
-    convert_sync_batchnorm(convert_sync_batchnorm(model))
-    assert type(model.get_submodule("shared.0")) is first
-    assert synchronised(model) == ["stem.1", "body.0.norm", "body.1.norm", "head"]
-    assert facts(restore_batchnorm(restore_batchnorm(model))) == before

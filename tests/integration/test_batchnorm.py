@@ -166,6 +166,7 @@ class Feature:
 FEATURES = {
     "nothing": Feature(strategy={"broadcast_buffers": False}),
     "the Trainer's flag": Feature(by="flag"),
+    "both": Feature(by="both"),
     "static graph": Feature(strategy={"static_graph": True}),
     "odd layers": Feature(Odd, conversion={"include": "*"}),
     "manual optimisation": Feature(Manual),

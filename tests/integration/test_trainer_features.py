@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from torch.utils.data import DataLoader
 
 from tests.harness.training import (
@@ -88,15 +87,6 @@ def loggers(kind: Kind, directory: Path) -> Result:
     return {**result, "csv": rows, "event files": len(events)}
 
 
-def simple_profiler(kind: Kind, directory: Path) -> Result:
-    """How often each action of the loops and the strategy was recorded, whatever the strategy's class is called."""
-    profiler = SimpleProfiler(dirpath=directory, filename="simple")
-    result = fit(kind, directory, profiler=profiler)
-    families = ("[Strategy]", "[_TrainingEpochLoop]", "run_training_batch")
-    durations = profiler.recorded_durations.items()
-    return {**result, **{name.split(".")[-1]: len(each) for name, each in durations if name.startswith(families)}}
-
-
 class Module(L.LightningDataModule):
     """Data of its own, and a note of which hooks were called."""
 
@@ -151,7 +141,6 @@ FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
     for feature in (
         prediction_writer,
         loggers,
-        simple_profiler,
         checkpoints_and_early_stopping,
     )
 }

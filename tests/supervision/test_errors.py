@@ -1,10 +1,11 @@
-"""An exception on one rank, on real Trainers: every other rank is told, and nobody waits for those who are gone."""
+"""An exception or a death on one rank, on real Trainers: every other rank is told, and nobody waits for it."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
+from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness.outcomes import Outcome
-from tests.harness.ranks import RankProcesses, hold, launch_ranks, run_ranks
+from tests.harness.ranks import RankProcesses, announce, hold, launch_ranks, run_ranks
 from tests.harness.training import Net
 from tests.supervision.model import (
     BoomError,
@@ -169,6 +171,34 @@ def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], cul
     assert needy.error is not None, needy.story()
     assert f"{needy.error.type_name}: {needy.error.message}".startswith(said.format(who(culprit, gone.pid)))
     assert (gone.exit_code, needy.exit_code) == (int(end is boom), 1)
+
+
+def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
+    fit(rank, world_size, url, grace={"died": 0.3})
+    hold("after fit")
+    mine = current()
+    assert mine is not None
+    assert mine.peers.wait(60.0) is not None
+    while timers := [thread for thread in threading.enumerate() if thread.name == "ddpx-exit"]:
+        with suppress(RuntimeError):  # not started yet
+            timers[0].join()  # it ends a process that is at work
+    announce("still there")
+    fit(rank, world_size, url)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> None:
+    """A rank in the user's own code goes on; one that needs the dead rank again is told at once."""
+    with RankProcesses(fit_work_and_fit, 2, url) as ranks:
+        for rank in range(2):
+            ranks.wait_for("after fit", rank)
+        ranks.kill(culprit)
+        ranks.release(1 - culprit)
+        ranks.wait_for("still there", 1 - culprit)
+        outcomes = ranks.wait()
+    pid = outcomes[culprit].pid
+    error = error_of(outcomes[1 - culprit], RankDiedError, culprit, pid)
+    assert str(error).startswith(f"{who(culprit, pid)} died: its process ended unexpectedly; every rank stops.")
 
 
 def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[float]]:

@@ -1,31 +1,18 @@
-"""Handlers for signals that give back what was there; what they do in a run is in ``tests.integration``."""
+"""Handlers for signals in a forked child; what they do in a run is in ``tests.integration``."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from queue import SimpleQueue
-
-import pytest
 
 from lightning_ddp_ext.supervision.signals import StopSignals
 
 
-@pytest.fixture
-def heard() -> SimpleQueue[int]:
-    return SimpleQueue()
-
-
-@pytest.fixture
-def signals(heard: SimpleQueue[int]) -> Iterator[StopSignals]:
-    signals = StopSignals(heard.put)
-    yield signals
-    signals.restore()
-
-
-def test_a_forked_child_has_none_of_it(signals: StopSignals, heard: SimpleQueue[int]) -> None:
+def test_a_forked_child_has_none_of_it() -> None:
     """A loader's worker ends by SIGTERM as ever, and its parent hears nothing of that."""
+    heard: SimpleQueue[int] = SimpleQueue()
+    signals = StopSignals(heard.put)
     signals.install(signal.SIGTERM)
     child = os.fork()
     if child == 0:
@@ -35,3 +22,4 @@ def test_a_forked_child_has_none_of_it(signals: StopSignals, heard: SimpleQueue[
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard.get(timeout=10) == signal.SIGTERM
     assert heard.empty()
+    signals.restore()
