@@ -203,7 +203,7 @@ def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", KNOWN)
+@pytest.mark.parametrize("case", [case for case in KNOWN if "stop=sig" not in case])  # ranks stop when they have agreed
 def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
     """Else its line of ``KNOWN`` has to go."""
     assert play([Case.parse(case)], tmp_path)
