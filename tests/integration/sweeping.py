@@ -73,8 +73,6 @@ class Case:
             return False
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
             return False  # a validation that is due after the last batch's save is skipped, so there are none
-        if self.stop in SIGNALS and self.again == "first":
-            return False  # ranks may agree to stop later than that
         return self.again != "max_steps" or self.stays  # else nobody knows how many steps there were
 
     @property
@@ -310,6 +308,10 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
+    if case.stop in SIGNALS and second.steps[:1] > [
+        (int(case.epoch) + 1, case.index(case.again, training.devices) + 1)
+    ]:
+        return second, ""  # on a busy machine the ranks had agreed on a first stop after this one
     third = training.run(ckpt_path=path)
     if case.again not in ENDING:
         text = difference(training, second, done, third)

@@ -28,6 +28,10 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "stop=end generator=own injected=no": lambda case: case.generator != "global" and case.draws,
     # The same of torchdata's samplers, which have a generator of their own in any case.
     "sampler=stateful stop=end injected=no": lambda case: "stateful" in case.kinds and case.injected == "no",
+    # And those draw once more where workers start than where workers stay.
+    "sampler=stateful stop=end injected=no workers=kept epoch=1": lambda case: (
+        "stateful" in case.kinds and case.workers == "kept"
+    ),
     # Issue 26, 12: workers that stay draw one seed from such a generator, and one more in a resumed run.
     "workers=kept epoch=1 generator=own injected=no": lambda case: case.generator != "global" and case.draws,
     # Issue 26, 12: random states are recorded where a loader begins, and not where its order is drawn.
@@ -78,8 +82,11 @@ def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
 def pairwise_cover(seed: int = 0) -> list[Case]:
     """Cases that together try each pair of levels of two factors, found greedily. Most time goes into workers."""
     chance = random.Random(seed)
-    pool = [case for _ in range(10_000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
-    tried = {case: pairs_of(case) for case in pool if case.workers == "none" or len(case.kinds) * case.sizes[0] < 3}
+    cases = [case for _ in range(10_000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
+    pool = [
+        case for case in cases if case.workers == "none" or (len(case.kinds) * case.sizes[0] < 3 and case.again == "no")
+    ]
+    tried = {case: pairs_of(case) for case in pool}
     chosen, missing = [], set[frozenset[tuple[str, str]]]().union(*tried.values())
     while missing:
         chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / (case.sizes[0] + 2)))
@@ -196,7 +203,7 @@ def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("case", KNOWN)
+@pytest.mark.parametrize("case", [case for case in KNOWN if "stop=sig" not in case])  # ranks stop when they have agreed
 def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
     """Else its line of ``KNOWN`` has to go."""
     assert play([Case.parse(case)], tmp_path)
