@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_ddp_ext import SyncBatchNorm, convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.errors import ConfigurationError
+from tests.batchnorm.kinds import Mixed, Scaled, hooked
 
 
 class Derived(nn.BatchNorm2d):
@@ -87,3 +92,36 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
     before = facts(model)
     assert facts(restore_batchnorm(convert_sync_batchnorm(model, exclude=SyncBatchNorm))) == before
     assert facts(convert_sync_batchnorm(model)) == before
+
+
+def every_kind() -> nn.ModuleList:
+    """One layer each of what may be different from one to the next."""
+    half_frozen, with_attributes = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3)
+    half_frozen.weight.requires_grad_(False)
+    with_attributes.note, with_attributes.extra = "mine", nn.Parameter(torch.ones(2))
+    meta = nn.BatchNorm2d(3, track_running_stats=False, device="meta")
+    return nn.ModuleList(
+        [nn.BatchNorm1d(3).eval(), meta, half_frozen, with_attributes, hooked(nn.BatchNorm2d(3)), Derived(3), Mixed(3)]
+    )
+
+
+def test_restoring_leaves_nothing_behind() -> None:
+    """Types, objects, modes, attributes and the order of the state dict are those of before, for each kind of layer."""
+    model = every_kind()
+    before = facts(model)
+    convert_sync_batchnorm(convert_sync_batchnorm(model, include="*"), include="*")
+    assert all(isinstance(layer, SyncBatchNorm) for layer in model)
+    assert [fact[:2] for fact in facts(model)] == [fact[:2] for fact in before]
+    assert facts(restore_batchnorm(model)) == before
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_are_converted_and_can_be_restored(copied: Callable[[Any], Any]) -> None:
+    """A copy computes what the layer does, and becomes plain again."""
+    images = torch.randn(4, 3, 5, 5)
+    layer = convert_sync_batchnorm(Scaled(3), include="*")
+    other = copied(layer)
+    assert (type(other), other is layer) == (type(layer), False)
+    assert other(images).equal(layer(images))
+    assert type(restore_batchnorm(other)) is Scaled
+    assert isinstance(layer, SyncBatchNorm)

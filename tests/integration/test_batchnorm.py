@@ -173,7 +173,8 @@ FEATURES = {
     "activation checkpointing": Feature(Recomputed),
     "accumulation": Feature(trainer={"accumulate_grad_batches": 2}),
     "bfloat16": Feature(trainer={"precision": "bf16-mixed", "max_steps": 1}, tolerance=2e-2),
-    # Lightning averages in float32.
+    # Lightning averages in float32, and not before 2.6 in the second way.
+    "SWA": Feature(average=lambda: pl_callbacks.StochasticWeightAveraging(0.01, 1), tolerance=1e-6),
     "EMA": Feature(average=lambda: pl_callbacks.EMAWeightAveraging(decay=0.5), tolerance=1e-6),
 }
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import csv
+import os
+import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.harness.environment import skip_because
 from tests.harness.training import (
+    KINDS,
     Batch,
     Kind,
     Net,
@@ -23,6 +29,7 @@ from tests.harness.training import (
     make_strategy,
     make_trainer,
     on_both,
+    on_ranks,
     weights,
 )
 
@@ -172,3 +179,21 @@ def assert_same_result(ours: Result, stock: Result) -> None:
     names = {key for key, value in ours.items() if isinstance(value, str) or key in ("kept", "hooks", "files")}
     assert {key: ours[key] for key in names} == {key: stock[key] for key in names}
     assert_same({key: ours[key] for key in ours.keys() - names}, {key: stock[key] for key in stock.keys() - names})
+
+
+class Compiled(Net):
+    def configure_model(self) -> None:
+        self.layers = torch.compile(nn.Linear(4, 1))  # type: ignore[assignment]  # each further kernel takes seconds
+
+
+def compiled(kind: Kind, directory: Path) -> Result:
+    return fit(kind, directory / "compiled", Compiled(), max_epochs=1, limit_val_batches=0)
+
+
+@pytest.mark.nightly
+def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
+    """With torch's own compiler, inductor."""
+    skip_because(None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler")
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    ours, stock = (on_ranks(kind, compiled, tmp_path, env=env) for kind in KINDS)
+    assert_same(ours, stock)
