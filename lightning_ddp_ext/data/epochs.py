@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext.data.loader import forget_workers
 from lightning_ddp_ext.data.seeding import SeedWorker
@@ -37,7 +37,8 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
     kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
     for each in kept:
-        if seed is not None or any(has_set_epoch(below) for below in all_below(each.dataset)):
+        is_stream = isinstance(each.dataset, IterableDataset)  # its workers may draw its order
+        if seed is not None or is_stream or any(has_set_epoch(below) for below in all_below(each.dataset)):
             forget_workers(each)
 
 

@@ -146,7 +146,9 @@ class StatePosition(LoaderPosition):
     @override
     def _iterate(self, start: IteratorStart) -> Iterator[Any]:
         state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
-        if state is not None:
+        if state is None:
+            rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
+        else:
             start.states = [(-dropped, state)]
             self.loader.load_state_dict(state)
         # Without a saved state, Lightning has given the loader of a resumed run rank 0's, or none.

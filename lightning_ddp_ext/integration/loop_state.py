@@ -36,17 +36,19 @@ class Restart:
         epoch: the epoch that begins, continues, or ends.
         done: batches of this epoch that are done.
         has_started: at "epoch_start", whether the hooks of the epoch's start had been called; they are called again.
+        is_last: whether all batches of the epoch are done.
     """
 
     at: Literal["epoch_start", "batch_end", "validation", "epoch_end"]
     epoch: int
     done: int = 0
     has_started: bool = False
+    is_last: bool = False
 
     @property
     def is_within(self) -> bool:
         """Whether training continues in the middle of the epoch."""
-        return self.at in ("batch_end", "validation")
+        return self.at in ("batch_end", "validation") and not self.is_last
 
 
 def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
@@ -66,7 +68,8 @@ def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stop
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
-        return Restart("validation" if stopped == "validation" else "epoch_end", epoch["processed"], done)
+        at: Literal["validation", "epoch_end"] = "validation" if stopped == "validation" else "epoch_end"
+        return Restart(at, epoch["processed"], done, is_last=True)
     if stopped == "validation" and done % accumulated == 0:
         return Restart("validation", epoch["processed"], done)
     return _after_last_step(epoch["processed"], done, accumulated)

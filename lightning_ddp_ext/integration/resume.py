@@ -108,7 +108,7 @@ class Resume:
             self.find_data()
             # Lightning then warns that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-        if self.restart.at == "batch_end" and self.done != self.restart.done:
+        if self.restart.is_within and self.done != self.restart.done:
             self._set_counters()
         has_begun = self.restart.at == "epoch_start" and (self.restart.has_started or self.has_restored_random)
         if not has_begun:
@@ -128,7 +128,7 @@ class Resume:
         """Have the loops count from the batches that are done on this number of ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
-        current.completed = self.done - 1
+        current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
         last = self.done + self._strategy.data.uneven.max_over_ranks(self._count_left())
         if last < self._trainer.num_training_batches:
             end_epoch_after(self._trainer, int(last))
@@ -139,7 +139,7 @@ class Resume:
     def is_over(self) -> bool:
         """Whether nothing is left of the epoch, also where that follows from a new limit."""
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
-        return self.restart.at == "epoch_end" or is_cut
+        return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
         """Find out where each training loader continues, or refuse other data; a second call does nothing."""

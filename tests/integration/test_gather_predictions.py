@@ -112,11 +112,10 @@ def test_one_process_needs_no_ranks() -> None:
     assert gathered.tolist() == list(range(7))
 
 
-REFUSED: dict[str, Callable[[Tensor, int], Any]] = {
-    "predictions must have a first dimension by sample, 2 in this batch (got Tensor, rows: none": lambda x, _: x.mean(),
-    "predictions['x'] must have a first dimension by sample, 2 in this batch (got Tensor": lambda x, _: {"x": x[:1]},
-    "predictions cannot be joined: RuntimeError: ": lambda x, _: torch.ones(len(x), len(x)),
-    "predictions must be picklable to be gathered: ": lambda x, rank: [(lambda: 0) for _ in x] if rank else x.tolist(),
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "predictions must have a first dimension by sample, 2 in this batch (got Tensor, rows: none": torch.mean,
+    "predictions['x'] must have a first dimension by sample, 2 in this batch (got Tensor": lambda x: {"x": x[:1]},
+    "predictions cannot be joined: RuntimeError: ": lambda x: torch.ones(len(x), len(x)),
 }
 
 

@@ -20,7 +20,7 @@ import pytest
 from tests.harness.outcomes import stories
 from tests.harness.ranks import by_hand_env, launch_ranks
 from tests.integration.continuing import Step
-from tests.integration.sweeping import FACTORS, SIGNALS, Case, Half, Played, play_all
+from tests.integration.sweeping import FACTORS, Case, Half, Played, play_all
 
 # Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
 KNOWN: dict[str, Callable[[Case], bool]] = {
@@ -36,21 +36,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "workers=kept epoch=1 generator=own injected=no": lambda case: case.generator != "global" and case.draws,
     # Issue 26, 12: random states are recorded where a loader begins, and not where its order is drawn.
     "loaders=list injected=no": lambda case: len(case.kinds) > 1 and case.injected == "no" and case.draws,
-    # A short loader of torchdata that is read again in an epoch begins where its sampler was resumed.
-    "sampler=stateful loaders=list": lambda case: "stateful" in case.kinds and len(case.kinds) > 1,
-    # Workers that stay draw a stream's order on from epoch to epoch, and are seeded anew in a resumed run.
-    "sampler=sized workers=kept epoch=1": lambda case: "sized" in case.kinds and case.workers == "kept",
-    # Stopped in the validation after an epoch's last batch, other ranks refuse data of which nothing is left.
-    "sampler=stream stop=sigterm ranks=3>2 epoch=1": lambda case: case.stop in SIGNALS and not case.stays,
-    # Stopped in another validation, other ranks count batches as the ranks did that saved, and leave data out.
-    "stop=sigval ranks=1>3": lambda case: case.stop in SIGNALS and not case.stays,
-    # Stopped in the validation after an epoch's last batch, loaders that had begun again draw their workers' seeds.
-    "sampler=stream stop=sigterm loaders=list beside=shuffled ranks=1 workers=fresh": lambda case: (
-        "stream" in case.kinds
-        and case.workers != "none"
-        and len(case.kinds) > 1
-        and bool({*SIGNALS} & {case.stop, case.again})
-    ),
     # Lightning sees no last batch in min_size with one stream: other ranks refuse its data at the epoch's end.
     "stop=end loaders=min_size beside=stream ranks=1>2": lambda case: (
         case.loaders == "min_size" and {"stream"} < {*case.kinds}
