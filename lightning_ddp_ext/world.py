@@ -1,7 +1,7 @@
 """Who this process is among the ranks, as plain integers.
 
 ``read_world`` reads the variables of the innermost launcher, because those of the outer ones are inherited and wrong:
-torchrun, Open MPI, PMI (MPICH, Intel MPI, Cray), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all three are set.
+torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all three are set.
 A single MPI process is no world: Lightning starts its own processes there, and so do we.
 """
 
