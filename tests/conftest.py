@@ -110,6 +110,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    skip_because(f"no file system can be mounted here: {mounted.stderr.strip()}" if mounted.returncode else None)
+    reason = mounted.stderr.partition("\n")[0]
+    skip_because(f"no file system can be mounted here: {reason}" if mounted.returncode else None)
     yield directory
     subprocess.run(["umount", "--lazy", directory], check=True)
