@@ -155,8 +155,8 @@ class _Failure:
 
     def to_error(self, what: str, *, rank: int) -> Exception:
         """Return the error for other ranks."""
-        if hasattr(self.error, "add_note"):  # Python 3.11
-            self.error.add_note(f"raised on rank {rank} during {what}")
+        # What `add_note` does, which Python 3.10 does not have.
+        vars(self.error).setdefault("__notes__", []).append(f"raised on rank {rank} during {what}")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
         return self.error
 
