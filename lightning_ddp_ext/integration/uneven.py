@@ -56,10 +56,11 @@ class UnevenInputs(IdleSteps):
             return
         lengths = self._by_rank(batches_of(loader))
         if min(lengths) < max(lengths) == math.inf:
-            raise SamplingError(
+            problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
                 f"{lengths}, by rank, where inf is none), or Lightning waits for ever; give it __len__ on every rank"
             )
+            self._refuse(SamplingError(problem))
         if math.inf not in lengths:
             loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
 
