@@ -65,7 +65,7 @@ def run_script(path_or_source: str | Path, *argv: str, **options: Any) -> Script
 
 
 def run_on_ranks(
-    script: Path, *argv: str, cwd: Path, world_size: int = 2, returncode: int = 0, time_limit: float = 180.0
+    script: Path, *argv: str, cwd: Path, world_size: int = 2, returncode: int = 0, time_limit: float = 300.0
 ) -> str:
     """Run a script on rank processes, which have imported torch and Lightning: a fifth of what ``run_script`` takes.
 
@@ -90,7 +90,7 @@ def start_script(
     *argv: str,
     env: Environment | None = None,
     launcher: Sequence[str] = ("python",),
-    time_limit: float = 180.0,
+    time_limit: float = 300.0,
     cwd: str | Path | None = None,
 ) -> Iterator[Script]:
     """Start a script; what is left of it at the end of the context is killed.
