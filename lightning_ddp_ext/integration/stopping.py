@@ -14,7 +14,7 @@ from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
-from .checkpoint_paths import stop_checkpoint_of
+from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
@@ -43,6 +43,7 @@ class StopController:
 
     Attributes:
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
+        resumed_from: the stop checkpoint that ``ckpt_path="last"`` stands for, if it does.
     """
 
     def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
@@ -52,6 +53,7 @@ class StopController:
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
+        self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop)
         self._is_running = False
         self._has_trained = False
@@ -67,10 +69,10 @@ class StopController:
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Take over signals for this Trainer; in a foreign process group they are left to Lightning."""
-        context, self.stopped = current(), None
+        context, self.stopped, self._trainer = current(), None, trainer
         if context is None:
             return
-        self._trainer, self._context = trainer, context
+        self._context = context
         self._is_running = self._has_trained = False
         replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
@@ -181,12 +183,25 @@ class StopController:
         if self._slurm is not None and request.signum in self._warnings:
             self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
             return "saved where the requeued job will find it"
-        path = stop_checkpoint_of(self._trainer)
+        strategy = self._trainer.strategy
+        path: str | None = strategy.broadcast(place_of(strategy.stop_checkpoint, self._trainer))
         if path is None:
             return "nothing is saved, as was asked for"
         self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
-        return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
+        return f"saved to {path}; resume with the same command and trainer.fit(..., ckpt_path='last'), or this path"
+
+    def remove_resumed(self) -> None:
+        """Remove the stop checkpoint that ``ckpt_path="last"`` found, once that fit has reached its end.
+
+        The same command would otherwise go on from there for ever. A fit that a callback ended may yet be continued.
+        """
+        path, trainer = self.resumed_from, self._trainer
+        if path is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
+            return
+        self.resumed_from = None
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            trainer.strategy.checkpoint_io.remove_checkpoint(path)
 
 
 def _steps_of(trainer: Any) -> int:
