@@ -10,7 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
@@ -58,6 +61,7 @@ class StopController:
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
+        self._weights: list[int] | None = None
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -73,7 +77,7 @@ class StopController:
         if context is None:
             return
         self._context = context
-        self._is_running = self._has_trained = False
+        self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
@@ -131,7 +135,22 @@ class StopController:
 
     def on_training_step(self) -> None:
         """Record that there is something to save."""
-        self._has_trained = True
+        self._has_trained, self._weights = True, None
+
+    def before_validation(self) -> None:
+        """Record the weights of training, if a hook may put others into the model for a validation."""
+        if self._has_trained and self._weights is None and _may_swap(self._trainer):
+            self._weights = _checksums(self._trainer.lightning_module)
+
+    def _has_own_weights(self) -> bool:
+        """Whether a checkpoint would get the weights of training, by those of rank 0. Collective."""
+        trainer = self._trainer
+        is_own: bool = trainer.strategy.broadcast(
+            self._weights is None or self._weights == _checksums(trainer.lightning_module)
+        )
+        if not is_own:
+            rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
+        return is_own
 
     def at_barrier(self) -> None:
         """Stop at a barrier before training or evaluation, if the ranks agreed on it."""
@@ -145,7 +164,8 @@ class StopController:
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks agreed on it."""
-        self._stop_if_agreed(partial(GracefulStop.at_step, of_steps=self._of_steps), "validation")
+        decide = partial(GracefulStop.at_step, of_steps=self._of_steps, may_stop=self._has_own_weights)
+        self._stop_if_agreed(decide, "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation that the Trainer was called for, if the ranks agreed on it."""
@@ -202,6 +222,19 @@ class StopController:
         self.resumed_from = None
         if trainer.state.fn == "fit" and trainer.is_global_zero:
             trainer.strategy.checkpoint_io.remove_checkpoint(path)
+
+
+def _may_swap(trainer: Any) -> bool:
+    """Whether a hook may swap the weights for a validation, as ``EMAWeightAveraging`` does."""
+    callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    is_overridden = pl.utilities.model_helpers.is_overridden
+    return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
+
+
+def _checksums(module: torch.nn.Module) -> list[int]:
+    """Return those of all parameters and buffers."""
+    return [int(checksum(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _steps_of(trainer: Any) -> int:
