@@ -34,7 +34,7 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint("checkpoints", save_last=True, every_n_train_steps=50), Report()],
         logger=False,
     )
-    # The newest whole checkpoint, `preempted.ckpt` of a stop included; none at the first start.
+    # The newest whole checkpoint, `last-preempted.ckpt` of a stop included; none at the first start.
     trainer.fit(Model(), ckpt_path="last")
     if trainer.is_global_zero:
         saved = trainer.checkpoint_callback.last_model_path

@@ -30,6 +30,7 @@ class DistributedLoader:
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
         position: how far training is in it; ``None`` for a loader that is evaluated.
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
+        on_iterator: called when an iterator is made.
 
     >>> loader = DistributedLoader.around([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
@@ -39,7 +40,7 @@ class DistributedLoader:
     def __init__(self, source: Any, start_iterator: StartIterator) -> None:
         own = own_copy(source)
         vars(self).update(source=source, loader=own, start_iterator=start_iterator)
-        vars(self).update(length=None, position=None, balance=None)
+        vars(self).update(length=None, position=None, balance=None, on_iterator=lambda: None)
 
     @staticmethod
     def around(source: Any, start_iterator: StartIterator) -> DistributedLoader:
@@ -47,6 +48,7 @@ class DistributedLoader:
         return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, start_iterator)
 
     def __iter__(self) -> Iterator[Any]:
+        self.on_iterator()
         return LazyIterator(self)
 
     def __reduce__(self) -> tuple[Any, ...]:

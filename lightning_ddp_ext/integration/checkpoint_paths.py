@@ -6,11 +6,15 @@ on its own disk, and later all restore what rank 0 found.
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from lightning_ddp_ext.checkpoint.load import refuse_damage
-from lightning_ddp_ext.checkpoint.location import locate
+from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError
 
@@ -28,10 +32,35 @@ def checkpoint_directory(trainer: Any) -> str:
     return str(getattr(callback, "dirpath", None) or trainer.default_root_dir)
 
 
-def stop_checkpoint_of(trainer: Any) -> str | None:
-    """The file that the ranks save when a signal stops them; ``None`` if they save nothing."""
-    name = trainer.strategy.stop_checkpoint
-    return None if name is None else os.path.join(checkpoint_directory(trainer), os.fspath(name))
+def place_of(name: PathLike | None, trainer: Any) -> str | None:
+    """Return where the ranks save a checkpoint besides those of callbacks, so that the same command finds it again.
+
+    A path stays as it is; a file name is put beside the other checkpoints. If these follow a logger, which may choose
+    another directory in each run, it is put into a directory of this command's below the default root directory.
+    """
+    path = None if name is None else os.fspath(name)
+    if path is None or os.path.dirname(path):
+        return path
+    by_command = os.path.join(trainer.default_root_dir, "checkpoints", _command())
+    return os.path.join(by_command if _follows_logger(trainer) else checkpoint_directory(trainer), path)
+
+
+def _follows_logger(trainer: Any) -> bool:
+    """Whether Lightning takes the directory of checkpoints from a logger, or has done so in an earlier run."""
+    callback = trainer.checkpoint_callback
+    if not trainer.loggers or not isinstance(callback, pl.callbacks.ModelCheckpoint):
+        return False
+    without = copy.copy(callback)
+    without.dirpath = None
+    return callback.dirpath in (None, without._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+
+
+def _command() -> str:
+    """Return a name for the command that runs, with or without its option to resume."""
+    script, *options = sys.argv or [""]
+    words = [os.path.abspath(script), *(word for word in options if word != "last" and "ckpt_path" not in word)]
+    words.append(os.environ.get("SLURM_ARRAY_TASK_ID", ""))
+    return f"{Path(script).stem}-{hashlib.sha256(repr(words).encode()).hexdigest()[:8]}"
 
 
 def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool) -> tuple[Any, ...]:
@@ -39,23 +68,46 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
 
     They stay as they are if no whole file is found: Lightning then warns, or reading raises the reason.
     """
-    if trainer is None or "last" not in [arg for arg in args if isinstance(arg, str)]:
+    if trainer is None:
         return args
-    newest_first = sorted(_candidates(trainer), key=_modified, reverse=True)
+    strategy = trainer.strategy
+    strategy.stops.resumed_from = None
+    if "last" not in [arg for arg in args if isinstance(arg, str)]:
+        if is_rank_zero and SLURMEnvironment.detect() and trainer.state.fn == "fit":
+            rank_zero_info("after a SIGTERM a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
+        return args
+    stop_checkpoint = place_of(strategy.stop_checkpoint, trainer)
+    newest_first = sorted(_candidates(trainer, stop_checkpoint), key=_modified, reverse=True)
     found = _newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
+    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
+        rank_zero_info(f"ckpt_path='last' is {found}" if found else _none_found(trainer, stop_checkpoint))
     if found is None:
         return args
-    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
-        rank_zero_info(f"ckpt_path='last' is {found}")
+    if found == stop_checkpoint:
+        strategy.stops.resumed_from = found
     return tuple(found if isinstance(arg, str) and arg == "last" else arg for arg in args)
 
 
-def _candidates(trainer: Any) -> set[str]:
+def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
+    """Say where the next run of this command looks, and what it does not look at."""
+    parts = ["ckpt_path='last': no checkpoint yet"]
+    if stop_checkpoint is not None:
+        parts.append(f"a stop saves {stop_checkpoint}, which the same command then finds")
+        name = os.path.basename(stop_checkpoint)
+        others = map(str, Path(trainer.default_root_dir, "checkpoints").glob(f"*/{name}"))
+        parts += [f"{other} is of another command; give its path to resume from it" for other in others]
+    if _follows_logger(trainer):
+        found_only_there = f"files in {checkpoint_directory(trainer)} are only found by a run with that directory"
+        parts.append(f"{found_only_there}; set ModelCheckpoint(dirpath=...) to keep it")
+    return "; ".join(parts)
+
+
+def _candidates(trainer: Any, stop_checkpoint: str | None) -> set[str]:
     """Last checkpoints, and the files that are saved when the ranks stop or one of them fails."""
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
-    found.add(stop_checkpoint_of(trainer))
+    found.add(stop_checkpoint)
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
     return {path for path in found if path and locate(path).fs.exists(locate(path).path)}

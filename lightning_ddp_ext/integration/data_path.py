@@ -125,6 +125,7 @@ class DataPath:
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
+            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
             return loader
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4

@@ -10,11 +10,14 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
 
-from .checkpoint_paths import stop_checkpoint_of
+from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
@@ -43,6 +46,7 @@ class StopController:
 
     Attributes:
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
+        resumed_from: the stop checkpoint that ``ckpt_path="last"`` stands for, if it does.
     """
 
     def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
@@ -52,10 +56,12 @@ class StopController:
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
+        self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop)
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
+        self._weights: list[int] | None = None
 
     # A strategy is pickled for spawned ranks, without the state of this process.
 
@@ -67,11 +73,11 @@ class StopController:
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Take over signals for this Trainer; in a foreign process group they are left to Lightning."""
-        context, self.stopped = current(), None
+        context, self.stopped, self._trainer = current(), None, trainer
         if context is None:
             return
-        self._trainer, self._context = trainer, context
-        self._is_running = self._has_trained = False
+        self._context = context
+        self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
         stopping = context.component(GracefulStop)
         if stopping.is_active:
@@ -129,7 +135,22 @@ class StopController:
 
     def on_training_step(self) -> None:
         """Record that there is something to save."""
-        self._has_trained = True
+        self._has_trained, self._weights = True, None
+
+    def before_validation(self) -> None:
+        """Record the weights of training, if a hook may put others into the model for a validation."""
+        if self._has_trained and self._weights is None and _may_swap(self._trainer):
+            self._weights = _checksums(self._trainer.lightning_module)
+
+    def _has_own_weights(self) -> bool:
+        """Whether a checkpoint would get the weights of training, by those of rank 0. Collective."""
+        trainer = self._trainer
+        is_own: bool = trainer.strategy.broadcast(
+            self._weights is None or self._weights == _checksums(trainer.lightning_module)
+        )
+        if not is_own:
+            rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
+        return is_own
 
     def at_barrier(self) -> None:
         """Stop at a barrier before training or evaluation, if the ranks agreed on it."""
@@ -143,7 +164,8 @@ class StopController:
 
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks agreed on it."""
-        self._stop_if_agreed(partial(GracefulStop.at_step, of_steps=self._of_steps), "validation")
+        decide = partial(GracefulStop.at_step, of_steps=self._of_steps, may_stop=self._has_own_weights)
+        self._stop_if_agreed(decide, "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation that the Trainer was called for, if the ranks agreed on it."""
@@ -181,12 +203,38 @@ class StopController:
         if self._slurm is not None and request.signum in self._warnings:
             self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
             return "saved where the requeued job will find it"
-        path = stop_checkpoint_of(self._trainer)
+        strategy = self._trainer.strategy
+        path: str | None = strategy.broadcast(place_of(strategy.stop_checkpoint, self._trainer))
         if path is None:
             return "nothing is saved, as was asked for"
         self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
-        return f"saved to {path}; resume with trainer.fit(..., ckpt_path={path!r})"
+        return f"saved to {path}; resume with the same command and trainer.fit(..., ckpt_path='last'), or this path"
+
+    def remove_resumed(self) -> None:
+        """Remove the stop checkpoint that ``ckpt_path="last"`` found, once that fit has reached its end.
+
+        The same command would otherwise go on from there for ever. A fit that a callback ended may yet be continued.
+        """
+        path, trainer = self.resumed_from, self._trainer
+        if path is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
+            return
+        self.resumed_from = None
+        if trainer.state.fn == "fit" and trainer.is_global_zero:
+            trainer.strategy.checkpoint_io.remove_checkpoint(path)
+
+
+def _may_swap(trainer: Any) -> bool:
+    """Whether a hook may swap the weights for a validation, as ``EMAWeightAveraging`` does."""
+    callbacks = [each for each in trainer.callbacks if not isinstance(each, pl.callbacks.ProgressBar)]
+    hooks = ("on_validation_start", "on_validation_epoch_start")
+    is_overridden = pl.utilities.model_helpers.is_overridden
+    return any(is_overridden(hook, owner) for owner in (trainer.lightning_module, *callbacks) for hook in hooks)
+
+
+def _checksums(module: torch.nn.Module) -> list[int]:
+    """Return those of all parameters and buffers."""
+    return [int(checksum(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _steps_of(trainer: Any) -> int:

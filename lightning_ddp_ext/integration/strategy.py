@@ -73,8 +73,9 @@ class DDPExtStrategy(RankDevicesStrategy):
             ``None``: loaders whose lengths differ are refused.
         resume_data: where training continues in a checkpoint's epoch: ``"exact"`` with the next batch and each rank's
             random states, ``"epoch"`` at the epoch's start, for data that have changed, and ``"stock"`` as Lightning.
-        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a file name beside the
-            other checkpoints, or a path; ``None`` to save nothing.
+        stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
+            beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
+            save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
         save_deadline: seconds or ``timedelta`` from such a signal until ranks that have not exited are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -118,7 +119,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         exact_evaluation: bool = True,
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
-        stop_checkpoint: PathLike | None = "preempted.ckpt",
+        stop_checkpoint: PathLike | None = "last-preempted.ckpt",
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
@@ -289,6 +290,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def teardown(self) -> None:
         try:
             self.checkpoints.finish()
+            self.stops.remove_resumed()
             super().teardown()
         finally:
             self._replaced.put_back()

@@ -142,14 +142,16 @@ class GracefulStop:
         self._position = Position(self._position.points + 1)
         return self._decide() if self._is_pausing else None
 
-    def at_step(self, of_steps: int) -> StopRequest | None:
+    def at_step(self, of_steps: int, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
         """The same within an evaluation, before each of its steps.
 
         Args:
             of_steps: how many steps this rank makes in this evaluation, if it is known, else 1.
+            may_stop: called where all ranks would stop, with the same result on all of them. If it is False, they stop
+                at the next point that is no step.
         """
         self._position = replace(self._position, steps=self._position.steps + 1, of_steps=of_steps)
-        return self._decide() if self._is_pausing else None
+        return self._decide(may_stop) if self._is_pausing else None
 
     def at_last_point(self) -> StopRequest | None:
         """The same where no other point follows. Collective.
@@ -161,18 +163,25 @@ class GracefulStop:
         self._context.barriers.enter("the end of its work", check=check, is_patient=True)
         return self.at_point()
 
-    def _decide(self) -> StopRequest | None:
+    def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
         """Wait until the ranks have agreed where to stop, and see whether it is here."""
+        if self._is_agreed_on() and not may_stop():
+            self._target = Position(self._position.points + 1)
         with self._peers.arrived:
-            self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
-            if self._peers.cause is not None:
-                raise self._peers.cause.to_error()
-            if self._target is None or not self._position.has_reached(self._target):
+            if not self._is_agreed_on():
                 return None
             request = self._request
             self.is_active = self._is_pausing = False
             self._request = self._target = None
             return request
+
+    def _is_agreed_on(self) -> bool:
+        """Whether the ranks stop here; waits until they have agreed where."""
+        with self._peers.arrived:
+            self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
+            if self._peers.cause is not None:
+                raise self._peers.cause.to_error()
+            return self._target is not None and self._position.has_reached(self._target)
 
     # The agreement, in threads.
 

@@ -190,7 +190,7 @@ def wrong_files(plan: Injection, directory: Path) -> Iterator[str]:
     last_saved = max((int(path.stem) for path in directory.glob("*.saved")), default=0)
     if max(map(step_of, checkpoints), default=0) < last_saved:
         yield f"step {last_saved} had been saved, and is lost"
-    if plan.stops_together and (directory / "preempted.ckpt").exists() != plan.saves_when_it_stops:
+    if plan.stops_together and (directory / "last-preempted.ckpt").exists() != plan.saves_when_it_stops:
         yield "no checkpoint of the stop" if plan.saves_when_it_stops else "a checkpoint without a step"
 
 

@@ -274,7 +274,7 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
     """Train to a stop, or through one that only saves: the run, its checkpoint, and how many steps it had done then."""
     ranks, options = training.devices, dict[str, Any]()
     place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
-    path = str(place / ("preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
+    path = str(place / ("last-preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
     callbacks = [After(HOOKS[stop], batch, lambda trainer: trainer.save_checkpoint(path))]
     if stop == "max_steps":
         options["max_steps"] = epoch * -(-case.length(ranks) // case.accumulated) + 1

@@ -234,15 +234,12 @@ def fail_to_read(*_: Any) -> bytes:
     raise OSError("this rank's disk is gone")
 
 
-def run_again(kind: Kind, directory: Path, kept: Path | None, is_stopped: bool) -> dict[str, Any]:
-    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later.
-
-    Without ``kept``, checkpoints go where Lightning puts them by itself, and there is no `last.ckpt`.
-    """
+def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
+    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later."""
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
-        ModelCheckpoint(kept, save_last=kept is not None),
+        ModelCheckpoint(kept, save_last=True),
     ]
     if os.environ["RANK"] == "1":
         if is_stopped:
@@ -269,20 +266,12 @@ def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     assert (stopped["from"], stopped["to"] > 5) == (0, True)
     shutil.copytree(kept, cut_off)
     (cut_off / "last.ckpt").rename(cut_off / "last-v1.ckpt")
-    os.truncate(cut_off / "preempted.ckpt", (kept / "preempted.ckpt").stat().st_size // 2)
+    os.truncate(cut_off / "last-preempted.ckpt", (kept / "last-preempted.ckpt").stat().st_size // 2)
     resumed, _ = on_ranks("ours", run_again, tmp_path, kept, False)
     assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}
     again, other = on_ranks("ours", run_again, tmp_path, cut_off, False)
     assert (again["from"] % 4, 0 < again["from"] <= stopped["to"]) == (0, True), "last-v1.ckpt is of an epoch's end"
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
-    path = cut_off / "preempted.ckpt"
+    path = cut_off / "last-preempted.ckpt"
     assert told.startswith(f"ckpt_path='last' passes over a file that is not whole: checkpoint {path} is damaged")
-
-
-def test_last_goes_on_in_the_default_directory(tmp_path: Path) -> None:
-    """Without a `dirpath`, the stop checkpoint is found although no callback has chosen its directory yet."""
-    stopped, _ = on_ranks("ours", run_again, tmp_path, None, True)
-    assert (tmp_path / "ours" / "checkpoints" / "preempted.ckpt").exists()
-    resumed, _ = on_ranks("ours", run_again, tmp_path, None, False)
-    assert resumed == {"from": stopped["to"], "to": 40, "passed over": []}

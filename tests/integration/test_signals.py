@@ -51,7 +51,7 @@ def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
     run(rank, directory, "first")
     ends = []
     for hook in ("setup", "on_load_checkpoint", "on_fit_start"):
-        path = str(directory / "first" / "preempted.ckpt")
+        path = str(directory / "first" / "last-preempted.ckpt")
         ends.append(fit(directory, hook, *on_rank_one(rank, hook), ckpt_path=path))
     return ends
 
@@ -141,10 +141,10 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
 def test_the_checkpoint_is_where_it_was_asked_for(tmp_path: Path) -> None:
     """Beside the others by default; a save that has begun, or goes on in the background, is finished first."""
     for beside, background, saving, given, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
-        assert "models/preempted.ckpt" in beside
-        assert "preempted.ckpt" in background
+        assert "models/last-preempted.ckpt" in beside
+        assert "last-preempted.ckpt" in background
         assert len(background) >= 3
-        assert {"preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(saving)
+        assert {"last-preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(saving)
         assert (given, nothing) == (["here/stopped.ckpt"], [])
     for path in tmp_path.rglob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"]
@@ -171,7 +171,7 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
     """To the handler that the user had put there before, which is there again afterwards; SIGUSR1 is theirs alone."""
     expected: list[Any] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        stopped = (128 + signum, ["preempted.ckpt"], True)
+        stopped = (128 + signum, ["last-preempted.ckpt"], True)
         expected += [stopped, signum, (None, [], True) if signum == signal.SIGUSR1 else stopped]
     first, second = run_ranks(by_each_signal, 2, tmp_path, env=by_hand_env(2))
     assert second == expected
@@ -196,7 +196,7 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
 def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
     """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
     for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
-        assert woken[:2] == nested[:2] == (143, ["preempted.ckpt"])
+        assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])
         assert woken[2] in range(2, 6)
         assert nested[2] in range(2, 6)
         assert ignored == stacks == (None, [], 6)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
-from tests.harness.ranks import by_hand_env, run_ranks
-from tests.integration.continuing import Training, difference
-from tests.integration.stopping import LongValidated, Validated, shuffled, signalled
+from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
+from tests.integration.continuing import Run, Training, difference
+from tests.integration.stopping import LongValidated, Swapping, Validated, shuffled, signalled
+
+average = partial(EMAWeightAveraging, decay=0.5)
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 
@@ -28,6 +37,8 @@ Case = tuple[dict[str, Any], list[Moment]]
 CASES: dict[str, Case] = {
     "accumulating": ({"accumulate_grad_batches": 2}, [("on_train_batch_start", 0), ("on_train_batch_start", 4)]),
     "long validation": ({"kind": LongValidated}, [("on_validation_batch_start", 63)]),
+    "average": ({"kind": LongValidated, "also": average}, [("on_validation_batch_start", 30)]),
+    "swapped": ({"kind": LongValidated, "also": Swapping}, [("on_validation_batch_start", 30)]),
 }
 
 
@@ -36,18 +47,19 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
     wrong = []
     for case, (options, moments) in cases.items():
         chosen = {"max_epochs": 2, "limit_val_batches": 1.0, "kind": Validated, **options}
+        make = chosen.pop("also", L.Callback)
         training = Training(shuffled(), directory, options=chosen)
-        whole = training.run()
+        whole = training.run(callbacks=[make()])
         for number, moment in enumerate(moments):
             place = directory / f"{case} {moment}"
-            callbacks = [signalled(*moment)] if rank == number % world_size else []
+            callbacks = [make(), *([signalled(*moment)] if rank == number % world_size else [])]
             stopped = training.run(callbacks=callbacks, default_root_dir=place)
             done = len(stopped.steps)
-            resumed = training.run(ckpt_path=str(place / "preempted.ckpt"))
+            resumed = training.run(callbacks=[make()], ckpt_path=str(place / "last-preempted.ckpt"))
             validations = [[what for what, *_ in run.events].count("result") for run in (stopped, resumed)]
             seen = {
                 "status": stopped.status == 143,
-                "files": [path.name for path in place.glob("*.ckpt")] == ["preempted.ckpt"],
+                "files": [path.name for path in place.glob("*.ckpt")] == ["last-preempted.ckpt"],
                 "moment": case != "epochs" or done - MOMENTS[moment] in (0, 1),
                 "validates again where it was stopped": case != "long validation" or validations == [1, 1],
                 "steps before": stopped.steps == whole.steps[:done],
@@ -64,3 +76,74 @@ EPOCHS: dict[str, Case] = {"epochs": ({}, list(MOMENTS))}
 def test_a_run_that_stops_for_a_signal_goes_on_as_if_nothing_had_been(cases: dict[str, Case], tmp_path: Path) -> None:
     """Whatever the moment, and whichever of the ranks got it: same step, saved, status 143, and then the same run."""
     assert run_ranks(stop_and_resume, 2, tmp_path, cases, env=by_hand_env(2)) == [[], []]
+
+
+# The Trainer's options that say where checkpoints are, made in a rank; by where the stop checkpoint is, as a pattern.
+OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
+PLACES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
+    "as Lightning chooses": (OF_COMMAND, lambda place: {"logger": True}),
+    "save_last": (OF_COMMAND, lambda place: {"logger": True, "callbacks": [ModelCheckpoint(save_last=True)]}),
+    "fixed version": (OF_COMMAND, lambda place: {"logger": CSVLogger(place, version="fixed")}),
+    "no logger": ("checkpoints/last-preempted.ckpt", lambda place: {}),
+    "no callback": ("last-preempted.ckpt", lambda place: {"logger": True, "enable_checkpointing": False}),
+    "dirpath": ("own/last-preempted.ckpt", lambda place: {"callbacks": [ModelCheckpoint(place / "own")]}),
+    "path": ("given/stop.ckpt", lambda place: {"logger": True, "stop_checkpoint": f"{place}/given/stop.ckpt"}),
+}
+
+
+def commands(rank: int, world_size: int, directory: Path) -> list[str]:
+    """What goes wrong where a command is run until a signal, again to its end, and once more; by where it saves."""
+    wrong = []
+    for name, (pattern, make) in PLACES.items():
+        place = directory / name
+
+        def run(*callbacks: Any, place: Path = place, make: Any = make) -> Run:
+            options = make(place)
+            strategy = {each: options.pop(each) for each in ("stop_checkpoint",) if each in options}
+            own = [*options.pop("callbacks", ()), *callbacks]
+            training = Training(shuffled(), directory, strategy=strategy)
+            chosen = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": place, **options}
+            return training.run(callbacks=own, ckpt_path="last", **chosen)
+
+        stopped = run(*([signalled("on_train_batch_end", 1)] if rank == 1 else []))
+        dist.barrier()  # loggers of the next run look for directories of this one
+        saved = list(place.glob(pattern))
+        dist.barrier()
+        resumed = run()
+        dist.barrier()
+        left = list(place.rglob(Path(pattern).name))
+        whole = run() if name != "save_last" else None  # whose last.ckpt may be found
+        done = len(stopped.steps)
+        seen = {
+            "status": stopped.status == 143,
+            "saved": len(saved) == 1,
+            "left": not left,
+            "goes on": whole is None or stopped.steps + resumed.steps == whole.steps,
+            "steps": (len(resumed.steps), resumed.status) == (6 - done, None),
+        }
+        wrong += [f"{name}: {what}, {stopped} {resumed}" for what, is_right in seen.items() if not is_right]
+    return wrong
+
+
+def test_the_same_command_goes_on_wherever_it_saves(tmp_path: Path) -> None:
+    """Also where Lightning's directory is new in each run. At its end nothing is left to go on from."""
+    assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+
+
+def other_commands(rank: int, world_size: int, directory: Path) -> list[int]:
+    """With which batch a command begins that is stopped, then one with other options, and one that asks to resume."""
+    options = {"logger": True, "enable_checkpointing": True, "max_epochs": 1, "default_root_dir": directory}
+    training = Training(shuffled(), directory, 1, options)
+    begun = []
+    for last in (["--lr", "1"], ["--lr", "2"], ["--lr", "1", "--ckpt_path", "last"]):
+        sys.argv = ["train.py", *last]
+        stop = [] if begun else [signalled("on_train_batch_end", 1)]
+        begun.append(training.run(callbacks=stop, ckpt_path="last").steps[0][1])
+    return begun
+
+
+def test_another_command_is_told_of_a_stop_and_leaves_it(tmp_path: Path) -> None:
+    """Two experiments may share a directory."""
+    [outcome] = launch_ranks(other_commands, 1, tmp_path)
+    assert outcome.result == [0, 0, 2], outcome.story()
+    assert outcome.output.count("last-preempted.ckpt is of another command; give its path to resume from it") == 1

@@ -73,7 +73,7 @@ def test_sigterm_to_the_launching_process_stops_all_ranks_saved(tmp_path: Path) 
         launching.kill(0, signal.SIGTERM)
         (outcome,) = launching.wait()
     assert outcome.exit_code == 143, outcome.story()
-    assert (tmp_path / "preempted.ckpt").exists()
+    assert (tmp_path / "last-preempted.ckpt").exists()
     assert outcome.output.count("all ranks stop after step") == 1
 
 
