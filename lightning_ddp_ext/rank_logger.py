@@ -39,9 +39,7 @@ def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
 
 
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none before Python 3.11
-    """A logger that is disabled on other ranks; ``extra=`` works as with ``logging.Logger``, ``stacklevel=`` from Python
-    3.11 on.
-    """
+    """A logger that is disabled on other ranks; ``extra=`` and, from Python 3.11, ``stacklevel=`` work as usual."""
 
     def __init__(self, logger: logging.Logger, ranks: Ranks = "all") -> None:
         super().__init__(logger, {})

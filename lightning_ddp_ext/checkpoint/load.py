@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage, is_of_system, unreadable
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, UnsafeCheckpointError
 
 Mode = Literal["auto", "map", "broadcast"]
@@ -163,42 +163,41 @@ def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap:
     """``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
 
     Raises:
-        DamagedCheckpointError: it cannot be unpickled.
+        DamagedCheckpointError: it cannot be unpickled, and its bytes are to blame.
         UnsafeCheckpointError: ``weights_only`` forbids what is in it.
-        CheckpointError: a class that it needs cannot be imported.
+        CheckpointError: a class that it needs cannot be imported or raises, or this process cannot read the file.
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
     options["map_location"] = place  # torch's annotation knows no untyped storages, which is what it passes
-    may_be_refused = weights_only is not False and bool(archive.records)
-    with errors_explained(archive.name, may_be_refused=may_be_refused):
-        return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
-
-
-@contextmanager
-def errors_explained(name: str, *, may_be_refused: bool = False) -> Iterator[None]:
-    """Raise the errors of unpickling the file ``name`` in words that say what to do."""
     try:
-        yield
-    except pickle.UnpicklingError as error:
-        raise _explained(name, error, may_be_refused) from None
+        return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
     except CheckpointError:
         raise
-    except (ImportError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {name} needs a class that cannot be imported here: {error}; make its module importable"
-        ) from error
-    except Exception as error:  # there is no end to what garbage can do
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise DamagedCheckpointError(
-            f"checkpoint {name} cannot be read: {reason}; use an earlier checkpoint"
-        ) from error
+    except Exception as error:  # there is no end to what garbage, and the classes of users, can do
+        is_in_message = isinstance(error, pickle.UnpicklingError)
+        raise _explained(archive, error, weights_only) from (None if is_in_message else error)
 
 
-def _explained(name: str, error: pickle.UnpicklingError, may_be_refused: bool) -> CheckpointError:
-    refused = _REFUSED.search(str(error))
-    if refused is None and not may_be_refused:
-        return DamagedCheckpointError(f"checkpoint {name} cannot be unpickled: {error}")
-    kind = refused[1] if refused else f"something ({error})"
+def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
+    """Return the named error; the bytes are to blame if they differ from what was written, or if nothing tells."""
+    if is_of_system(error):
+        return unreadable(archive.name, error)
+    refuse_damage(archive, ())
+    if isinstance(error, pickle.UnpicklingError):
+        refused = _REFUSED.search(str(error))
+        if refused or (archive.records and weights_only is not False):
+            return _unsafe(archive.name, error, refused and refused[1])
+    # torch's reader of the archive notices damage beside the records, which no checksum covers.
+    where = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
+    if (archive.has_checksums and not is_readers) or isinstance(error, (ImportError, AttributeError)):
+        return unreadable(archive.name, error)
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return DamagedCheckpointError(f"checkpoint {archive.name} cannot be unpickled: {reason}; use an earlier checkpoint")
+
+
+def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpointError:
+    kind = refused or f"something ({error})"
     may_be_allowed = refused and "blocked" not in str(error)
     allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
     return UnsafeCheckpointError(

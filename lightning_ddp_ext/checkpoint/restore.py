@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_ddp_ext.checkpoint.load import LoadOptions, errors_explained, load, placement, read, refuse_damage
+from lightning_ddp_ext.checkpoint.load import LoadOptions, load, placement, read, refuse_damage
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
 from lightning_ddp_ext.checkpoint.snapshot import bytes_of, identity_of, join, split
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive
+from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, open_archive, reading
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
 
@@ -94,9 +94,10 @@ def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptio
     if location.local is None and ranks.rank != 0 and options.mode != "map":
         return None, _View(host)
     try:
-        archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
-        status = os.stat(archive.path)
-    except (CheckpointError, OSError) as error:  # the other ranks wait for the view
+        with reading(location.url):
+            archive = open_archive(stack.enter_context(on_local_disk(location)), location.url)
+            status = os.stat(archive.path)
+    except CheckpointError as error:  # the other ranks wait for the view
         return None, _View(host, error=error)
     file = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return archive, _View(host, file, archive.fingerprint or (host, file), archive.has_checksums)
@@ -147,8 +148,12 @@ def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, na
 
     manifest, storages = ranks.on_every_rank(flatten, f"reading {name}")
     pickled, pieces = ranks.from_rank_zero(manifest)
-    if archive is None:
-        storages = [UntypedStorage(size) for size, _ in pieces]
+
+    def allocate() -> list[UntypedStorage]:
+        with reading(name):
+            return [UntypedStorage(size) for size, _ in pieces] if archive is None else storages
+
+    storages = ranks.on_every_rank(allocate, f"reading {name}")
     check = None
     with ThreadPoolExecutor(1, thread_name_prefix="ddpx-verify") as pool:
         if archive is not None and options.verify:
@@ -159,8 +164,8 @@ def broadcast(archive: Archive | None, ranks: Ranks, options: LoadOptions, *, na
         if check is not None:
             check.result()
         place = placement(options.map_location)
-        own = storages if archive is None else [storage.clone() for storage in storages]  # they are in the file
-        with errors_explained(name):
+        with reading(name):
+            own = storages if archive is None else [storage.clone() for storage in storages]  # they are in the file
             return join(pickled, [place(storage, device) for storage, (_, device) in zip(own, pieces, strict=True)])
 
     return ranks.on_every_rank(unflatten, f"reading {name}")

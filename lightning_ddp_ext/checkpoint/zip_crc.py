@@ -6,24 +6,29 @@ pickled structure, and ``data/N`` the memory of one or several tensors. ``torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
-from lightning_ddp_ext.errors import CheckpointNotFoundError, DamagedCheckpointError
+from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _SIGNATURE = b"PK\x03\x04"
 _DIRECTORY = 0x10
 _READ_SIZE = 256 << 10
 _ANOTHER = "use an earlier checkpoint"
+# How a RuntimeError of torch begins, or ends, that stands for one of the system.
+_SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,36 @@ class Archive:
         return hashlib.sha256(repr((self.size, self.records)).encode()).hexdigest()
 
 
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise what prevents this process from reading the file ``name`` as an error that does not blame its bytes."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: Exception) -> CheckpointError:
+    """Return the error for a file that may be whole: memory is short, the system refuses, or a class of it raises."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+    if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
+        remedy = "free some memory"
+    elif isinstance(error, PermissionError):
+        remedy = f"let the user with id {os.geteuid()} read it"
+    elif is_of_system(error):
+        remedy = "look at its file system"
+    else:
+        remedy = "make the classes of its objects importable, and correct the one that raises"
+    return CheckpointError(f"checkpoint {name} could not be read, but need not be damaged: {reason}; {remedy}")
+
+
+def is_of_system(error: Exception) -> bool:
+    """Whether the system refuses something; from torch that is a ``RuntimeError`` with the system's words."""
+    return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
+
+
 def open_archive(path: Path | str, name: str = "") -> Archive:
     """Read the directory of a checkpoint file.
 
@@ -97,6 +132,7 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
     Raises:
         CheckpointNotFoundError: there is no such file.
         DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint; or its records overlap.
+        CheckpointError: the system does not let this process read it.
     """
     name = name or str(path)
     try:
@@ -105,7 +141,7 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
             if _has_records(file, name):
                 return Archive(str(path), name, size, _records(file, name, size))
             return Archive(str(path), name, size)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(
             f"checkpoint {name} does not exist (working directory {os.getcwd()}); give the path of a file"
         ) from None
@@ -114,8 +150,8 @@ def open_archive(path: Path | str, name: str = "") -> Archive:
             f"checkpoint {name} is a directory, not a file that torch.save has written; give the path of a file in it, "
             "or use the strategy that has written it (sharded checkpoints are directories)"
         ) from None
-    except OSError as error:
-        raise DamagedCheckpointError(f"checkpoint {name} cannot be read: {error.strerror or error}") from error
+    except (OSError, MemoryError) as error:
+        raise unreadable(name, error) from error
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
@@ -146,7 +182,10 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[Record, ...]:
             end = record.offset + record.size
         if end > size:
             raise ValueError("records lie beyond its end")
-    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, struct.error, ValueError, OverflowError, NotImplementedError, OSError) as error:
+        cause = error.__context__ if isinstance(error, zipfile.BadZipFile) else error  # zipfile hides those of a disk
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # a place that is not in the file
+            raise cause from None
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
             f"and was probably cut off; {_ANOTHER}"
@@ -180,12 +219,15 @@ def find_damage(archive: Archive, records: Iterable[Record]) -> list[Record]:
     Raises:
         CheckpointNotFoundError: the file has been removed meanwhile.
         DamagedCheckpointError: it has become shorter.
+        CheckpointError: the system does not let this process read it.
     """
     try:
         with open(archive.path, "rb") as file:
             return [record for record in records if record.has_crc and _crc_of(archive, file, record) != record.crc]
     except FileNotFoundError:
         raise CheckpointNotFoundError(f"checkpoint {archive.name} was removed while it was read; {_ANOTHER}") from None
+    except (OSError, MemoryError) as error:
+        raise unreadable(archive.name, error) from error
 
 
 def _crc_of(archive: Archive, file: BinaryIO, record: Record) -> int:

@@ -15,7 +15,7 @@ from lightning_ddp_ext.checkpoint.load import load, placement, refuse_damage
 from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.cli.output import fail, say, say_columns, size_text
-from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
@@ -26,20 +26,24 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
     else:
         for facts in found:
             _show(facts)
-    if any(facts["error"] is not None for facts in found):
+    if any(facts["whole"] is False for facts in found):
         return 1
+    if any(facts["error"] for facts in found):
+        return 4
     return 0 if all(facts["whole"] for facts in found) else 3
 
 
 def check(path: str) -> dict[str, Any]:
-    """Return facts about a file: ``whole`` is ``None`` if it has no checksums; ``error`` is a sentence or ``None``."""
-    facts: dict[str, Any] = {"path": path, "whole": False, "damaged": [], "error": None}
+    """Return facts about a file: ``whole`` is ``None`` if nothing tells; ``error`` is a sentence or ``None``."""
+    facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
         with on_local_disk(locate(path)) as local:
             archive = open_archive(local, path)
             refuse_damage(archive, archive.tensor_data)
+    except (DamagedCheckpointError, CheckpointNotFoundError) as error:
+        return {**facts, "whole": False, "damaged": list(getattr(error, "damaged", ())), "error": str(error)}
     except (CheckpointError, OSError) as error:
-        return {**facts, "damaged": list(getattr(error, "damaged", ())), "error": str(error)}
+        return {**facts, "error": str(error)}
     facts["whole"] = archive.has_checksums or None
     return {**facts, "file_bytes": archive.size, "records": len(archive.records)}
 

@@ -16,7 +16,7 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.load import refuse_damage
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.zip_crc import open_archive
-from lightning_ddp_ext.errors import CheckpointError
+from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn, refuse_missing
 
@@ -77,7 +77,8 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
             rank_zero_info("after a SIGTERM a requeued job only resumes with trainer.fit(..., ckpt_path='last')")
         return args
     stop_checkpoint = place_of(strategy.stop_checkpoint, trainer)
-    newest_first = sorted(_candidates(trainer, stop_checkpoint), key=_modified, reverse=True)
+    candidates = _candidates(trainer, stop_checkpoint)
+    newest_first = sorted(candidates, key=candidates.__getitem__, reverse=True)
     found = _newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
     if is_rank_zero:  # a started rank does not know its rank yet, so all would log
         rank_zero_info(f"ckpt_path='last' is {found}" if found else _none_found(trainer, stop_checkpoint))
@@ -102,19 +103,24 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
     return "; ".join(parts)
 
 
-def _candidates(trainer: Any, stop_checkpoint: str | None) -> set[str]:
-    """Last checkpoints, and the files that are saved when the ranks stop or one of them fails."""
+def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
+    """Last checkpoints, and those that are saved when the ranks stop or one fails; when each was written."""
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
     found.add(stop_checkpoint)
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
-    return {path for path in found if path and locate(path).fs.exists(locate(path).path)}
+    modified = {path: _modified(path) for path in found if path}
+    return {path: when for path, when in modified.items() if when is not None}
 
 
 def _newest_whole(newest_first: list[str]) -> str | None:
-    """The first of these files that is whole, which rank 0 alone reads them for; warn of those passed over."""
+    """The first of these files that is not damaged, which rank 0 alone reads them for; warn of those passed over.
+
+    A file that cannot be read now may be whole, so no older one takes its place: reading it raises the reason on every
+    rank.
+    """
     if len(newest_first) == 1:
         return newest_first[0]  # there is no choice, and it is checked when it is read
     for path in newest_first:
@@ -123,13 +129,23 @@ def _newest_whole(newest_first: list[str]) -> str | None:
             if local is not None:  # a remote store only shows whole files
                 archive = open_archive(local, path)
                 refuse_damage(archive, archive.tensor_data)
-        except CheckpointError as error:
+        except (DamagedCheckpointError, CheckpointNotFoundError) as error:
             rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
+        except CheckpointError:
+            return path
         else:
             return path
     return None
 
 
-def _modified(path: str) -> float:
+def _modified(path: str) -> float | None:
+    """When the file was written; ``None`` if there is none, and the future where the system does not tell."""
     location = locate(path)
-    return float(location.fs.modified(location.path).timestamp())
+    try:
+        if location.local is not None:
+            return location.local.stat().st_mtime
+        return float(location.fs.modified(location.path).timestamp())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return float("inf")

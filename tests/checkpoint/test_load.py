@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import itertools
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,10 @@ import torch
 
 from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.load import Mode, placement
-from lightning_ddp_ext.errors import ConfigurationError
+from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from tests.checkpoint.content import MAPPED, kinds, mapped, numbers, restored, same, saved, unusual
+from tests.harness.damage import flip
+from tests.harness.ranks import run_ranks
 
 META = torch.device("meta")
 
@@ -95,3 +102,102 @@ def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Pat
     checkpoint_io.save_checkpoint({"x": numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt", map_location="cpu")["x"].tolist() == [0, 1, 2]
+
+
+class Raises:
+    """Cannot be unpickled."""
+
+    def __init__(self) -> None:
+        self.field = 1
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("field is of an older version")
+
+
+def refused(path: Path, mode: Mode, **options: Any) -> str:
+    """The text of the error for a file that may be whole."""
+    with pytest.raises(CheckpointError, match="could not be read, but need not be damaged") as caught:
+        restored(path, mode, **options)
+    assert caught.type is CheckpointError
+    return str(caught.value)
+
+
+BOTH = pytest.mark.parametrize("mode", ["map", "broadcast"])
+
+
+@BOTH
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bool, tmp_path: Path) -> None:
+    """Its error is named; where the bytes differ as well, they are."""
+    path, options = tmp_path / "it.ckpt", {"weights_only": False, "verify": verify}
+    torch.save({"it": Raises()}, path)
+    assert "ValueError: field is of an older version; make the classes" in refused(path, mode, **options)
+    with pytest.raises(DamagedCheckpointError, match=r"data\.pkl differs"):
+        restored(flip(path, "data.pkl"), mode, **options)
+
+
+@BOTH
+def test_an_error_of_the_disk_does_not_make_a_file_damaged(
+    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever read it is that fails: of the beginning, the directory, a checksum or a tensor."""
+    path, left, pread = tmp_path / "it.ckpt", [0], os.pread
+    saved(path, {"state_dict": {"weight": numbers(20)}})
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    class Disk(io.FileIO):
+        def read(self, *args: Any) -> Any:
+            count()
+            return super().read(*args)
+
+        def readinto(self, buffer: Any) -> int:
+            count()
+            return super().readinto(buffer)
+
+    opened = builtins.open
+    monkeypatch.setattr(builtins, "open", lambda file, *args: (Disk if file == str(path) else opened)(file, *args))
+    monkeypatch.setattr(os, "pread", lambda *args: (count(), pread(*args))[1])
+
+    def error_of(failing: int) -> CheckpointError | None:
+        left[0] = failing
+        try:
+            restored(path, mode)
+        except CheckpointError as error:
+            return error
+        return None
+
+    errors = list(itertools.takewhile(lambda error: error is not None, map(error_of, itertools.count(1))))
+    assert len(errors) > 10
+    assert {(type(error), str(error).partition(": ")[2]) for error in errors} == {
+        (CheckpointError, "Stale file handle; look at its file system")
+    }
+
+
+def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
+    """The error says who has to be allowed to read it."""
+    path, user = tmp_path / "it.ckpt", os.geteuid()
+    saved(path, kinds())
+    path.chmod(0)
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        assert f"Permission denied; let the user with id {os.geteuid()} read it" in refused(path, "map")
+    finally:
+        os.seteuid(user)
+
+
+def read_with_little_memory(rank: int, world_size: int, path: Path) -> list[str]:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (10 << 20),) * 2)
+    return [refused(path, mode, weights_only=True) for mode in ("map", "broadcast")]
+
+
+def test_too_little_memory_does_not_make_a_file_damaged(tmp_path: Path) -> None:
+    """The error has the system's words."""
+    saved(tmp_path / "it.ckpt", {"state_dict": {"weight": numbers(MAPPED)}})
+    for text in run_ranks(read_with_little_memory, 1, tmp_path / "it.ckpt")[0]:
+        assert text.endswith("; free some memory")

@@ -115,7 +115,6 @@ def whole(path: Path) -> None:
         ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably cut off"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
-        ("verify", whole, "nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not there"),
         ("inspect", lambda path: flip(path, "data.pkl"), "it.ckpt", "is damaged: data.pkl differs from what was writ"),
         ("inspect", lambda path: save(path, it=Namespace(lr=1)), "it.ckpt", "holds argparse.Namespace, which weights_"),
         ("inspect", lambda path: save(path, it=WouldRun(path.parent / "ran")), "it.ckpt", "nothing of it has been run"),
@@ -139,6 +138,20 @@ def test_what_cannot_be_read_is_told_in_one_sentence(
     assert (ended.status, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert says in ended.stderr
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/proc/self/mem", "could not be read, but need not be damaged: Input/output error; look at its file system"),
+        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not there"),
+    ],
+)
+def test_a_file_that_nothing_is_known_of_has_a_status_of_its_own(path: str, says: str) -> None:
+    """A program that deletes what `verify` calls damaged keeps it."""
+    assert says in (ended := run("checkpoint", "verify", path)).stderr
+    assert ended.status == 4
+    assert json.loads(run("checkpoint", "verify", "--json", path).stdout)["whole"] is None
 
 
 @pytest.fixture

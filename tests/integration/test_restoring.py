@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
-from lightning_ddp_ext import RankZeroCheckpointIO
+from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from tests.checkpoint.content import MAPPED, mapped
 from tests.harness.training import KINDS, At, Kind, assert_same, on_ranks, weights
 from tests.integration.checkpointing import (
@@ -275,3 +275,21 @@ def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     [told] = again["passed over"]
     path = cut_off / "last-preempted.ckpt"
     assert told.startswith(f"ckpt_path='last' passes over a file that is not whole: checkpoint {path} is damaged")
+
+
+def refused_last(kind: Kind, directory: Path, kept: Path) -> str:
+    trainer = trainer_for(kind, directory, None, [ModelCheckpoint(kept, save_last=True)], max_epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(Net(), ckpt_path="last")
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
+    """It may be whole: every rank raises the reason, and names it."""
+    train_and_save(tmp_path / "last.ckpt")
+    os.utime(tmp_path / "last.ckpt", (0, 0))
+    (tmp_path / "last-preempted.ckpt").symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error
+    one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
+    assert one == other
+    path = tmp_path / "last-preempted.ckpt"
+    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but need not be damaged: ")
