@@ -7,17 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Sampler
 
-
-class PermanentBatchSampler(Sampler[Any]):
+class PermanentBatchSampler:
     """Yields what another sampler yields, without the first items that :meth:`skip` leaves out, and padded at the end.
 
     A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
-        batch_sampler: a batch sampler, or, for a loader without batches, a sampler. This one also has its attributes.
+        batch_sampler: a batch sampler, or, for a loader without batches, a sampler.
         padded_to: items in all, reached by repeating the last one; ``None`` to repeat nothing.
         spare: the item to repeat where the sampler has none.
 
@@ -61,8 +59,3 @@ class PermanentBatchSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.batch_sampler) if self._padded_to is None else self._padded_to  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "batch_sampler" not in vars(self):  # a copy that has nothing yet
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_ddp_ext.data.proxy import iterable_of, show
+
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
 
@@ -17,8 +19,6 @@ class DistributedLoader:
 
     Lightning makes iterators long before it reads them, and some that it never reads. So an iterator of this loader
     does nothing before its first batch: only then does ``start_iterator`` look up the epoch and the position.
-
-    Every other attribute is the wrapped loader's, for reading and for writing.
 
     Args:
         source: what the Trainer was given; any iterable. It is left as it is, unless it has a state.
@@ -32,56 +32,30 @@ class DistributedLoader:
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
         on_iterator: called when an iterator is made.
 
-    >>> loader = DistributedLoader.around([1, 2], lambda loader, iterator: iter(loader.loader))
+    >>> loader = DistributedLoader([1, 2], lambda loader, iterator: iter(loader.loader))
     >>> len(loader), list(loader), list(loader)
     (2, [1, 2], [1, 2])
     """
 
     def __init__(self, source: Any, start_iterator: StartIterator) -> None:
-        own = own_copy(source)
-        vars(self).update(source=source, loader=own, start_iterator=start_iterator)
-        vars(self).update(length=None, position=None, balance=None, on_iterator=lambda: None)
+        self.source = source
+        self.loader = own_copy(source)
+        self.start_iterator = start_iterator
+        self.length: int | None = None
+        self.position: Any = None
+        self.balance: tuple[int, ...] | None = None
+        self.on_iterator: Callable[[], object] = lambda: None
 
-    @staticmethod
-    def around(source: Any, start_iterator: StartIterator) -> DistributedLoader:
-        """Wrap a loader, in a class that keeps a state if the loader does."""
-        return (StatefulDistributedLoader if is_stateful(source) else DistributedLoader)(source, start_iterator)
+    def shown(self) -> Any:
+        """Return this loader as the Trainer and its users see it: of the class of ``loader``, with its attributes."""
+        return show(self.loader, self)
 
     def __iter__(self) -> Iterator[Any]:
         self.on_iterator()
         return LazyIterator(self)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.loader,)  # a copy is detached from the training run
-
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
-
-    def __bool__(self) -> bool:
-        return True  # without asking for a length, which streams do not have
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in vars(self):  # a copy that has nothing yet
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self):
-            vars(self)[name] = value
-        else:
-            setattr(self.loader, name, value)
-
-
-class StatefulDistributedLoader(DistributedLoader):
-    """Of a loader that keeps a state: Lightning looks for its methods in the class, from Python 3.12 on."""
-
-    def state_dict(self) -> Any:
-        """Return the loader's state."""
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Have the loader continue from a state."""
-        self.loader.load_state_dict(state)
 
 
 class LazyIterator(Iterator[Any]):
@@ -101,8 +75,10 @@ class LazyIterator(Iterator[Any]):
         return next(self.start())
 
 
-def _itself(loader: Any) -> Any:
-    return loader
+def source_of(loader: Any) -> Any:
+    """Return what a Trainer was given for a loader that it shows, also another Trainer; another loader is its own."""
+    distributed = iterable_of(loader)
+    return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
 
 def is_stateful(loader: object) -> bool:

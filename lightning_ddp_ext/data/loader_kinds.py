@@ -20,6 +20,7 @@ from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
+from lightning_ddp_ext.data.proxy import show
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -101,9 +102,10 @@ class IndexPosition(LoaderPosition):
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
-        self._sampler = PermanentBatchSampler(index_sampler_of(loader))
-        self.is_by_rank = any(isinstance(each, _DRAWING) for each in with_wrapped(self._sampler))
-        set_index_sampler(loader, self._sampler)
+        own = index_sampler_of(loader)
+        self.is_by_rank = any(isinstance(each, _DRAWING) for each in with_wrapped(own))
+        self._sampler = PermanentBatchSampler(own)
+        set_index_sampler(loader, show(own, self._sampler))
 
     @override
     def _iterate(self, start: IteratorStart) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
 Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for the iterable to read:
-:meth:`DataPath.wrap` returns a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
+:meth:`DataPath.wrap` shows a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
@@ -88,8 +88,7 @@ class DataPath:
     def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
         """Put a sampler of ours into a loader where Lightning would put its own."""
         self._stage = stage
-        if isinstance(dataloader, DistributedLoader):  # of another Trainer, or another stage
-            dataloader = dataloader.source
+        dataloader = source_of(dataloader)  # of another Trainer, or another stage
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
@@ -118,19 +117,19 @@ class DataPath:
 
     # What is iterated over.
 
-    def wrap(self, dataloader: Any) -> DistributedLoader:
+    def wrap(self, dataloader: Any) -> Any:
         """Return what the Trainer is to iterate over in place of a loader. Collective."""
-        loader = DistributedLoader.around(dataloader, self.start_iterator)
+        loader = DistributedLoader(dataloader, self.start_iterator)
         # Loaders of training may be requested in the middle of an evaluation.
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
         if stage in EVALUATED:
             self.evaluation.balance(loader, stage)
             loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
-            return loader
+            return loader.shown()
         self.uneven.agree_on_length(loader)
         remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
         loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
-        return loader
+        return loader.shown()
 
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, whose first batch has just been requested.

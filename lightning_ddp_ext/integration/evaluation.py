@@ -19,6 +19,7 @@ from lightning_ddp_ext.data.loader import (
     index_sampler_of,
     set_index_sampler,
 )
+from lightning_ddp_ext.data.proxy import show
 from lightning_ddp_ext.errors import SamplingError
 
 from .compat import active_loop_of, combined_loader_of, mode_of
@@ -66,7 +67,8 @@ class Evaluation(IdleSteps):
         loader.balance, loader.length = batches, max(batches)
         loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
         forget_workers(loader.loader)
-        set_index_sampler(loader.loader, PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare))
+        permanent = PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare)
+        set_index_sampler(loader.loader, show(sampler, permanent))
 
     def read(self, loader: DistributedLoader) -> Iterator[Any]:
         """Yield the batches of a loader, and count the steps; refuse idle ranks where these cannot be known."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.prediction_rows import REMEDY, PredictedBatch, join_batches
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.ranks import Ranks, is_gloo
@@ -87,9 +86,8 @@ def _predicted_here(trainer: Any) -> Predicted:
     for number, (loader, of_loader) in enumerate(zip(loaders, outputs, strict=True)):
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
-            name = type(loader.source if isinstance(loader, DistributedLoader) else loader).__name__
             raise SamplingError(
-                f"loader {number} must tell which samples a batch holds (got {name}, which does not); "
+                f"loader {number} must tell which samples a batch holds (got {type(loader).__name__}, which does not); "
                 "use a DataLoader over a dataset with indices"
             )
         # A loader may have read more than was predicted: workers read ahead.

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
+from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 
@@ -26,7 +27,7 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 def positions_of(trainer: Any) -> list[LoaderPosition]:
     """Return how far each training loader is read, in the order in which they are combined."""
     combined = combined_loader_of(trainer.fit_loop)
-    return [] if combined is None else [loader.position for loader in combined.flattened]
+    return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightning_ddp_ext.supervision.checksum import checksum
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
 from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
+from .resume import positions_of
 
 
 class UnevenInputs(IdleSteps):
@@ -115,7 +116,7 @@ class UnevenInputs(IdleSteps):
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
-        loaders = [each.loader for each in combined_loader_of(trainer.fit_loop).flattened]
+        loaders = [position.loader for position in positions_of(trainer)]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
         is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or was read before
         found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else ()))

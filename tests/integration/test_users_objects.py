@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader
 
+from tests.harness import training as harness
 from tests.harness.ranks import by_hand_env, run_ranks
+from tests.harness.training import At, Kind, data, make_strategy, make_trainer, on_both
 from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Training, Turning, difference, sampled, stream
 
 SAMPLES = 16
@@ -20,7 +28,15 @@ class InTwos(BatchSampler):
 
 
 class OwnLoader(DataLoader[Any]):
-    """A loader of the user's own."""
+    """A loader of the user's own, with arguments like those of torch_geometric's."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, shuffle: bool = False, own: Any = None, **options: Any):
+        self.own = own
+        super().__init__(dataset, batch_size, shuffle, **options)
+
+    def write(self, value: Any) -> Any:
+        self.own, before = value, self.own
+        return before
 
 
 def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
@@ -117,3 +133,51 @@ def peek(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_a_look_at_a_batch_changes_nothing(tmp_path: Path) -> None:
     """With `next(iter(trainer.train_dataloader))` in any hook, a run and those that resume it read the same batches."""
     assert run_ranks(peek, 2, tmp_path, env=by_hand_env(2)) == [[], []]
+
+
+def made(**options: Any) -> OwnLoader:
+    return OwnLoader(data(16), batch_size=2, shuffle=True, own="given", **options)
+
+
+class Combined(harness.Net):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch["own"], index)
+
+
+def look(kind: Kind, directory: Path) -> list[Any]:
+    """What callbacks see of loaders and set in them, and what Lightning makes of them later."""
+    facts: list[Any] = []
+
+    def use(trainer: L.Trainer) -> None:
+        loader: Any = trainer.train_dataloader
+        again = [loader, type(loader)(loader.dataset), copy.copy(loader), pickle.loads(pickle.dumps(loader))]
+        facts.append([(type(each).__name__, isinstance(each, OwnLoader), len(each), {*vars(each)}) for each in again])
+        facts.append([loader.write("set"), vars(loader)["own"], again[2].own, loader.batch_size])
+        loader.batch_sampler.batch_size = 4
+        facts.append([isinstance(trainer.val_dataloaders, DataLoader), isinstance(loader.batch_sampler, BatchSampler)])
+
+    def size(trainer: L.Trainer) -> None:
+        facts.append(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    def fit(module: L.LightningModule, loaders: Any, **options: Any) -> None:
+        make_trainer(make_strategy(kind, directory), **{"max_epochs": 1, **options}).fit(module, loaders)
+
+    for is_injected in (True, False):
+        callbacks = [At("on_train_start", use), At("on_train_end", size)]
+        fit(harness.Net(), made(), use_distributed_sampler=is_injected, callbacks=callbacks)
+    combined = CombinedLoader({"own": made()}, "max_size")
+    for _ in range(2):
+        fit(Combined(), combined, overfit_batches=2)
+    facts.append(type(combined.flattened[0].sampler).__name__ == "SequentialSampler")
+    if kind == "ours":  # stock starts the workers
+        is_first = os.environ["RANK"] == "0"
+        with pytest.warns(UserWarning, match="persistent_workers=True") if is_first else nullcontext():
+            fit(harness.Net(), made(num_workers=1, multiprocessing_context="spawn"), max_epochs=0)
+    return facts
+
+
+def test_users_see_loaders_as_stock_shows_them(tmp_path: Path) -> None:
+    """Of their class, with attributes to read and to set, to copy, to make anew, and with Lightning's hints."""
+    ours, stock = on_both(look, tmp_path)
+    assert ours == stock
+    assert (ours[0][3], ours[0][7]) == (2, 4)

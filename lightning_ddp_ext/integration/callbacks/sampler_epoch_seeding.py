@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import seed_of
 from lightning_ddp_ext.data.epochs import start_epoch
-from lightning_ddp_ext.data.loader import DistributedLoader
+from lightning_ddp_ext.data.loader import DistributedLoader, source_of
 from lightning_ddp_ext.data.seeding import seed_generators
 
 from ..data_path import DataPath, is_shared_out
@@ -52,10 +52,10 @@ class SamplerEpochSeeding(pl.Callback):
         self._replaced.put_back()
 
         def prepare(as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage) -> object:
-            source = dataloader.source if isinstance(dataloader, DistributedLoader) else dataloader
+            source = source_of(dataloader)
             if not is_shared_out(source):
                 source = as_lightning(source, shuffle, stage)
-            return DistributedLoader.around(source, start_iterator)
+            return DistributedLoader(source, start_iterator).shown()
 
         def start_iterator(loader: DistributedLoader, iterator: object) -> Iterator[Any]:
             start_epoch(loader.loader, epoch_of(trainer), rank=trainer.global_rank, seed=self.seed)
