@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 _MOST = 8
 
@@ -41,14 +42,22 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(known) != 1 else ''} {', '.join(shown)}{more}"
 
 
+def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
+    """Return activities with their ranks, the rarest one first.
+
+    >>> grouped({0: "save", 1: "load", 2: "save"})
+    [('load', [1]), ('save', [0, 2])]
+    """
+    ranks: dict[Any, list[Any]] = {}
+    for rank, activity in activities.items():
+        ranks.setdefault(activity, []).append(rank)
+    return sorted(ranks.items(), key=lambda entry: len(entry[1]))
+
+
 def who_does_what(activities: Mapping[object, str], verb: str) -> str:
-    """Return the ranks by activity, the rarest one first.
+    """Return the ranks by activity in words.
 
     >>> who_does_what({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
     'rank 1 began load; rank 0, rank 2 began save'
     """
-    ranks: dict[str, list[object]] = {}
-    for rank, activity in activities.items():
-        ranks.setdefault(activity, []).append(rank)
-    rarest_first = sorted(ranks.items(), key=lambda entry: len(entry[1]))
-    return listed((f"{listed(who)} {verb} {activity}" for activity, who in rarest_first), separator="; ")
+    return listed((f"{listed(who)} {verb} {activity}" for activity, who in grouped(activities)), separator="; ")

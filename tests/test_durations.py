@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from lightning_ddp_ext.durations import LONGEST, SHORTEST, to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 
-BOUNDED = (
-    "must be a positive number of seconds, from 0.001 to a hundred years (got {!r}); write timeout=60 for a minute"
-)
+BOUNDED = "must be a positive number of seconds, from 0.001 (got {!r}); write timeout=60 for a minute"
 TYPED = "must be seconds or a timedelta (got {0!r}, of type {0.__class__.__name__}); write timeout=60 or "
 
 
@@ -25,22 +23,22 @@ def test_seconds_and_timedelta_of_the_same_length_are_equal(milliseconds: int) -
 
 
 def test_bounds_and_none_are_taken() -> None:
-    """None is an argument that was not given."""
+    """None is an argument that was not given; a longer duration is as good as none."""
     for value in (SHORTEST, LONGEST, None):
-        assert to_timedelta(value, field="timeout") is value
-    assert to_timedelta(90, field="timeout") == timedelta(seconds=90)
+        assert to_timedelta(value, field="timeout") == value
+    for beyond in (math.inf, 1e30, timedelta.max):
+        assert to_timedelta(beyond, field="timeout") == LONGEST
 
 
 @pytest.mark.parametrize(
     ("rule", "values"),
     [
         (BOUNDED, (0, -0.5, 1e-9, math.nan, -math.inf, timedelta(0), timedelta(microseconds=1))),
-        (BOUNDED, (math.inf, 1e30, timedelta.max)),
         (TYPED + "timeout=timedelta(minutes=1)", (True, "60", [60], 1j)),
     ],
 )
 def test_what_is_no_duration_is_refused(rule: str, values: tuple[object, ...]) -> None:
-    """Field, rule, value and remedy, also for what torch cannot count and what would overflow a clock."""
+    """Field, rule, value and remedy, also for what torch cannot count."""
     for value in values:
         with pytest.raises(ConfigurationError) as refused:
             to_timedelta(value, field="timeout")  # type: ignore[call-overload]

@@ -109,7 +109,7 @@ def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: 
     threads = [threading.Thread(target=release.wait, name=name, daemon=daemon) for name, daemon in names]
     for thread in threads:
         thread.start()
-    (temporary / "ddpx-leftover").touch()
+    (temporary / "lightning_ddp_ext-leftover").touch()
     (temporary / "somebody-elses").touch()
     (here / "lightning_logs").mkdir()
     os.chdir(tmp_path)
@@ -124,7 +124,7 @@ def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: 
         "environment variable HARNESS_B='b' (was None)",
         "thread user",
         "thread ddpx-beat",
-        f"file {temporary / 'ddpx-leftover'}",
+        f"file {temporary / 'lightning_ddp_ext-leftover'}",
         f"file {here / 'lightning_logs'}",
         f"working directory {tmp_path} (was {here})",
         "process group gloo of 1 ranks",

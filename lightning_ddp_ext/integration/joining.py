@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,25 +53,6 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class StartVariables:
-    """Environment variables for the ranks that this process starts.
-
-    Attributes:
-        variables: names and values.
-        leftover: a file or directory to remove after all ranks exited.
-    """
-
-    variables: dict[str, str]
-    leftover: str | None = None
-
-    def clean_up(self) -> None:
-        """Remove the file or directory that killed ranks leave."""
-        if self.leftover is not None:
-            shutil.rmtree(self.leftover, ignore_errors=True)
-            Path(self.leftover).unlink(missing_ok=True)
-
-
 class Rendezvous:
     """Where and how the ranks of a strategy connect; for the arguments see ``DDPExtStrategy``.
 
@@ -96,7 +76,7 @@ class Rendezvous:
         self.timeouts = Timeouts(heartbeat=heartbeat.total_seconds())
         self._nccl, self._interface = nccl, interface
 
-    def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> StartVariables:
+    def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables by which started ranks connect, besides the init method.
 
         On one node without an address the kernel chooses a port, so it is never guessed, nor lost to another job. In a
@@ -105,15 +85,15 @@ class Rendezvous:
         method = self.init_method
         if isinstance(method, File):
             if num_nodes > 1 or not method.is_directory or os.environ.get(RUN_ID_VARIABLE):
-                return StartVariables({})
+                return {}
             made_up = secrets.token_hex(8)
-            return StartVariables({RUN_ID_VARIABLE: made_up}, leftover=method.file_for(made_up))
+            remove_at_exit(method.file_for(made_up))
+            return {RUN_ID_VARIABLE: made_up}
         has_address = _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment)
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
             where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
-            return StartVariables({"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)})
-        directory = tempfile.mkdtemp(prefix="lightning_ddp_ext-")
-        return StartVariables({PRIVATE_FILE: os.path.join(directory, "rank-0")}, leftover=directory)
+            return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
+        return {PRIVATE_FILE: temporary_path()}
 
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
         """Connect the ranks, form the process group, and log it. Collective: every rank must call it.
@@ -129,7 +109,8 @@ class Rendezvous:
         if context is not None:
             context.component(Survey)  # answers the other ranks from now on
             if is_first:
-                rank_zero_info(f"process group: {request.backend}, {_ranks(request)}, {request.init_method}")
+                size, where = request.world.world_size, f"{request.init_method}{request.endpoint.note()}"
+                rank_zero_info(f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}")
         if debugged is not None and debugged.rank == request.world.rank:
             wait_for_debugger(debugged.rank, debugged.port)
 
@@ -162,15 +143,15 @@ class Rendezvous:
             check_file(method, num_nodes=strategy.num_nodes)
             return FileEndpoint(method.file_for(run_id_from_launcher(environ)))
         if isinstance(method, Tcp):
-            return TcpEndpoint(method)
+            return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
         if PRIVATE_FILE in environ and strategy.num_nodes == 1:
             return FileEndpoint(environ[PRIVATE_FILE], is_local=True)
         assert environment is not None
         where = _address_in(environment, environ)
         if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's agent listens there itself, so that rank 0 cannot.
-            return StoreEndpoint(where, run_id_from_launcher(environ) or "")
-        return TcpEndpoint(where)
+            return StoreEndpoint(where, f"lightning_ddp_ext/{run_id_from_launcher(environ) or ''}")
+        return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
 
 @contextmanager
@@ -189,6 +170,17 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
                 os.environ[name] = value
 
 
+def temporary_path() -> str:
+    """Return the path of a file that does not exist yet; it has no directory, which a killed process would leave."""
+    return remove_at_exit(os.path.join(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}"))
+
+
+def remove_at_exit(path: str) -> str:
+    """Return the path, and remove the file that killed ranks leave there after all ranks exited."""
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
+
+
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
     """Return the address that ``env://`` means; without a port, every process would choose another one."""
     if "MASTER_PORT" not in environ and not _says_by_itself("main_port", environment):
@@ -203,11 +195,6 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
     """Whether ``main_address`` or ``main_port`` is more than what the variables ``MASTER_...`` say."""
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
-
-
-def _ranks(request: Request) -> str:
-    size = request.world.world_size
-    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
-from .joining import Rendezvous, environment_of_started_ranks
+from .joining import Rendezvous, environment_of_started_ranks, temporary_path
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
@@ -80,16 +79,15 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return supervised(function, *args, harmless=_HARMLESS, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        start = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
-        with environment_of_started_ranks({**start.variables, LAUNCHER_PID: str(os.getpid())}):
+        variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
+        with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"
         limit = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
         scripts = ChildScripts(list(self.procs), **limit)
-        note_started(StartedRanks(start.variables, self.num_processes * self.num_nodes, scripts))
-        atexit.register(start.clean_up)
-        atexit.register(scripts.wait)  # runs before start.clean_up
+        note_started(StartedRanks(variables, self.num_processes * self.num_nodes, scripts))
+        atexit.register(scripts.wait)  # before files are removed, as that was registered earlier
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
@@ -123,17 +121,11 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Lightning's own method cannot be extended: it calls nothing between the start of the processes and the wait.
         """
         self._refuse_second_launch(trainer)
-        start = self._rendezvous.start_variables(self._environment, self._strategy.num_nodes)
-        try:
-            with (
-                tempfile.TemporaryDirectory(prefix="lightning_ddp_ext-") as directory,
-                environment_of_started_ranks(start.variables),
-            ):
-                results = _Results(f"{directory}/results")
-                self._run_ranks(results, trainer, function, args, kwargs)
-                output = results.load()
-        finally:
-            start.clean_up()
+        variables = self._rendezvous.start_variables(self._environment, self._strategy.num_nodes)
+        results = _Results(temporary_path())
+        with environment_of_started_ranks(variables):
+            self._run_ranks(results, trainer, function, args, kwargs)
+        output = results.load()
         if trainer is None:
             return output
         self._already_fit |= trainer.state.fn == "fit"
@@ -219,10 +211,11 @@ class _Results:
 
     def put(self, results: Any) -> None:
         """Write the results; Lightning's own code calls this on rank 0."""
-        with open(self.path, "wb") as file:
+        with open(self.path, "xb", opener=partial(os.open, mode=0o600)) as file:
             pickle.dump(results, file)
 
     def load(self) -> Any:
-        """Read the results."""
+        """Read the results, and remove the file."""
         with open(self.path, "rb") as file:
+            os.unlink(self.path)
             return pickle.load(file)

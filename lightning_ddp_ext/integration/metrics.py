@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, listed, reduce_batch
+from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, reduce_batch
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey

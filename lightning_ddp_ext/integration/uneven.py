@@ -17,7 +17,7 @@ from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_s
 from lightning_ddp_ext.data.position import LoaderPosition
 from lightning_ddp_ext.data.shortest import Mode, end_together
 from lightning_ddp_ext.errors import SamplingError
-from lightning_ddp_ext.rank_lists import listed, ranks_in_words
+from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.checksum import checksum
 
@@ -139,7 +139,7 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
         return None
     if most_steps != -1 and trainer.global_step + math.ceil(fewest / trainer.accumulate_grad_batches) >= most_steps:
         return None
-    by_rank = listed([f"{length} on rank {rank}" for rank, length in enumerate(lengths)])
+    by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
         "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "

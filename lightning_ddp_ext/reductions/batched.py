@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_ext.errors import DivergenceError
+from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
 DTYPES = (torch.float32, torch.float64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -28,7 +29,6 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 _ROOM = 64  # values in the first message
-_NAMED = 8  # values and ranks in an error
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,11 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
         dist.barrier()
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
-    deviations = [f"rank {rank} {_deviation(names, usual)}" for rank, names in enumerate(by_rank) if names != usual]
+    deviations = {rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual}
     return DivergenceError(
-        f"ranks have logged different values with sync_dist=True: {listed(deviations)} (as compared with "
-        f"rank{'s' * (len(usual_ranks) > 1)} {listed(usual_ranks)}); every rank must log the same names in the same "
+        "ranks have logged different values with sync_dist=True: "
+        f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (as compared with "
+        f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
         "order, so log them outside of what only some ranks do, or leave sync_dist out"
     )
 
@@ -104,9 +105,3 @@ def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
     more, less = Counter(names) - Counter(usual), Counter(usual) - Counter(names)
     parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
     return " and ".join(parts) or f"logged in another order: {listed(names)}"
-
-
-def listed(items: Iterable[object]) -> str:
-    """Join the first items, for an error."""
-    names = [str(item) for item in items]
-    return ", ".join(names if len(names) <= _NAMED else [*names[:_NAMED], "..."])

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.wire import SILENT, Connection, Message, encode, keep_alive
+from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, SILENT, Connection, Message, encode, keep_alive
 
 Listener = Callable[[Message], None]
 # Called with topic and body of what a connection says that belongs to no rank yet.
@@ -112,6 +112,9 @@ class Channel:
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
         """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits, never raises."""
         line = encode(topic, body)
+        if len(line) > MAX_MESSAGE:  # the receiver would end the connection
+            _logger.error("a message on %r is not sent, as it has %d bytes; at most %d", topic, len(line), MAX_MESSAGE)
+            return
         with self._lock:  # all ranks get messages in one order
             for rank, connection in self._peers.items():
                 if ranks is None or rank in ranks:

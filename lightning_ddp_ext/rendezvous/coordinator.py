@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up, refusal_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, own_addresses
 from lightning_ddp_ext.rendezvous.store import host_store
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, decode, encode
 
@@ -37,6 +37,7 @@ class Coordinator:
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
+        self._addresses = own_addresses()
         self._route = ""
         _raise_limit_of_descriptors()
         listener, self._address = self._listen()
@@ -66,6 +67,8 @@ class Coordinator:
                 self._stay()
             withdraw()
             raise
+        if self._endpoint.is_local:  # none can be late, and what is removed now is not left by a kill
+            withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
     def _look_around(self) -> None:
@@ -132,10 +135,12 @@ class Coordinator:
             self._refuse(error)
             return
         self._present[info.rank] = info
+        hosts = [str(connection.socket.getsockname()[0]).removeprefix("::ffff:"), *self._addresses]
         if info.network != self._hello.info.network:
-            self._route = str(connection.socket.getsockname()[0]).removeprefix("::ffff:")
+            hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
+            self._route = hosts[0]
         self._channel.adopt(info.rank, connection)
-        self._channel.reply(connection, "handshake", {"heard": self._store.port})
+        self._channel.reply(connection, "handshake", {"heard": [self._store.port, hosts]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": by_host(self._table), "route": self._route})
@@ -181,7 +186,8 @@ class Coordinator:
                 f"within {self._deadline.seconds:g} s (init_timeout); present: {present}; check that every rank is "
                 "started and can reach it, or raise init_timeout"
             )
-            self._refuse(MissingRanksError(sentence, tuple(missing)))
+            obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
+            self._refuse(obstacle or MissingRanksError(sentence, tuple(missing)))
 
 
 def _raise_limit_of_descriptors() -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import socket
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from torch.distributed import TCPStore
 from typing_extensions import override
@@ -25,8 +27,10 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
+from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen, network_identity, own_addresses
 from lightning_ddp_ext.rendezvous.store import connect_store
+
+_logger = logging.getLogger(__name__)
 
 _LONGEST_ADDRESS = 1 << 16
 
@@ -54,7 +58,7 @@ class Endpoint:
     """How ranks find rank 0: it listens on a port that the kernel chooses, and publishes its address."""
 
     is_local = False
-    """Whether all ranks are on this host, so that rank 0 listens on loopback only."""
+    """Whether all ranks are on this host, so that rank 0 may listen on loopback only."""
 
     def listen(self) -> tuple[socket.socket, Address]:
         """On rank 0: a listening socket and its address. Raises ``RendezvousError``."""
@@ -73,41 +77,63 @@ class Endpoint:
     def withdraw(self, address: Address) -> None:
         """On rank 0: remove what was published, unless it is another process's."""
 
+    def obstacle(self) -> RendezvousError | None:
+        """Why other ranks cannot find rank 0, as far as this host can tell."""
+
+    def note(self) -> str:
+        """What the log says of where rank 0 listens, if that is not where the init method says."""
+        return ""
+
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``, which every rank knows."""
+    """Rank 0 listens at ``where``, which every rank knows; on loopback alone only if ``is_local``."""
 
     where: Tcp
+    is_local: bool = True
 
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            return listen(self.where.host, self.where.port), self.look_up(Deadline(0.0))
-        except socket.gaierror as error:
-            raise unresolvable(self.where, error) from None
+            # Some operators give rank 0 a loopback address, and the ranks of other nodes the one of its host.
+            listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(
                 f"init_method '{self.where}': rank 0 on {socket.gethostname()} (pid {os.getpid()}) cannot bind port "
-                f"{self.where.port}: {error.strerror or error}; stop the program that holds it or choose another port"
+                f"{self.where.port}: {os.strerror(error.errno or 0)}; stop the program that holds it or choose another "
+                "port"
             ) from None
+        obstacle = self.obstacle()
+        if obstacle is not None:
+            _logger.warning("%s (rank 0 waits, as the name may become known within init_timeout)", obstacle)
+        return listener, self.look_up(Deadline(0.0))
+
+    @override
+    def obstacle(self) -> RendezvousError | None:
+        try:
+            socket.getaddrinfo(self.where.host, self.where.port)
+        except socket.gaierror as error:
+            return RendezvousError(
+                f"init_method '{self.where}': host {self.where.host!r} does not resolve on {socket.gethostname()} "
+                f"({error.strerror}); give the address of rank 0's host, or a name that every host knows"
+            )
+        return None
+
+    @override
+    def note(self) -> str:
+        return "" if self.is_local or not is_loopback(self.where.host) else " (rank 0 listens on all interfaces)"
 
     @override
     def look_up(self, deadline: Deadline) -> Address:
         return Address((self.where.host,), self.where.port)
 
 
+@dataclass(frozen=True)
 class FileEndpoint(Endpoint):
-    """Rank 0 writes its address into the file at ``path``.
+    """Rank 0 writes its address into the file at ``path``, which is absolute."""
 
-    Args:
-        path: absolute.
-        is_local: whether all ranks are on this host.
-    """
-
-    def __init__(self, path: str, *, is_local: bool = False) -> None:
-        self.path = path
-        self.is_local = is_local
+    path: str
+    is_local: bool = False
 
     @override
     def look_up(self, deadline: Deadline) -> Address | None:
@@ -141,8 +167,7 @@ class FileEndpoint(Endpoint):
         """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            with open(temporary, "x", opener=partial(os.open, mode=0o600)) as file:
                 file.write(_text_of(address))
             os.replace(temporary, self.path)
         except OSError as error:
@@ -156,18 +181,13 @@ class FileEndpoint(Endpoint):
                 os.unlink(temporary)
 
 
+@dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address into a store that a launcher hosts.
+    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` that no other run of it uses."""
 
-    Args:
-        where: the store's host and port.
-        key: what no other run of this launcher uses.
-    """
-
-    def __init__(self, where: Tcp, key: str) -> None:
-        self.where = where
-        self.key = f"lightning_ddp_ext/{key}"
-        self._store: TCPStore | None = None
+    where: Tcp
+    key: str
+    _store: TCPStore | None = None
 
     @override
     def look_up(self, deadline: Deadline) -> Address | None:
@@ -195,11 +215,3 @@ def _address_in(content: bytes) -> Address | None:
         return Address(**{**values, "hosts": tuple(values["hosts"])})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def unresolvable(where: Tcp, error: socket.gaierror) -> RendezvousError:
-    """The name of rank 0's host is not known here."""
-    return RendezvousError(
-        f"init_method '{where}': host {where.host!r} does not resolve on {socket.gethostname()} ({error.strerror}); "
-        "give the address of rank 0's host, or a name that every host knows"
-    )

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch.distributed import Store, TCPStore
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
+from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint, unresolvable
+from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.peer_event import event_of
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, table_of
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
+from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback
 from lightning_ddp_ext.rendezvous.store import connect_store
 from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
@@ -52,8 +54,7 @@ class Handshake:
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
         self._published: Address | None = None
-        self._host = self._where = ""
-        self._own_address = ""
+        self._host = self._where = self._own_address = ""
 
     def run(self) -> Connections:
         """Wait until all ranks have connected.
@@ -94,14 +95,13 @@ class Handshake:
 
     def _is_rank_zero_at(self, host: str, address: Address) -> bool:
         try:
-            seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
-            connected = socket.create_connection((host, address.port), timeout=seconds)
+            connected = self._connect(host, address.port)
         except OSError as error:
             # Also a name that is not known yet: a cluster's name service may learn it only when that host is up.
             self._obstacle = error
             return False
-        self._host, self._where = host, f"{host}:{address.port}"
-        self._own_address = str(connected.getsockname()[0]).removeprefix("::ffff:")
+        self._where = f"{host}:{address.port}"
+        self._host, self._own_address = str(connected.getpeername()[0]), str(connected.getsockname()[0])
         self._answers.clear()
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
@@ -115,6 +115,10 @@ class Handshake:
             return True
         self._obstacle = self._no_answer()
         return False
+
+    def _connect(self, host: str, port: int) -> socket.socket:
+        seconds = max(0.1, min(self._timeouts.connect, self._deadline.remaining))
+        return socket.create_connection((host, port), timeout=seconds)
 
     def _no_answer(self) -> str:
         closed = self._channel.ended.get(0)
@@ -130,10 +134,10 @@ class Handshake:
         return "it accepted, but is silent" if closed is None else "it closed the connection without an answer"
 
     def _not_found(self) -> RendezvousError:
-        found = self._obstacle
+        found, obstacle = self._obstacle, self._endpoint.obstacle()
+        if obstacle is not None:
+            return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
-            if isinstance(found, socket.gaierror):
-                return unresolvable(self._endpoint.where, found)
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
             remedy = "that this address is its host's"
         else:
@@ -152,16 +156,31 @@ class Handshake:
 
     def _open_store(self) -> TCPStore:
         """Open the store as soon as rank 0 has answered: it does not bear hundreds of ranks at once."""
-
-        def check() -> None:
-            self._channel.poll(0.0)
-            self._raise_if_over()
-
+        port, hosts = self._answers["heard"]
         try:
-            return connect_store(self._host, self._answers["heard"], self._deadline, check)
+            if self._host != hosts[0]:
+                self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
+            return connect_store(self._host, port, self._deadline, self._check)
         except RendezvousError:
             self._await_welcome()  # raises what is known better: a refusal, or the silence of rank 0
             raise
+
+    def _find_store(self, hosts: list[str], port: int) -> None:
+        """Find rank 0's host behind a service or a tunnel, which may forward no other port than that of rank 0."""
+        for _ in self._deadline.ticks():
+            self._check()
+            for host in hosts:
+                with suppress(OSError), self._connect(host, port) as connected:
+                    self._host, self._own_address = host, str(connected.getsockname()[0])
+                    return
+        raise RendezvousError(
+            f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
+            "let all hosts reach each other at every port, as collectives also need that"
+        )
+
+    def _check(self) -> None:
+        self._channel.poll(0.0)
+        self._raise_if_over()
 
     def _await_welcome(self) -> tuple[RankInfo, ...]:
         if not self._wait_for("welcome", self._deadline.remaining):

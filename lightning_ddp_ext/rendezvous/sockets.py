@@ -99,30 +99,17 @@ def listen(host: str, port: int) -> socket.socket:
         port: 0 for one that the kernel finds free.
 
     Raises:
-        OSError: the host does not resolve (``socket.gaierror``) or the port cannot be bound.
+        OSError: the port cannot be bound.
     """
-    if not host:
-        with suppress(OSError):
-            return listen("::", port)  # takes IPv4 connections, too
-        return listen("0.0.0.0", port)  # this host has no IPv6
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    bind_to = str(address[0]) if is_loopback(host) or host == "localhost" else ""
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and not bind_to:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((bind_to, port))
-        listener.listen(1024)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    is_dual = not is_loopback(host) and socket.has_dualstack_ipv6()
+    place = host if is_loopback(host) else "::" if is_dual else "0.0.0.0"
+    family, *_, address = socket.getaddrinfo(place, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=1024, dualstack_ipv6=is_dual)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether a numeric address never leaves this host."""
-    return address == "::1" or address.startswith(("127.", "::ffff:127."))
+def is_loopback(host: str) -> bool:
+    """Whether a host, as an address or a name, is this one and none other."""
+    return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
 
 
 def own_addresses() -> list[str]:
@@ -140,9 +127,8 @@ def own_addresses() -> list[str]:
 
 def interface_of(address: str) -> str | None:
     """The name of this host's interface that has the numeric ``address``; ``None`` where there is none."""
-    plain = address.removeprefix("::ffff:")
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == plain for entry in entries):
+        if any(entry.address == address for entry in entries):
             return str(name)
     return None
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import TCPStore
 
 from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
-from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen
+from lightning_ddp_ext.rendezvous.sockets import listen
 
 # Of one operation on a key that is known to be there.
 _OPERATION = timedelta(seconds=10)
@@ -20,11 +20,11 @@ def host_store(bound_to: str) -> TCPStore:
     """Open a store's server; it has a thread, so that nothing should be forked afterwards.
 
     Args:
-        bound_to: a loopback address, on which it listens, too; for any other it listens on all interfaces.
+        bound_to: where rank 0's other listener is: at a loopback address, or on all interfaces.
     """
-    listener = listen(bound_to if is_loopback(bound_to) else "", 0)
+    listener = listen(bound_to, 0)
     port = int(listener.getsockname()[1])
-    host = bound_to if is_loopback(bound_to) else "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to  # a host may have IPv6, but not ::1
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_OPERATION, master_listen_fd=listener.detach()
     )
@@ -39,12 +39,9 @@ def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], 
     Raises:
         RendezvousError: the store has not answered before the deadline.
     """
-
-    def construct() -> TCPStore:
-        return TCPStore(host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
-
+    client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
     try:
-        store = deadline.bound(construct, check=check)
+        store = deadline.bound(client, check=check)
     except DDPExtError:
         raise
     except Exception as error:

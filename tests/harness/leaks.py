@@ -25,7 +25,7 @@ _HARMLESS_VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR",
 }
 _HARMLESS_FILES = ("__pycache__", ".")  # beginnings of names, as the next one
-_TEMPORARY_FILES = "ddpx"
+_TEMPORARY_FILES = "lightning_ddp_ext-"
 _SECONDS_TO_END = 60.0  # an interpreter with torch needs some to end, on a busy core
 
 

@@ -52,6 +52,11 @@ class Host:
             raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
         os.close(process)
 
+    def ip(self, *commands: str) -> None:
+        """Change its network, by commands of the program ``ip``."""
+        words = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"]
+        subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
+
 
 @dataclass(frozen=True)
 class Network:
@@ -68,7 +73,7 @@ class Network:
 
     def cut(self) -> None:
         """Pull the second host's cable out of the switch: from now on packets to and from it are lost silently."""
-        _ip(self.switch, "link set port1 nomaster")
+        self.switch.ip("link set port1 nomaster")
 
 
 @contextlib.contextmanager
@@ -114,20 +119,15 @@ def _host(number: int, name: str, directory: Path) -> Iterator[Host]:
 
 
 def _lay_cables(hosts: list[Host], switch: Host) -> None:
-    _ip(switch, "link add switch type bridge")
+    switch.ip("link add switch type bridge")
     for number, host in enumerate(hosts):
-        _ip(switch, f"link add port{number} type veth peer name eth0 netns {host.pid}")
-        _ip(host, "link set lo up", f"addr add {host.address}/24 dev eth0")
+        switch.ip(f"link add port{number} type veth peer name eth0 netns {host.pid}")
+        host.ip("link set lo up", f"addr add {host.address}/24 dev eth0")
         if host.address6:
-            _ip(host, f"addr add {host.address6}/64 dev eth0 nodad")
-        _ip(host, "link set eth0 up")
-        _ip(switch, f"link set port{number} master switch up")
-    _ip(switch, "link set switch up")
-
-
-def _ip(host: Host, *commands: str) -> None:
-    words = ["nsenter", f"--net=/proc/{host.pid}/ns/net", "ip", "-batch", "-"]
-    subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
+            host.ip(f"addr add {host.address6}/64 dev eth0 nodad")
+        host.ip("link set eth0 up")
+        switch.ip(f"link set port{number} master switch up")
+    switch.ip("link set switch up")
 
 
 def _has_ipv6() -> bool:

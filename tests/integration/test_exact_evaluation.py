@@ -313,7 +313,7 @@ def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
     starts = [
         *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 3,
         "every rank needs a batch of its own in every step where no sampler with a length (inf: none) says what Data",
-        "the ranks have different numbers of training batches (2 on rank 0, 1 on rank 1, 1 on rank 2)",
+        "the ranks have different numbers of training batches (2 on rank 0, 1 on ranks 1, 2)",
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts
     assert others == [first] * 2

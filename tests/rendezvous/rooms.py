@@ -15,7 +15,6 @@ import torch
 from lightning_ddp_ext.rendezvous.endpoint import FileEndpoint, TcpEndpoint
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.request import Request
-from lightning_ddp_ext.rendezvous.sockets import listen
 from lightning_ddp_ext.world import World
 from tests.harness.ranks import free_port
 
@@ -59,7 +58,7 @@ def request(
 @contextlib.contextmanager
 def server(answer: Answer, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[Tcp]:
     """A program that is not ours at a TCP address; ``answer`` is called with each connection."""
-    listener = listen(host, port)
+    listener = socket.create_server((host, port))
     connections: list[socket.socket] = []
 
     def accept() -> None:
@@ -90,3 +89,19 @@ def web(connection: socket.socket) -> None:
         connection.recv(1 << 16)
         connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         connection.shutdown(socket.SHUT_WR)
+
+
+def forward(end: tuple[str, int], connection: socket.socket) -> None:
+    """Pass on what comes, in both directions, as a tunnel does."""
+    there = socket.socket()
+    if there.connect_ex(end) != 0:
+        connection.close()
+    for ends in ((connection, there), (there, connection)):
+        threading.Thread(target=_pump, args=ends, daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while received := source.recv(1 << 16):
+            sink.sendall(received)
+        sink.shutdown(socket.SHUT_WR)

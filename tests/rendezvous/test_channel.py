@@ -13,14 +13,7 @@ import pytest
 
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.sockets import listen
-from lightning_ddp_ext.rendezvous.wire import (
-    CLOSED,
-    MAX_UNSENT,
-    NOT_READING,
-    Connection,
-    Message,
-    encode,
-)
+from lightning_ddp_ext.rendezvous.wire import CLOSED, MAX_MESSAGE, MAX_UNSENT, NOT_READING, Connection, Message, encode
 from tests.harness.ranks import RankProcesses
 
 WITHIN = 10.0
@@ -60,18 +53,20 @@ def fail(body: Message) -> None:
 def test_messages_go_to_rank_0_and_from_it_to_all(caplog: pytest.LogCaptureFixture) -> None:
     """With the sender and in their order, those first that came before anybody listened; leaving is no death.
 
-    A listener that raises is reported, and ends nothing.
+    A listener that raises is reported, and so is a message that is too long; neither ends anything.
     """
     zero, heard = RankZero(), [queue.Queue[Message]() for _ in range(3)]
     first, second = (zero.join(rank) for rank in (1, 2))
     zero.channel.listen("bad weather", fail)
     first.send("bad weather", {})
+    first.send("weather", {"text": "x" * MAX_MESSAGE})
     for number in range(50):
         first.send("weather", {"number": number})
     first.send("arrived", {})
     zero.channel.listen("arrived", heard[0].put)
     assert heard[0].get(timeout=WITHIN) == {"from": 1}
     assert "the control channel goes on after an error" in caplog.text
+    assert "a message on 'weather' is not sent, as it has 1048602 bytes" in caplog.text
     zero.channel.listen("weather", heard[0].put)
     for number in range(50, 100):
         first.send("weather", {"number": number})

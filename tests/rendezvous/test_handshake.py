@@ -138,12 +138,6 @@ def test_late_ranks_hear_why_the_start_failed(endpoint: Endpoint) -> None:
     same_error(*first, Process(2, 3, endpoint))
 
 
-def test_ranks_may_know_the_host_of_rank_0_by_different_names() -> None:
-    """They are connected, so it is the same host."""
-    endpoint, names = tcp(), ("tcp://10.0.0.1:29500", "tcp://head:29500")
-    expect_welcome(*(Process(rank, 2, endpoint, init_method=name) for rank, name in enumerate(names)))
-
-
 def test_latecomers_are_told_of_the_run_that_is_going_on(endpoint: Endpoint) -> None:
     """And change nothing for it."""
     running = [Process(0, 2, endpoint), Process(1, 2, endpoint)]

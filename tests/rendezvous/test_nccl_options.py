@@ -38,10 +38,7 @@ def test_settings_become_variables() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (
-            {"p2p_level": "NVLINK"},
-            r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); leave it",
-        ),
+        ({"p2p_level": "NVLINK"}, r"NCCLOptions.p2p_level must be one of LOC, .*SYS \(got 'NVLINK'\); leave it"),
         ({"socket_nthreads": "4"}, r"NCCLOptions.socket_nthreads must be of type int \(got '4'\)"),
         ({"ib_disable": 1}, r"NCCLOptions.ib_disable must be of type bool \(got 1\)"),
     ],

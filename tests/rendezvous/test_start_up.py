@@ -7,7 +7,8 @@ import re
 import resource
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,24 @@ import torch
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
-from lightning_ddp_ext.rendezvous import handshake
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.store import connect_store
 from tests.harness.network import Network
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.rooms import Answer, place, request, server, silent, url, web
+from tests.rendezvous.rooms import Answer, forward, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test
 
-# What one process asks for: arguments of ``request``, and ``stop``, what it stands still in front of.
+# What one process asks for: arguments of ``request``, ``stop``, what it stands still in front of, and ``tunnels``, the
+# ends of those that this process runs to its end.
 Settings = Mapping[str, Any]
+tunnels: list[AbstractContextManager[Tcp]] = []
 
 
 def add_ones() -> float:
@@ -46,6 +49,9 @@ def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) 
     mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
     stop_in_front_of(mine.pop("stop", None))
+    for (host, port), end in mine.pop("tunnels", ()):
+        tunnels.append(server(partial(forward, end), host=host, port=port))
+        tunnels[-1].__enter__()
     hold("ready")
     join(request(**mine))
     return add_ones()
@@ -64,9 +70,10 @@ def announce_connected_ranks() -> None:
 
 
 def stop_in_front_of(name: str | None) -> None:
-    """Hold when a function of ``torch.distributed`` is called; the store is one that cannot be reached."""
+    """Hold when a function of ``torch.distributed`` is called; seek the store for a moment only."""
     if name == "the store":
-        handshake.connect_store = lambda host, port, *_: connect_store(host, free_port(), Deadline(0.5))
+        find = Handshake._find_store
+        Handshake._find_store = lambda self, *args: find(vars(self).update(_deadline=Deadline(0.5)) or self, *args)
     elif name is not None:
         setattr(dist, name, lambda *args, **kwargs: hold("in front"))
 
@@ -101,9 +108,9 @@ def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str
     return message
 
 
-def process(rank: int, pid: int) -> str:
+def process(rank: int, pid: int, host: str = HOST) -> str:
     """How messages name a process."""
-    return f"rank {rank} (host {HOST}, pid {pid})"
+    return f"rank {rank} (host {host}, pid {pid})"
 
 
 def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) -> tuple[float, bool]:
@@ -186,13 +193,37 @@ def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim:
     assert same_sentence(others, RankDiedError).startswith(death)
 
 
-def test_a_rank_that_reaches_rank_0_but_not_the_store(tmp_path: Path) -> None:
-    """It is named with its reason on all ranks, although it fails only when all have been welcomed."""
-    first, second = endings(place("tcp", tmp_path), [{}, {"stop": "the store"}], init_timeout=LONG)
-    reason = sentence(second, RendezvousError)
-    assert reason.startswith("the store at 127.0.0.1:")
-    failed = f"{process(1, second.pid)} failed, so this rank stops: RendezvousError: {reason}"
-    assert sentence(first, RankFailedError) == failed
+@pytest.mark.netns
+@pytest.mark.parametrize(("host", "stop"), [("127.0.0.1", "the store"), ("10.77.0.1", None)])
+def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts: Network) -> None:
+    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks hear why not, after all were welcomed."""
+    there, port = two_hosts[0].address, free_port()
+    settings = [
+        {"init_timeout": LONG, "tunnels": [((there, port + 1), ("127.0.0.1", port))], "where": Tcp(host, port)},
+        {"init_timeout": LONG, "tunnels": [(("127.0.0.1", port), (there, port + 1))], "stop": stop},
+    ]
+    with started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
+        first, second = ranks.wait()
+    if stop is None:
+        assert [first.result, second.result] == [2.0, 2.0]
+        return
+    reason, name = sentence(second, RendezvousError), process(1, second.pid, "host-b")
+    assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
+    assert reason.endswith("; let all hosts reach each other at every port, as collectives also need that")
+    assert sentence(first, RankFailedError) == f"{name} failed, so this rank stops: RendezvousError: {reason}"
+
+
+@pytest.mark.netns
+def test_a_name_that_resolves_late(two_hosts: Network) -> None:
+    """As that of a headless service: rank 0 listens and says what it waits for; the others try again."""
+    known = two_hosts[0].hosts_file.read_text()
+    for host in two_hosts:
+        host.hosts_file.write_text("127.0.0.1 localhost\n")
+    with started(Tcp("host-a", free_port()), [{"init_timeout": LONG}] * 2, namespaces=list(two_hosts)) as ranks:
+        ranks.wait_for_output("does not resolve on host-a", 0)
+        for host in two_hosts:
+            host.hosts_file.write_text(known)
+        assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
 @pytest.mark.netns
