@@ -125,8 +125,8 @@ class Rendezvous:
         is_first = current() is None
         request = self._request(strategy)
         context = join(request if debugged is None else without_limits(request))
-        install_excepthook()
         if context is not None:
+            install_excepthook()
             context.component(Survey)  # answers the other ranks from now on
             if is_first:
                 rank_zero_info(f"process group: {request.backend}, {_ranks(request)}, {request.init_method}")
