@@ -9,11 +9,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
@@ -43,11 +45,11 @@ class Checkpoints:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
         io = self._strategy.checkpoint_io
         stops = getattr(self._strategy, "stops", None)  # of our strategy
+        seconds = 0.0 if stops is None else stops.deadline.total_seconds()
         if isinstance(io, RankZeroCheckpointIO) and stops is not None:
-            io.saver.deadline = stops.deadline.total_seconds()
-        self.on_rank_zero(
-            lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options), f"saving {os.fspath(path)}"
-        )
+            io.saver.deadline = seconds  # in the background
+        write = partial(io.save_checkpoint, checkpoint, path, storage_options=storage_options)
+        self.on_rank_zero(delaying_forced_end(seconds)(write), f"saving {os.fspath(path)}")
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""

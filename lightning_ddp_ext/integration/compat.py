@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from types import FrameType
@@ -119,6 +120,18 @@ def calling_result() -> tuple[Any, bool]:
     owner = frame.f_locals.get("self")
     is_logged = type(owner).__name__ == "_ResultMetric"
     return (owner if is_logged else None), is_logged and frame.f_code.co_name == "update"
+
+
+# Signals.
+
+
+def put_back_handlers(trainer: Any) -> None:
+    """Have Lightning put back the handlers that have changed; putting back all removes ``faulthandler``'s, in C."""
+    connector = _read(trainer, "_signal_connector")
+    for signum, handler in list(_read(connector, "_original_handlers").items()):
+        if signal.getsignal(signum) == handler:
+            del connector._original_handlers[signum]
+    connector.teardown()
 
 
 # What the Trainer does now, read from another thread and at no cost to it.

@@ -105,8 +105,8 @@ class Rendezvous:
         is_first = current() is None
         request = self._request(strategy)
         context = join(request if debugged is None else without_limits(request))
-        install_excepthook()
         if context is not None:
+            install_excepthook()
             context.component(Survey)  # answers the other ranks from now on
             if is_first:
                 size, where = request.world.world_size, f"{request.init_method}{request.endpoint.note()}"

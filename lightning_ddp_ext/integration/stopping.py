@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightning_ddp_ext.rendezvous.peer_failure import runs_under_way
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -19,7 +21,7 @@ from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, ha
 
 from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
-from .compat import active_loop_of, combined_loader_of, mode_of
+from .compat import active_loop_of, combined_loader_of, mode_of, put_back_handlers
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
@@ -57,7 +59,7 @@ class StopController:
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
         self.resumed_from: str | None = None
-        self._signals = StopSignals(self._request_stop)
+        self._signals = StopSignals(self._request_stop, lambda: runs_under_way() == 0 and sys.exc_info()[1] is None)
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
@@ -72,17 +74,17 @@ class StopController:
         self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Take over signals for this Trainer; in a foreign process group they are left to Lightning."""
+        """Take over signals for a run of this Trainer; in a foreign process group they are left to Lightning."""
         context, self.stopped, self._trainer = current(), None, trainer
         if context is None:
             return
         self._context = context
         self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
-        stopping = context.component(GracefulStop)
-        if stopping.is_active:
-            return  # this Trainer runs inside a hook of another one, which stops
-        self._stopping = stopping
+        if runs_under_way() != 1:
+            return  # set up by hand, or inside a hook of another Trainer, which stops
+        self.detach()  # from a run that was not torn down
+        self._stopping = context.component(GracefulStop)
         self._stopping.begin(self.deadline, self._acknowledge)
         self._signals.install(signal.SIGTERM, signal.SIGINT, *self._warnings)
 
@@ -102,23 +104,22 @@ class StopController:
 
     def detach(self) -> None:
         """Restore the signal handlers after the Trainer's run."""
+        if self._trainer is None:
+            return
+        put_back_handlers(self._trainer)  # those of Lightning were installed after ours
         if self._stopping is None:
             return
-        # Lightning's were installed after ours; a signal before Lightning restores them would be lost.
-        self._trainer._signal_connector.teardown()
         self._signals.restore()
-        if self._context.peers.cause is not None:
+        if self._context.peers.cause is not None and sys.exc_info()[1] is not None:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
-        noted = self._signals.noted
-        is_unheard = noted is not None and not self._signals.has_passed_on
-        if is_unheard and self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            assert noted is not None
+        noted, is_interrupted = self._signals.noted, self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if noted is not None and not self._signals.has_passed_on and not is_interrupted:
             os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that was just restored
 
     def _request_stop(self, signum: int) -> None:
-        if self._stopping is not None:
+        if self._stopping is not None and runs_under_way() > 0:
             self._stopping.ask(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:

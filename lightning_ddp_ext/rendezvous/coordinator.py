@@ -39,7 +39,7 @@ class Coordinator:
         self._refused: set[int] = set()
         self._addresses = own_addresses()
         self._route = ""
-        _raise_limit_of_descriptors()
+        _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:
             self._store = host_store(listener.getsockname()[0])
@@ -190,11 +190,16 @@ class Coordinator:
             self._refuse(obstacle or MissingRanksError(sentence, tuple(missing)))
 
 
-def _raise_limit_of_descriptors() -> None:
-    """Each rank takes rank 0 some: for the channel, the store and the groups."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _raise_limit_of_descriptors(ranks: int) -> None:
+    """Allow 512 files, and 16 for each rank: for the channel, the store and the groups.
+
+    Not all that the kernel allows: in containers that is 2 ** 30, and programs may close each possible descriptor.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 512 + 16 * ranks
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if 0 <= soft < needed:  # -1: no limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard) if hard >= 0 else needed, hard))
 
 
 def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:

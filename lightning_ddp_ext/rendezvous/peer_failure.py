@@ -35,6 +35,11 @@ def supervised_work() -> Iterator[None]:
         _supervised -= 1
 
 
+def runs_under_way() -> int:
+    """How many such blocks the main thread is in: a Trainer may run inside a hook of another one."""
+    return _supervised
+
+
 class PeerFailure:
     """The other ranks, and what has happened to them.
 
@@ -139,7 +144,8 @@ class PeerFailure:
 
     def _end_later(self, event: PeerEvent) -> None:
         with self.arrived:
-            if self.has_raised:
+            # Outside of a run nothing is ended; from Python 3.12 on no thread can start while the interpreter ends.
+            if self.has_raised or _supervised == 0:
                 return
             self._exit_timer = threading.Timer(self.timeouts.grace[event.kind], self._end_process, [event])
             self._exit_timer.name = "ddpx-exit"

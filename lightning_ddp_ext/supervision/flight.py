@@ -51,10 +51,15 @@ class Flight:
         return f"{name} #{number}{f' {shapes}' if shapes else ''}{within}"
 
 
-def enable() -> None:
-    """Have torch record the collectives of groups that this process forms from now on, unless somebody has decided."""
-    if not any(name in os.environ for name in _VARIABLES):
-        os.environ[_VARIABLES[0]] = _SIZE
+def enable() -> dict[str, str]:
+    """Have torch record the collectives of groups that this process forms from now on, unless the user has decided.
+
+    Returns:
+        The variables that were set; torch reads them when it forms the first group.
+    """
+    added = {} if any(name in os.environ for name in _VARIABLES) else {_VARIABLES[0]: _SIZE}
+    os.environ.update(added)
+    return added
 
 
 def flights() -> list[Flight] | None:

@@ -129,6 +129,7 @@ class GracefulStop:
                 self._request, self._target, self._is_pausing = None, None, False
         if self._timer is not None:
             self._timer.cancel()
+            self._timer.join()
             self._timer = None
 
     # Stop points, in the main thread.

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.at_exit import end_at_once, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
 # In the environment of a rank that a process of this package has started: that process.
@@ -66,11 +66,12 @@ def _end_after(pid: int, has_ended: bool) -> None:
     is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table)
     if context is not None and is_rank and context.peers.wait(_NEWS_WITHIN) is not None:
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
-        end_at_once(1)
-    who = "" if context is None else f"[rank {context.world.rank}] "
-    which = "" if has_ended else f" (pid {pid})"
-    sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
-    sys.stderr.flush()
+    else:
+        who = "" if context is None else f"[rank {context.world.rank}] "
+        which = "" if has_ended else f" (pid {pid})"
+        sys.stderr.write(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
+        sys.stderr.flush()
+    wait_for_delays()
     end_at_once(1)
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
-from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals
+from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
 
 # Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
 _END_WITHIN = 5.0
@@ -126,7 +126,7 @@ class RankProcesses:
             Exception: what the first one that failed raised.
         """
         signals = StopSignals(self._pass_on)
-        signals.install(signal.SIGTERM, signal.SIGUSR1)
+        signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
         try:
             self._wait_for_an_end()
         except BaseException:

@@ -16,9 +16,8 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import end_at_once
 
-# Seconds in which a process that ends because of another rank has said so.
+# Seconds in which a process that ends because of another rank prints the cause.
 _SAYS_WHY_WITHIN = 6.0
-_deferred_at = 0.0
 
 
 class StopSignals:
@@ -33,16 +32,17 @@ class StopSignals:
 
     Args:
         hear: called with the signal's number in the thread.
+        is_over: whether signals are left to the handlers that were there; asked in the main thread.
 
     Attributes:
         noted: the last signal that has come to the main thread.
         has_passed_on: whether a handler that was there before has been called.
     """
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
+    def __init__(self, hear: Callable[[int], None], is_over: Callable[[], bool] = lambda: False) -> None:
         self.noted: int | None = None
         self.has_passed_on = False
-        self._hear = hear
+        self._hear, self._is_over = hear, is_over
         self._before: dict[int, Any] = {}
         self._is_interrupted = False
         self._writer: socket.socket | None = None
@@ -60,7 +60,7 @@ class StopSignals:
         for each in signals:
             if signal.getsignal(each) is not signal.SIG_IGN:
                 before = signal.signal(each, self._handle)
-                self._before[each] = signal.SIG_DFL if before is _end_soon else before
+                self._before[each] = signal.SIG_DFL if isinstance(before, _Deferral) else before
         taken = frozenset(self._before)
         self._listener = threading.Thread(target=self._listen, args=[reader, taken], name="ddpx-signals", daemon=True)
         self._listener.start()
@@ -80,7 +80,8 @@ class StopSignals:
         _installed.discard(self)
         while self._before:
             each, handler = self._before.popitem()
-            if signal.getsignal(each) == self._handle and handler is not None:
+            # Lightning ignores SIGINT after a KeyboardInterrupt, and forgets it if the run had hardly begun.
+            if signal.getsignal(each) in (self._handle, signal.SIG_IGN) and handler is not None:
                 signal.signal(each, handler)
         current = signal.set_wakeup_fd(self._former_descriptor)
         if current != writer.fileno():
@@ -98,6 +99,10 @@ class StopSignals:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
+        if before is not None and self._is_over():  # not torn down, as after an error in a callback's ``on_exception``
+            signal.signal(signum, before)
+            signal.raise_signal(signum)
+            return
         if signum == signal.SIGINT and self._is_interrupted:
             signal.default_int_handler(signum, frame)
         self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
@@ -115,7 +120,7 @@ def _give_back() -> None:
     for signals in list(_installed):
         if signals._writer is not None:
             signals._put_back(signals._writer)
-    if signal.getsignal(signal.SIGTERM) is _end_soon:
+    if isinstance(signal.getsignal(signal.SIGTERM), _Deferral):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -138,22 +143,35 @@ def has_handler(signum: signal.Signals) -> bool:
 
 
 def defer_sigterm() -> None:
-    """Have SIGTERM end this process a little later than at once, if nobody handles it. For the main thread.
+    """Have SIGTERM end this process some seconds from now, unless another handler is set. For the main thread.
 
     A launcher sends it to the other ranks as soon as one of them has died, and these have yet to say which.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        global _deferred_at
-        _deferred_at = time.monotonic()
-        signal.signal(signal.SIGTERM, _end_soon)
+        signal.signal(signal.SIGTERM, _Deferral())
 
 
-def _end_soon(signum: int, frame: FrameType | None) -> None:
-    seconds = max(0.0, _deferred_at + _SAYS_WHY_WITHIN - time.monotonic())
-    timer = threading.Timer(seconds, end_at_once, [status_of(signum)])
-    timer.name = "ddpx-sigterm"
-    timer.daemon = True
-    timer.start()
+class _Deferral:
+    """A handler that waits until the cause is printed, and then does what SIGTERM does by default.
+
+    Its thread starts before the signal: a handler that starts one may deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._is_requested = self._is_over = False
+        threading.Thread(target=self._wait, name="ddpx-sigterm", daemon=True).start()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self._is_requested = True  # before the look: the thread sets and looks the other way round
+        if self._is_over:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+
+    def _wait(self) -> None:
+        time.sleep(_SAYS_WHY_WITHIN)
+        self._is_over = True
+        if self._is_requested:
+            end_at_once(status_of(signal.SIGTERM))
 
 
 def status_of(signum: int) -> int:

@@ -1,9 +1,15 @@
-"""What Lightning's and torch's modules and classes define at a moment, and what has become of it."""
+"""What modules and classes of Lightning and torch, and the process itself, have at a moment, and what has changed."""
 
 from __future__ import annotations
 
+import os
+import re
+import resource
+import signal
 import sys
+import threading
 import warnings
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -32,3 +38,18 @@ def changed(before: dict[str, Any]) -> list[str]:
     """The names of what is no longer what it was."""
     now = definitions()
     return sorted(name for name, value in before.items() if now.get(name) is not value)
+
+
+def of_process() -> dict[str, Any]:
+    """Environment, handlers for signals (the kernel also has those in C), limit of files, and threads of ours."""
+    found: dict[str, Any] = dict(os.environ)
+    found |= {each.name: signal.getsignal(each) for each in signal.Signals}
+    found |= dict(re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE))
+    found["files"] = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return found | {thread.name: "" for thread in threading.enumerate() if thread.name.startswith("ddpx")}
+
+
+def changed_in_process(before: dict[str, Any]) -> dict[str, Any]:
+    """What is no longer as it was, before and now."""
+    now = of_process()
+    return {name: (before.get(name), now.get(name)) for name, _ in before.items() ^ now.items()}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing.forkserver
 import os
 import re
+import signal
 import sys
 from typing import Any
 
@@ -17,6 +19,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from tests.harness.ranks import free_port, launch_ranks, run_ranks
 from tests.harness.scripts import Script, run_script
 from tests.harness.training import Net, make_trainer
+from tests.integration.definitions import changed_in_process, of_process
 
 SCRIPT = """
     import json
@@ -101,20 +104,21 @@ class Variables(L.Callback):
 
 def start_processes(rank: int, world_size: int) -> None:
     torch.use_deterministic_algorithms(True)
+    faulthandler.register(signal.SIGUSR1)
     for method in ("fork", "forkserver"):
         trainer = make_trainer(DDPExtStrategy(start_method=method), callbacks=[Variables()])
         L.seed_everything(5)
         os.environ["SET_BEFORE_FIT"] = method  # the fork server has been started before
-        before = dict(os.environ)
+        before = of_process()
         trainer.fit(Net())
-        assert dict(os.environ) == before, "the launching process's own environment"
+        assert changed_in_process(before) == {}, "in the launching process itself"
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
 
 
 def test_ranks_by_fork_and_by_forkserver() -> None:
     """Started processes have the environment, the seed and torch's flags of that moment.
 
-    The launching process's environment stays what it was, with a stray RANK, too.
+    The launching process's environment stays what it was, also with a stray RANK, and so do its handlers.
     """
     (outcome,) = launch_ranks(start_processes, 1, env={"OMP_NUM_THREADS": "1", "RANK": "0"})
     assert outcome.exit_code == 0, outcome.story()

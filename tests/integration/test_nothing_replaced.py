@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import pickle
 import re
+import signal
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,14 @@ import pytest
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import RankConsistency, RankZeroCheckpoint, SamplerEpochSeeding, SyncBatchNormConversion
+from lightning_ddp_ext import (
+    HangWatchdog,
+    RankConsistency,
+    RankZeroCheckpoint,
+    SamplerEpochSeeding,
+    SyncBatchNormConversion,
+)
+from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import (
     KINDS,
@@ -29,6 +39,9 @@ from tests.harness.training import (
     on_ranks,
     weights,
 )
+from tests.integration.definitions import changed_in_process, of_process
+from tests.integration.stopping import signalled
+from tests.supervision.model import BoomError, Fault, boom, interrupt
 
 FAMILIES = ("lightning.", "torch.utils.data")
 DATA = ("loader", "fetcher", "result", "iter", "_maxsize", "_minsize", "_sequential")  # in the names of classes
@@ -91,8 +104,7 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, t
 
 
 SCRIPT = """
-    import os
-    import sys
+        import sys
 
     import lightning.pytorch as pl
     import pytorch_lightning
@@ -134,6 +146,39 @@ def test_no_class_and_no_module_of_lightning_or_torch_is_changed(tmp_path: Path)
     told = re.findall(r"^((?:in|after) \w+): (.*)$", done.output, re.MULTILINE)
     twice = ["after import", "in fork", "in ours", "after ours", "in stock", "after stock"]
     assert sorted(told) == sorted((what, "[]") for what in (*twice, *twice, "after fork")), done.output
+
+
+BATCH_END = "on_train_batch_end"
+RUNS: list[tuple[str, L.Callback]] = [
+    *((run, L.Callback()) for run in ("fit", "validate", "test", "predict")),
+    ("fit", signalled(BATCH_END)),
+    *(("fit", fault) for fault in (Fault(BATCH_END, boom), Fault(BATCH_END, interrupt), Fault("setup", interrupt))),
+    ("fit", L.Callback()),
+]
+
+
+def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
+    """What is changed after each run in the process of somebody who has stacks printed on a signal."""
+    warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGUSR1)
+    before, changes = of_process(), []
+    for run, callback in RUNS:
+        callbacks = [HangWatchdog(600), callback]
+        trainer = make_trainer(make_strategy("ours", directory), callbacks=callbacks, default_root_dir=directory)
+        with suppress(BoomError, SystemExit):
+            getattr(trainer, run)(Net())
+        changes.append(changed_in_process(before))
+    trainer.strategy.setup_environment()  # by hand, and never torn down
+    return [*changes, changed_in_process(before)]
+
+
+def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
+    """However it ends; but the channel stays, and after a failure SIGTERM waits for some seconds."""
+    deferred = {"SIGTERM", "SigCgt"}
+    for changes in run_ranks(changed_by_runs, 2, tmp_path, env={**by_hand_env(2), "OMP_NUM_THREADS": "1"}):
+        names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
+        assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
+        assert all("ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed for changed in changes)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}

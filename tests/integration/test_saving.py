@@ -233,16 +233,30 @@ class Waits:
         return Waits, ()
 
 
-def saves_slowly(rank: int, world_size: int, directory: Path, save_deadline: float) -> None:
+class OwnIO(RankZeroCheckpointIO):
+    """Writes by itself."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, path)
+
+
+def saves_slowly(
+    rank: int, world_size: int, directory: Path, io: type[RankZeroCheckpointIO], save_deadline: float
+) -> None:
     save = At("on_train_epoch_end", lambda trainer: trainer.save_checkpoint(directory / "it.ckpt"))
-    strategy = make_strategy("ours", directory, save_deadline=save_deadline)
+    strategy = make_strategy("ours", directory, checkpoint_io=io(), save_deadline=save_deadline)
     make_trainer(strategy, callbacks=[Keeper(Waits()), save], max_epochs=1).fit(Net())
 
 
-@pytest.mark.parametrize(("save_deadline", "is_finished"), [(60, True), (1, False)])
-def test_a_save_is_finished_when_another_rank_dies(save_deadline: float, is_finished: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("io", "save_deadline", "is_finished"),
+    [(RankZeroCheckpointIO, 60, True), (OwnIO, 60, True), (RankZeroCheckpointIO, 1, False)],
+)
+def test_a_save_is_finished_when_another_rank_dies(
+    io: type[RankZeroCheckpointIO], save_deadline: float, is_finished: bool, tmp_path: Path
+) -> None:
     """It needs nothing of the others, so rank 0 finishes it before it ends because of them; or ends at the deadline."""
-    with RankProcesses(saves_slowly, 2, tmp_path, save_deadline, env=by_hand_env(2)) as ranks:
+    with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline, env=by_hand_env(2)) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)
         ranks.wait_for_output("this rank finishes the checkpoint that it is writing", rank=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 
 from lightning_ddp_ext import RankZeroCheckpoint, RankZeroCheckpointIO
@@ -18,6 +19,7 @@ from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, 
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Training
 from tests.integration.stopping import LongValidated, shuffled, signalled
+from tests.supervision.model import BoomError, Fault, boom
 
 STEP = "on_train_batch_start"
 EVALUATIONS = {
@@ -200,6 +202,19 @@ def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
         assert woken[2] in range(2, 6)
         assert nested[2] in range(2, 6)
         assert ignored == stacks == (None, [], 6)
+
+
+def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:
+    """A callback also raises when it is told of the failure, so that Lightning tears nothing down."""
+    with pytest.raises(BoomError):
+        fit(directory, "run", Fault(STEP, boom), Fault("on_exception", boom))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None:
+    """SIGTERM ends the process as by default."""
+    for outcome in launch_ranks(signalled_after_a_run, 2, tmp_path, env=by_hand_env(2)):
+        assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:

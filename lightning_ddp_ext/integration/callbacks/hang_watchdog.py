@@ -78,11 +78,13 @@ class HangWatchdog(pl.Callback):
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
-        enable()  # before there is a group
+        self._variables = enable()  # before there is a group
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
+        while self._variables:
+            os.environ.pop(self._variables.popitem()[0], None)
         if debugged_rank(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is debugged")
             return
