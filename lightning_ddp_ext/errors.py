@@ -8,7 +8,7 @@
     │   └── MissingRanksError                some ranks did not connect within init_timeout
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
-    │   ├── CheckpointSaveError (OSError)    not written; an existing file is left untouched
+    │   ├── CheckpointSaveError (OSError)    not written, or not for good
     │   ├── CheckpointNotFoundError (FileNotFoundError)    a rank that has to read the file does not see it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
@@ -94,7 +94,7 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written. An existing file at the path is left untouched.
+    """A checkpoint could not be written, or may not survive a loss of power; says what is at the path now.
 
     Attributes:
         path: the path of the checkpoint.

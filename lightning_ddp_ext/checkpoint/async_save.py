@@ -1,7 +1,8 @@
 """Save in the background: training waits for a copy in memory, and threads do the rest in the order of the calls.
 
 There is one copy at a time, which bounds memory: a save waits until the last checkpoint has been written. Removals are
-queued in the same order, and none follows a failed save: it might remove the last good checkpoint.
+queued in the same order. After a failed save they wait for one that succeeds, or they might remove the last good
+checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Saver:
     def __init__(self) -> None:
         self.deadline = 600.0
         self._last_save_failed = False
+        self._postponed: dict[str, Callable[[], None]] = {}  # removals, by path
         self._buffer = Buffer()
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
@@ -41,15 +43,15 @@ class Saver:
     def __reduce__(self) -> Any:
         return Saver, ()  # started ranks get a copy; threads and the buffer belong to this process
 
-    def save(self, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``."""
-        try:
-            with delaying_forced_end(self.deadline):
-                job()
-        except BaseException:
-            self._last_save_failed = True
-            raise
+    def save(self, path: str, job: Callable[[], None]) -> None:
+        """Write a checkpoint now by calling ``job``; then do the removals that have waited for a save that succeeds."""
+        self._last_save_failed = True  # until it has succeeded
+        with delaying_forced_end(self.deadline):
+            job()
         self._last_save_failed = False
+        self._postponed.pop(path, None)  # what is there now is new
+        while self._postponed:
+            self._postponed.pop(next(iter(self._postponed)))()
 
     def save_later(self, path: str, checkpoint: Any, write: Callable[[Any], None]) -> None:
         """Copy ``checkpoint`` now, and call ``write`` with the copy in the background.
@@ -63,16 +65,23 @@ class Saver:
             self._last_save_failed = True  # until it has succeeded
             try:
                 content = self._buffer.take(checkpoint)
-                self._start(partial(self.save, lambda: write(content())))
+                self._start(partial(self.save, path, lambda: write(content())))
             except Exception as error:
                 raise unwritable(checkpoint, path, error) from error
 
-    def follow_up(self, path: str, job: Callable[[], None], *, later: bool) -> None:
-        """Run a removal or a link unless the save before it failed; now, or after everything queued so far."""
+    def remove(self, path: str, job: Callable[[], None], *, later: bool) -> None:
+        """Run a removal after a save that succeeds: the one before it, or else the next one."""
+        self.follow_up(path, job, lambda: self._postponed.setdefault(path, job), later=later)
+
+    def follow_up(
+        self, path: str, job: Callable[[], None], if_failed: Callable[[], object] = lambda: None, *, later: bool
+    ) -> None:
+        """Run a job unless the save before it failed; now, or after everything queued so far."""
 
         def unless_failed() -> None:
             if self._last_save_failed:
                 _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
+                if_failed()
             else:
                 job()
 
@@ -112,6 +121,10 @@ class Saver:
         """Wait until everything is done; memory is kept for the next time."""
         if self._last_thread is not None:
             self._last_thread.join()
+
+    def release(self) -> None:
+        """Give the memory back, once everything is done."""
+        self._buffer.release()
 
     def wait(self) -> None:
         """Wait until everything is done.

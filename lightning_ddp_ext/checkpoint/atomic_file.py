@@ -55,7 +55,8 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     """Put at ``path``, on the disk, what the block writes to the sink; if it raises, nothing changes.
 
     Raises:
-        OSError: the system's, as it is.
+        NotDurableError: the file is in place, but its directory could not be forced to the disk.
+        OSError: the system's, as it is; nothing has changed.
     """
     partial = _temporary(path, "partial")
     # O_EXCL follows no link that another user may have put there.
@@ -71,7 +72,14 @@ def atomic_write(path: Path) -> Iterator[Sink]:
         raise
     finally:
         os.close(descriptor)
-    _sync_directory(path.parent)
+    try:
+        _sync_directory(path.parent)
+    except OSError as error:
+        raise NotDurableError(*error.args) from error
+
+
+class NotDurableError(OSError):
+    """A file is in place, and a loss of power may undo that."""
 
 
 def atomic_symlink(target: Path, path: Path) -> None:

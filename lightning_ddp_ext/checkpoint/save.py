@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from lightning_ddp_ext.checkpoint.atomic_file import atomic_symlink, atomic_write, remove_leftovers
+from lightning_ddp_ext.checkpoint.atomic_file import NotDurableError, atomic_symlink, atomic_write, remove_leftovers
 from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
 _UNTOUCHED = "what was there before is untouched"
+_IN_PLACE = "the new file is in place and whole, but a loss of power may undo the save"
+_NOT_KNOWN = "only the store knows whether what was there before is untouched"
 _REMEDIES = {
     errno.EROFS: "its file system is mounted read-only: save elsewhere",
     errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
@@ -42,9 +44,10 @@ def write(checkpoint: Any, path: PathLike) -> None:
         path: a path or URL; missing directories are made.
 
     Raises:
-        CheckpointSaveError: it is not written; what was there before is untouched.
+        CheckpointSaveError: it is not written, or not for good; says what is there.
     """
     location = locate(path)
+    is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
     try:
         with _checksums():
             if location.local is not None:
@@ -52,11 +55,13 @@ def write(checkpoint: Any, path: PathLike) -> None:
             else:
                 _write_remote(checkpoint, location)
     except OSError as error:
-        raise _save_error(error, location) from error
+        is_there = _IN_PLACE if isinstance(error, NotDurableError) else is_there
+        message = f"cannot save checkpoint {location.url}: {_explained(error, location)}; {is_there}"
+        raise CheckpointSaveError(message, path=location.url, errno=error.errno) from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise unwritable(checkpoint, path, error) from error
+        raise unwritable(checkpoint, path, error, is_there) from error
 
 
 def _write_local(checkpoint: Any, path: Path) -> None:
@@ -131,11 +136,6 @@ def _is_directory(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _save_error(error: OSError, location: Location) -> CheckpointSaveError:
-    message = f"cannot save checkpoint {location.url}: {_explained(error, location)}; {_UNTOUCHED}"
-    return CheckpointSaveError(message, path=location.url, errno=error.errno)
-
-
 def _explained(error: OSError, location: Location) -> str:
     """What the system says, and what to do."""
     directory = Path(location.path).parent
@@ -150,7 +150,7 @@ def _explained(error: OSError, location: Location) -> str:
     return f"{error.strerror or error}; {remedy}"
 
 
-def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointSaveError:
+def unwritable(checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED) -> CheckpointSaveError:
     """The named error for a checkpoint that nothing can write; says which entry is to blame, if one is."""
     culprit = ""
     for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
@@ -159,5 +159,5 @@ def unwritable(checkpoint: Any, path: PathLike, error: Exception) -> CheckpointS
         except Exception:
             culprit = f"entry {key!r} cannot be pickled, so take it out or replace it in on_save_checkpoint: "
             break
-    message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {_UNTOUCHED}"
+    message = f"cannot save checkpoint {path}: {culprit}{type(error).__name__}: {error}; {is_there}"
     return CheckpointSaveError(message, path=str(path))

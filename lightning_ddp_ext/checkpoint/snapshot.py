@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.serialization import location_tag, register_package
 from torch.storage import TypedStorage
 
 _ALIGNMENT = 64
+_LOCATION = "_ddpx_location"  # of a copy: the device of what it was copied from
+
+# torch.save records as a tensor's device what the first function of this list returns; that of the CPU has number 10.
+register_package(9, lambda storage: getattr(storage, _LOCATION, None), lambda storage, location: None)
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
@@ -78,7 +84,7 @@ class Buffer:
     """Memory for one snapshot after another; it grows when one is larger than all before."""
 
     def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
@@ -90,7 +96,8 @@ class Buffer:
         """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
 
         Returns:
-            What gives the copy, made of new objects on this memory, until the next one is taken.
+            What gives the copy, made of new objects on this memory, until the next one is taken. ``torch.save`` records
+            the devices that its tensors were on.
 
         Raises:
             Exception: whatever pickling raises for what cannot be pickled.
@@ -118,20 +125,44 @@ class Buffer:
                 piece.copy_(bytes_of(storage), non_blocking=True)
             # An empty part of the buffer would have the address of the next one, and torch.save takes them for one.
             copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
+            setattr(copies[-1], _LOCATION, location_tag(storage))
             used += aligned(size)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
         return copies, [side.record_event() for side in sides.values()]
 
     def _make_room(self, size: int, *, pinned: bool) -> None:
-        if size > self.size or pinned > self._bytes.is_pinned():
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # drop the old one before there is a new one
-            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        if size > self.size or pinned > self._is_pinned:
+            self.release()  # before there is a new one
+            self._bytes = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8)
+            self._is_pinned = pinned
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for side in self._streams.values():
+            side.synchronize()
+        self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
 
     def _side_stream(self, gpu: torch.device) -> torch.cuda.Stream:
         side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
         side.wait_stream(torch.cuda.current_stream(gpu))
         return side
+
+
+def pinned_memory(size: int) -> Tensor:
+    """Return bytes that GPUs copy to in the background, page-locked as long as the tensor exists.
+
+    torch's own pinned memory is rounded up to a power of two, and stays with its allocator until the process ends.
+    """
+    memory, cudart = torch.empty(size, dtype=torch.uint8), torch.cuda.cudart()
+    error = size and int(cudart.cudaHostRegister(memory.data_ptr(), size, 1))  # 1: for all GPUs
+    if error:
+        raise RuntimeError(
+            f"page-locking {size} bytes of memory failed (CUDA error {error}); save with background=False"
+        )
+    if size:
+        weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory
 
 
 def aligned(size: int) -> int:

@@ -72,8 +72,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         """Write ``checkpoint`` to ``path``. Only rank 0 need call it.
 
         Raises:
-            CheckpointSaveError: it was not written, and an existing file is left untouched; in the background also: an
-                earlier save failed, and this one was not tried.
+            CheckpointSaveError: it was not written, and an existing local file is left untouched; in the background
+                also: an earlier save failed, and this one was not tried.
         """
         if storage_options is not None:
             raise TypeError(
@@ -84,7 +84,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         if self.background and Path(path).name != _HANDED_OVER:
             self.saver.save_later(os.fspath(path), checkpoint, partial(write, path=path))
         else:
-            self.saver.save(partial(write, checkpoint, path))
+            self.saver.save(os.fspath(path), partial(write, checkpoint, path))
 
     @override
     def load_checkpoint(
@@ -122,12 +122,12 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint, in its turn. Only rank 0 need call it.
+        """Remove a checkpoint, in its turn; after a failed save, once one has succeeded. Only rank 0 need call it.
 
         Raises:
             CheckpointError: it is still there.
         """
-        self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background)
+        self.saver.remove(os.fspath(path), partial(remove, path), later=self.background)
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
@@ -147,5 +147,8 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def teardown(self) -> None:
-        """Called by the strategy at the end: see :meth:`wait`."""
-        self.wait()
+        """Called by the strategy at the end: see :meth:`wait`. The memory of background saves is given back."""
+        try:
+            self.wait()
+        finally:
+            self.saver.release()

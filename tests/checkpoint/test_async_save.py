@@ -47,15 +47,15 @@ class Disk:
         self.events.append(f"wrote {path}")
 
     def remove(self, path: str) -> None:
-        self.saver.follow_up(path, lambda: self.events.append(f"removed {path}"), later=True)
+        self.saver.remove(path, lambda: self.events.append(f"removed {path}"), later=True)
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
 def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
-    """All is done in the order of the calls, but for removals after a save that failed; the first error is told."""
+    """All is done in the order of the calls; removals wait for a save that succeeds; the first error is told."""
     failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
-    expected, has_failed = [], False
+    expected, postponed, has_failed = list[str](), list[str](), False
     with Disk(failing=failing) as it:
         for number, (is_save, fails) in enumerate(calls):
             if is_save:
@@ -64,7 +64,10 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
                 has_failed = fails
             else:
                 it.remove(str(number))
-                expected += [] if has_failed else [f"removed {number}"]
+                postponed.append(f"removed {number}")
+            if not has_failed:
+                expected += postponed
+                postponed.clear()
         if failing:
             with pytest.raises(OSError, match=rf"^no room for {failing[0]}$"):
                 it.saver.wait()

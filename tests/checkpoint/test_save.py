@@ -82,9 +82,24 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
         with pytest.raises(CheckpointSaveError, match="Connection reset by peer; look at the file system") as caught:
             write({"new": 2}, url)
     assert caught.value.path == url
+    assert ("only the store knows whether what was there before" in str(caught.value)) == url.startswith("memory")
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
+
+
+def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in place when only its directory cannot be forced to the disk."""
+    errors = iter([None, OSError(errno.EIO, "because")])
+
+    def fail_for_the_directory(_: int) -> None:
+        if error := next(errors):
+            raise error
+
+    monkeypatch.setattr(os, "fsync", fail_for_the_directory)
+    with pytest.raises(CheckpointSaveError, match=r"because; .*; the new file is in place and whole, but a loss of"):
+        write(kinds(), tmp_path / "it.ckpt")
+    assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
 
 
 @pytest.mark.parametrize(("call", "earlier"), [("write", 3), ("fsync", 0), ("replace", 0)])

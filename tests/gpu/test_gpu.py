@@ -203,8 +203,9 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
 
     after_step_2, plugin = At("on_train_batch_end", save, earlier=1), RankZeroCheckpointIO(background=background)
     trainer_on(strategy(directory), callbacks=[after_step_2], plugins=[plugin]).fit(Net())
-    content = torch.load(directory / "it.ckpt", weights_only=True, map_location="cpu")
-    saved = {name: content["state_dict"][name] for name in at_save}
+    content = torch.load(directory / "it.ckpt", weights_only=True)  # to the devices that the file names
+    assert {str(weight.device) for weight in content["state_dict"].values()} == {GPU}
+    saved = on_cpu({name: content["state_dict"][name] for name in at_save})
     torch.testing.assert_close(saved, at_save, rtol=0, atol=0)
 
     model = Net()

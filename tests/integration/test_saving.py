@@ -10,7 +10,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_ddp_ext import ConfigurationError, DDPExtError, DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
+from lightning_ddp_ext import (
+    CheckpointSaveError,
+    ConfigurationError,
+    DDPExtError,
+    DDPExtStrategy,
+    RankZeroCheckpoint,
+    RankZeroCheckpointIO,
+)
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
 from tests.harness.training import KINDS, At, Kind, Net, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
@@ -77,6 +84,21 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert one["epoch"] == (2 if catch or background else 1)
     assert torch.load(path)["epoch"] == 0
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
+
+
+def test_a_checkpoint_that_outlived_a_failed_save_is_removed_later(disk: Path) -> None:
+    """Once another one is on the disk, unless it is that one."""
+    io = RankZeroCheckpointIO(background=True)
+    for number, again in enumerate("ab"):
+        io.save_checkpoint({"number": number}, disk / "a")
+        io.save_checkpoint({"ballast": torch.zeros(16 << 20, dtype=torch.uint8)}, disk / "fails")
+        io.remove_checkpoint(disk / "a")
+        with pytest.raises(CheckpointSaveError, match="No space left on device"):
+            io.wait()
+        assert torch.load(disk / "a")["number"] == number
+        io.save_checkpoint({}, disk / again)
+        io.wait()
+        assert [path.name for path in disk.iterdir()] == [again]
 
 
 def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
