@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
-from lightning_ddp_ext.data.loader_kinds import position_of, rewind
+from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
@@ -115,9 +115,11 @@ class DataPath:
         if is_evaluated and not self._exact_evaluation:
             return None
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
-        if not reads_each_once(loader):
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        sampler = inner if isinstance(inner, DRAWING) else loader.sampler
+        if not yields_each_once(sampler, loader.dataset):
             shared = SharedPredictionSampler if stage == RunningStage.PREDICTING else SharedSampler
-            return shared(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
+            return shared(sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
             exact = PredictionSampler if stage == RunningStage.PREDICTING else ExactDistributedSampler
@@ -161,12 +163,11 @@ class DataPath:
         return self.evaluation.read(loader)
 
 
-def reads_each_once(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads each sample once, in torch's random order or in that of the dataset."""
-    sampler = loader.sampler
-    is_torchs = type(sampler).__iter__ in (RandomSampler.__iter__, SequentialSampler.__iter__)
-    is_whole = not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(loader.dataset)
-    return is_torchs and is_whole
+def yields_each_once(sampler: Any, dataset: object) -> bool:
+    """Whether a sampler yields each sample once, in torch's random order or in that of the dataset."""
+    if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
+        return False
+    return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
 
 
 def is_shared_out(loader: Any) -> bool:

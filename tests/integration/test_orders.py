@@ -125,6 +125,7 @@ def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
     torch.manual_seed(os.getpid())
     others = RandomSampler(range(40), True, 36), RandomSampler(range(40), num_samples=36), Even(range(40))
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
+    own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
     return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
@@ -132,8 +133,8 @@ def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
 def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     """Each epoch has one draw, by the weights, whose parts the ranks read."""
     whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path), strict=True)
-    replaced, part, even = (samples(each, 0) for each in others)
-    assert len(replaced) == len(part) == len({*part}) == 36 > len({*replaced})
+    replaced, part, even, batched = (samples(each, 0) for each in others)
+    assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
     assert ({*even}, len(even)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]
     for drawn in epochs:
