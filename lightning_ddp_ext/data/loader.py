@@ -142,6 +142,40 @@ def name_of(loader: Any) -> str:
     return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
 
 
+_PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replacement", "seed", "shuffle")
+
+
+def identity_of(sampler: object) -> str:
+    """Return the classes and parameters of a sampler and of those in it, which are equal where they yield the same.
+
+    >>> identity_of(torch.utils.data.BatchSampler(range(3), 2, drop_last=False))
+    'BatchSampler(batch_size=2, drop_last=False) over range()'
+    """
+    found = []
+    for each in with_wrapped(sampler):
+        own = getattr(each, "__dict__", {})
+        values = [f"{name.lstrip('_')}={own[name]!r}" for name in _PARAMETERS if isinstance(own.get(name), (int, str))]
+        found.append(f"{type(each).__name__}({', '.join(values)})")
+    return " over ".join(found)
+
+
+def parameters_of(loader: Any) -> dict[str, Any]:
+    """Return what decides, besides the data, which samples a loader reads: its workers where they divide a stream."""
+    workers = None
+    if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):  # whose state is by worker
+        workers = loader.num_workers
+    elif isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
+        workers = max(1, getattr(loader, "num_workers", 0))
+    sampler, batch_size = identity_of(index_sampler_of(loader)), getattr(loader, "batch_size", None)
+    return {"batch_size": batch_size, "sampler": sampler, "num_workers": workers}
+
+
+def is_comparable(loader: Any) -> bool:
+    """Whether the parameters of a loader's samplers say in which order it reads: those of torch and of this package."""
+    roots = [type(each).__module__.partition(".")[0] for each in with_wrapped(index_sampler_of(loader))]
+    return {*roots} <= {"torch", __package__.partition(".")[0]}
+
+
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader and its samplers draw from, besides the global ones."""
     owners = (loader, *with_wrapped(index_sampler_of(loader)))

@@ -22,7 +22,7 @@ from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_state
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.proxy import show
 
-_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosition:
@@ -103,7 +103,7 @@ class IndexPosition(LoaderPosition):
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
         own = index_sampler_of(loader)
-        self.is_by_rank = any(isinstance(each, _DRAWING) for each in with_wrapped(own))
+        self.is_by_rank = any(isinstance(each, DRAWING) for each in with_wrapped(own))
         self._sampler = PermanentBatchSampler(own)
         set_index_sampler(loader, show(own, self._sampler))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of
+from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of, parameters_of
 from lightning_ddp_ext.data.random_state import preserve_random_state, record_random_state, restore_random_state
 from lightning_ddp_ext.data.seeding import mix
 from lightning_ddp_ext.errors import ResumeError
@@ -65,6 +65,7 @@ class LoaderPosition:
         self.loader = loader
         self._world_size = world_size
         self.name = name_of(loader)
+        self._parameters = parameters_of(loader)  # as it was made: a sampler may count epochs in its seed
         self.epoch = -1
         self.given = 0
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
@@ -164,10 +165,9 @@ class LoaderPosition:
         Raises:
             ResumeError: they differ; it names the difference.
         """
-        then, now = state["data"], self._description()
-        for name in {**now, **then}:
-            was, has = then.get(name), now.get(name)
-            if was != has:
+        now = self._description()
+        for name, was in state["data"].items():
+            if was is not None and was != (has := now.get(name)):
                 raise ResumeError(
                     f"epoch {state['epoch']} cannot continue in its middle: {self.name} had {name}={was!r} when the "
                     f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
@@ -195,8 +195,7 @@ class LoaderPosition:
         """Return what must be the same for a position to mean the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
-        batch_size = getattr(self.loader, "batch_size", None)
-        return {"loader": self.kind, "ranks": self._world_size, "samples": samples, "batch_size": batch_size}
+        return {"loader": self.kind, "ranks": self._world_size, "samples": samples, **self._parameters}
 
     def _drop(self, batches: Iterator[Any], number: int) -> None:
         dropped = sum(1 for _ in islice(batches, number))

@@ -9,12 +9,7 @@ from typing import Any
 
 
 class Proxy:
-    """What :func:`show` returns. A subclass is made for each class of objects, and for what cannot be subclassed.
-
-    Attributes:
-        _ddpx_own: the object that is shown.
-        _ddpx_iterable: what is iterated over instead of it, and has the length.
-    """
+    """What :func:`show` returns; each class of objects has a subclass."""
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.epochs import set_epoch_of
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import with_wrapped
+from lightning_ddp_ext.data.loader import identity_of, with_wrapped
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
@@ -61,6 +61,11 @@ class SharedSampler(GlobalOrderSampler):
     @property
     def _wrapped(self) -> Any:
         return getattr(self, self._field)
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a position to mean the same."""
+        return {**super().identity(), "sampler": identity_of(self._wrapped)}
 
     @override
     def _set_wrapped_epoch(self) -> None:

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, own_copy, source_of
-from lightning_ddp_ext.data.loader_kinds import position_of, rewind
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
+from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
-from .lightning_tree import RunningStage, update_dataloader
+from .lightning_tree import RunningStage, UnrepeatedSampler, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -29,6 +29,14 @@ from .training_data import TrainingData
 from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
+
+
+class PredictionSampler(ExactDistributedSampler, UnrepeatedSampler):  # type: ignore[misc]
+    """That of predictions, of the class by which callbacks find Lightning's."""
+
+
+class SharedPredictionSampler(SharedSampler, UnrepeatedSampler):  # type: ignore[misc]
+    """The same for a sampler of the user's own."""
 
 
 class DataPath:
@@ -107,11 +115,15 @@ class DataPath:
         if is_evaluated and not self._exact_evaluation:
             return None
         options = {**self._strategy.distributed_sampler_kwargs, "seed": self.training.seed}
-        if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            return SharedSampler(loader.sampler, uneven="exact" if is_evaluated else "pad", **options)
+        inner = getattr(loader.batch_sampler, "sampler", None)
+        sampler = inner if isinstance(inner, DRAWING) else loader.sampler
+        if not yields_each_once(sampler, loader.dataset):
+            shared = SharedPredictionSampler if stage == RunningStage.PREDICTING else SharedSampler
+            return shared(sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
-            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
+            exact = PredictionSampler if stage == RunningStage.PREDICTING else ExactDistributedSampler
+            return exact(loader.dataset, shuffle=shuffle, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -149,6 +161,13 @@ class DataPath:
             return self.training.start_iterator(loader, epoch)
         rewind(loader.loader)
         return self.evaluation.read(loader)
+
+
+def yields_each_once(sampler: Any, dataset: object) -> bool:
+    """Whether a sampler yields each sample once, in torch's random order or in that of the dataset."""
+    if type(sampler).__iter__ not in (RandomSampler.__iter__, SequentialSampler.__iter__):
+        return False
+    return not getattr(sampler, "replacement", False) and batches_of(sampler) == batches_of(dataset)
 
 
 def is_shared_out(loader: Any) -> bool:

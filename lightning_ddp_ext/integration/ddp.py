@@ -37,9 +37,8 @@ def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter
         strategy.configure_ddp()
 
 
-def name_unused(error: BaseException, module: nn.Module | None) -> None:
+def name_unused(error: BaseException, message: str, module: nn.Module | None) -> None:
     """Put names and remedy in front of DDP's message about unused parameters; leave other errors alone."""
-    message = str(error)
     found = re.search(r"which did not receive grad for rank (\d+): ([\d ]+)", message)
     if found is None or module is None or "find_unused_parameters" not in message:
         return

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_ddp_ext.data.loader import batches_of
+from lightning_ddp_ext.data.loader import batches_of, is_comparable
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
-from .lightning_tree import rank_zero_warn
+from .lightning_tree import rank_zero_info, rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
 
 ResumeData = Literal["exact", "epoch", "stock"]
@@ -160,6 +160,12 @@ class Resume:
                     "alone or by another strategy; batches may be read twice or left out in epoch "
                     f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
+        unknown = sorted({position.name for position in positions if not is_comparable(position.loader)})
+        if unknown:
+            rank_zero_info(
+                f"epoch {self.restart.epoch} continues in its middle; keep {' and '.join(unknown)} as it was: the "
+                "checkpoint does not say what its order depends on"
+            )
         self.states = states
         self.done = self._count_done()
 

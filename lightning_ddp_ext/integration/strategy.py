@@ -201,7 +201,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def setup_distributed(self) -> None:
         self.set_world_ranks()
-        self.rendezvous.join(self, debugged_rank(self.current_trainer))
+        self.rendezvous.join(self, debugged_rank(getattr(self.lightning_module, "_trainer", None)))
         super().setup_distributed()  # leaves the open group alone
 
     # Checkpoints.
@@ -245,6 +245,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if self.lightning_module is None:  # called by hand, to open the process group before a run
+            super().setup_environment()
+            return
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
@@ -314,7 +317,9 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        name_unused(exception, self.lightning_module)
+        message = str(exception)
+        super().on_exception(exception)
+        name_unused(exception, message, self.lightning_module)
 
     # Steps.
 

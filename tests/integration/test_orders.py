@@ -113,16 +113,29 @@ def each_once() -> DataLoader[Any]:
     return DataLoader(Numbers(40), 2, sampler=sampler)
 
 
-def draw(kind: Kind, directory: Path) -> tuple[Batches, Batches]:
-    """What is drawn each once, and what is drawn by weight."""
+class Even(RandomSampler):
+    """A sampler of the user's own that yields as many."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([index & ~1 for index in super().__iter__()])
+
+
+def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
+    """What is drawn each once, by weight, and by other samplers than the one that yields all samples."""
     torch.manual_seed(os.getpid())
+    others = RandomSampler(range(40), True, 36), RandomSampler(range(40), num_samples=36), Even(range(40))
+    own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
+    own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
-    return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1)
+    return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
 
-def test_ranks_share_out_what_torchs_weighted_sampler_draws(tmp_path: Path) -> None:
+def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     """Each epoch has one draw, by the weights, whose parts the ranks read."""
-    whole, by_weight = zip(*on_ranks("ours", draw, tmp_path), strict=True)
+    whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path), strict=True)
+    replaced, part, even, batched = (samples(each, 0) for each in others)
+    assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
+    assert ({*even}, len(even)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]
     for drawn in epochs:
         assert len(drawn) == len(set(drawn)) == 36

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext.errors import ResumeError
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Kind, assert_same, on_both, on_ranks
-from tests.integration.continuing import Loaders, Numbers, Point, Run, Stream, Training, sampled, stream
+from tests.integration.continuing import Loaders, Numbers, Point, Run, Stream, Training, sampled, stream, workers
 
 
 def sixteen(rank: int, world_size: int) -> DataLoader[Any]:
@@ -27,12 +27,26 @@ def two(rank: int, world_size: int) -> CombinedLoader:
     return CombinedLoader([DataLoader(Numbers(number), 2, shuffle=True) for number in (16, 24)], "max_size_cycle")
 
 
-def stateful(number: int = 16) -> Loaders:
-    return lambda rank, world_size: StatefulDataLoader(Numbers(number), batch_size=2, shuffle=True)
+def stateful(number: int = 16, **options: Any) -> Loaders:
+    return lambda rank, world_size: StatefulDataLoader(Numbers(number), batch_size=2, shuffle=True, **options)
 
 
 def stateful_stream(rank: int, world_size: int) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(Stream(9, rank), batch_size=2)
+
+
+def weighted(replacement: bool) -> Loaders:
+    sampler = WeightedRandomSampler([1.0] * 16, 16, replacement)
+    return lambda rank, world_size: DataLoader(Numbers(16), 2, sampler=sampler)
+
+
+def plain(*chosen: Any, **options: Any) -> Loaders:
+    """Of a sampler of torch's that is left to each rank."""
+    return lambda rank, world_size: DataLoader(Numbers(8), *chosen, **options)
+
+
+def batched(size: int) -> Loaders:
+    return plain(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False))
 
 
 STREAM = stream()
@@ -43,6 +57,11 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
         "more samples that each rank deals out to itself": (sampled("plain", 16), sampled("plain", 28)),
         "more samples of a loader with a state": (stateful(), stateful(28)),
         "a shorter stream": (STREAM, stream(2)),
+        "more workers of a stream": (stream(8, **workers(1)), stream(8, **workers(2))),
+        "workers of a loader with a state": (stateful(), stateful(**workers())),
+        "another order on each rank": (plain(2, shuffle=True), plain(2)),
+        "other batches on each rank": (batched(2), batched(3)),
+        "another draw by weight": (weighted(True), weighted(False)),
         "two loaders for one": (sixteen, two),
     },
     1: {
@@ -91,6 +110,9 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
         place.mkdir()
         by_rank = run_ranks(refuse_and_begin, world_size, place, paths, env=by_hand_env(world_size))
         assert all('resume_data="epoch"' in message for found in by_rank for message in found.values())
+        if world_size == 2:
+            message = by_rank[0]["more workers of a stream"]
+            assert "had num_workers=1 when the checkpoint was saved, and has 2; resume with" in message
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot continue in its middle" in message
     assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message

@@ -9,13 +9,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtStrategy, World
 from lightning_ddp_ext.integration import compat
 from lightning_ddp_ext.integration.replaced_methods import ReplacedMethods
-from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_ranks
+from tests.harness.training import At, Kind, Net, make_strategy, make_trainer, on_both, on_ranks
 
 START_METHODS = {
     "ddp_ext": "popen",
@@ -99,6 +100,26 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
             "alone": "alone" if rank == 0 else None,
         }
     assert (tmp_path / "ours" / "last.ckpt").is_file()
+
+
+def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
+    """A group opened before a run, with a backend that is registered after the strategy is made; then an error."""
+    strategy = make_strategy(kind, directory, process_group_backend="later")
+    dist.Backend.register_backend("later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"])
+    trainer = make_trainer(strategy)
+    strategy.setup_environment()
+    backend = dist.get_backend()
+    trainer.fit(Net())
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    strategy.on_exception(error)
+    return backend, trainer.global_step, str(error)
+
+
+def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
+    """`setup_environment` needs no module, a backend may be registered late, and Lightning's hints are given."""
+    ours, stock = on_both(open_by_hand, tmp_path)
+    assert [facts[0] for facts in ours] == ["later", "later"]
+    assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]
 
 
 @pytest.mark.lowest
