@@ -38,6 +38,17 @@ class Checkpoints:
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
+        self._is_common_end = False
+
+    def begin_run(self) -> None:
+        """Expect the end of a run."""
+        self._is_common_end = False
+
+    def end_run(self) -> None:
+        """Record whether every rank raised what ended the run: they make collective calls together again."""
+        context = current()
+        if context is not None:
+            self._is_common_end, context.common_end = context.common_end, False
 
     # Writing.
 
@@ -156,9 +167,13 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the Trainer has ended with an exception: some ranks may never come to a collective then."""
+        """Whether the Trainer has ended with an exception: some ranks may never come to a collective then.
+
+        Where every rank raised one, that is so until it has been handled.
+        """
         trainer = self._trainer
-        return trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+        is_interrupted = trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
+        return is_interrupted and not self._is_common_end
 
     @property
     def is_handling_exception(self) -> bool:

@@ -23,6 +23,7 @@ from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
 from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
+from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from lightning_ddp_ext.supervision.parent_watch import watch_parent
@@ -107,7 +108,8 @@ class Rendezvous:
         context = join(request if debugged is None else without_limits(request))
         if context is not None:
             install_excepthook()
-            context.component(Survey)  # answers the other ranks from now on
+            context.component(Survey)  # this and the next answer the other ranks from now on
+            context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, f"{request.init_method}{request.endpoint.note()}"
                 rank_zero_info(f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}")

@@ -67,13 +67,16 @@ class NamedBarriers:
         self._peers = peers
         self._timeout = timeout
         self._everyone = range(len(peers.table))
-        self._steps = 0
-        self._made = 0
-        self._open = 0
         self._waiting: dict[int, list[Call]] = {}
+        self.forget()
         self._remote = RemoteCalls(
             peers, "barrier", record=self._record, open=self._open_barrier, overdue=self._report_overdue
         )
+
+    def forget(self) -> None:
+        """Count calls and steps anew. On all ranks, while none of them makes any."""
+        self._steps = self._made = self._open = 0
+        self._waiting.clear()
 
     def advance(self) -> None:
         """Advance this rank's step counter, so that a skipped call can be detected.

@@ -50,12 +50,14 @@ class ProcessContext:
         peers: the other ranks, and what has happened to them.
         barriers: where ranks wait for each other.
         failure: what this rank has raised while others may have waited for it.
+        common_end: whether every rank raises what ends its run, so that all can go on together.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
         self.table = connections.table
         self.failure: BaseException | None = None
+        self.common_end = False
         self._connections = connections
         self._groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}

@@ -13,6 +13,7 @@ from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousErr
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.survey import Survey
 
 T = TypeVar("T")
@@ -40,16 +41,22 @@ def supervised(
         with supervised_work():
             return function(*args, **kwargs)
     except harmless:
+        context = current()
+        if context is not None:
+            context.common_end = True
         raise
     except BaseException as exception:
-        explanation = explain(exception)
+        explanation = explain(exception, is_caught=True)
         if explanation is exception:
             raise
         raise explanation from explanation.__cause__
 
 
-def explain(exception: BaseException) -> Any:
-    """The exception itself, then announced to the other ranks; or the error of the rank that caused it."""
+def explain(exception: BaseException, *, is_caught: bool = False) -> Any:
+    """The exception itself, then announced to the other ranks; or the error of the rank that caused it.
+
+    One that the caller may catch is not announced if every rank raises one: their groups stay as they are.
+    """
     context = current()
     if context is None or isinstance(exception, RendezvousError):
         return exception
@@ -64,6 +71,9 @@ def explain(exception: BaseException) -> Any:
             if event.kind == "left":
                 error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
             return error
+    context.common_end = is_caught and context.component(CommonEnd).is_reached()
+    if context.common_end:
+        return exception
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
 

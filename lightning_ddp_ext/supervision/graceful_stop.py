@@ -114,6 +114,7 @@ class GracefulStop:
         """
         with self._peers.arrived:
             self._job += 1
+            self._position = Position(self._job << 32)  # after an exception ranks have passed different points
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._on_request = on_request

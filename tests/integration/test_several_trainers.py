@@ -16,6 +16,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import (
+    At,
     Kind,
     Net,
     Recorder,
@@ -60,6 +61,41 @@ def test_trainers_in_turn_give_the_numbers_of_stock(tmp_path: Path) -> None:
     """Ranks and group are used again, and nothing of one Trainer colours the next."""
     ours, stock = on_both(train_in_turn, tmp_path)
     assert_same(ours, stock)
+
+
+class Pruned(Exception):
+    """A user's own end of a trial, on all ranks."""
+
+
+def prune(trainer: L.Trainer) -> None:
+    raise Pruned
+
+
+def trials(kind: Kind, directory: Path) -> list[Any]:
+    """What a script can do with its ranks after it has caught what all of them raised, in each of these hooks."""
+    found: list[Any] = []
+    for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
+        trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[At(hook, prune)]), directory / hook
+        group = dist.group.WORLD
+        try:
+            trainer.fit(Net())
+        except Pruned:
+            if hook != "setup":
+                trainer.save_checkpoint(path)
+                found.append(path.exists())
+        trainer.strategy.barrier()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        found += [float(total), dist.group.WORLD is group or hook == "setup"]
+    trainer = make_trainer(make_strategy(kind, directory))
+    trainer.fit(Net())
+    return [*found, trainer.global_step]
+
+
+def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path: Path) -> None:
+    """As with stock: after a pruned trial the group is the same, a save waits for its file, the next Trainer works."""
+    ours, stock = on_both(trials, tmp_path)
+    assert ours == stock
 
 
 def groups_of_trainers(rank: int, world_size: int, directory: Path) -> list[Any]:
