@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from random import SystemRandom
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lightning_ddp_ext.data.random_state import GENERATORS
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -114,7 +116,12 @@ def own_copy(loader: Any) -> Any:
     A loader that has a state is not copied: its owner may read that state. Other iterables are not copied
     either, since nothing of them is changed.
     """
-    if not isinstance(loader, DataLoader) or is_stateful(loader):
+    return loader if is_stateful(loader) else without_iterator(loader)
+
+
+def without_iterator(loader: Any) -> Any:
+    """Copy a ``DataLoader``, so that reading the copy leaves alone the workers and the state of the original."""
+    if not isinstance(loader, DataLoader):
         return loader
     copied = copy.copy(loader)
     forget_workers(copied)
@@ -164,11 +171,12 @@ def name_of(loader: Any) -> str:
     return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, besides the global ones."""
+def generators_of(loader: Any) -> list[Any]:
+    """Return the generators of torch, NumPy and Python that are attributes of a loader and its samplers."""
     owners = (loader, *with_wrapped(index_sampler_of(loader)))
-    found = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    found = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
+    own = {id(each): each for each in found if isinstance(each, GENERATORS)}
+    return [each for each in own.values() if not isinstance(each, SystemRandom)]  # which has no state
 
 
 def batches_of(loader: Any) -> float:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,22 @@ class SeedWorker:
         if self.own is not None:
             self.own(worker)
         seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
+
+
+@contextmanager
+def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
+    """Have workers that start in the block draw their seed from another generator than the loader's.
+
+    Where workers stay, one run starts them at another time than a run that is resumed, in which no other number that
+    is drawn may change because of that.
+    """
+    own = loader.generator
+    loader.generator = torch.Generator()
+    loader.generator.manual_seed(mix(torch.initial_seed(), *words))
+    try:
+        yield
+    finally:
+        loader.generator = own
 
 
 @contextmanager
