@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from random import SystemRandom
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-
-from lightning_ddp_ext.data.random_state import GENERATORS
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
 
@@ -169,14 +166,6 @@ def name_of(loader: Any) -> str:
         return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
     inner = getattr(sampler, "sampler", None)
     return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
-
-
-def generators_of(loader: Any) -> list[Any]:
-    """Return the generators of torch, NumPy and Python that are attributes of a loader and its samplers."""
-    owners = (loader, *with_wrapped(index_sampler_of(loader)))
-    found = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
-    own = {id(each): each for each in found if isinstance(each, GENERATORS)}
-    return [each for each in own.values() if not isinstance(each, SystemRandom)]  # which has no state
 
 
 def batches_of(loader: Any) -> float:

@@ -18,6 +18,7 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.random_state import preserve_random_state
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 
 _DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -120,7 +121,7 @@ class IndexPosition(LoaderPosition):
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
         self._sampler.draw_next_by(lambda: order)
-        with self._workers_seeded_apart():  # the sampler may draw more numbers later
+        with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)
 
 
@@ -164,12 +165,10 @@ class StatePosition(LoaderPosition):
         state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
         if state is None:
             rewind(self.loader)
-            return self._count_drawn(self._redraw(start, dropped))
-        start.states = [(-dropped, state)]
-        self.loader.load_state_dict(state)
-        batches = iter(self.loader)
-        self._drop(batches, dropped)
-        return self._count_drawn(batches)
+        else:
+            start.states, start.random = [(-dropped, state)], []
+            self.loader.load_state_dict(state)
+        return self._count_drawn(self._redraw(start, dropped))
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._drawn = 0

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of
-from lightning_ddp_ext.data.random_state import preserve_random_state, record_random_state, restore_random_state
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, with_wrapped
+from lightning_ddp_ext.data.random_state import (
+    generators_of,
+    preserve_random_state,
+    record_random_state,
+    restore_random_state,
+)
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.errors import ResumeError
 
@@ -67,7 +72,7 @@ class LoaderPosition:
         self.name = name_of(loader)
         self.epoch = -1
         self.given = 0
-        self.generators = generators_of(loader)
+        self.generators = generators_of(loader, *with_wrapped(index_sampler_of(loader)))
         self.keeps_workers = False
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         self._resumed: Mapping[str, Any] | None = None
@@ -109,7 +114,8 @@ class LoaderPosition:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
         self._starts.append(start)
         # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
-        with self._workers_seeded_apart() if self.keeps_workers and self.epoch > 0 else nullcontext():
+        is_later = self.keeps_workers and self.epoch > 0
+        with workers_seeded_apart(self.loader, self.epoch, self.given) if is_later else nullcontext():
             return self._begin(start)
 
     def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
@@ -117,9 +123,6 @@ class LoaderPosition:
         self._starts.append(start)
         with preserve_random_state(self.generators):  # the run that is resumed had this iterator already
             return self._resume(start)
-
-    def _workers_seeded_apart(self) -> AbstractContextManager[None]:
-        return workers_seeded_apart(self.loader, self.epoch, self.given)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches that the Trainer is given."""

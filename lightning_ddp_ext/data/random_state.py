@@ -10,9 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # What the functions of the modules `torch`, `numpy.random` and `random` draw from.
 _GLOBAL: tuple[Any, ...] = (torch.default_generator, np.random.get_state.__self__, random.getstate.__self__)  # type: ignore[attr-defined]
+
+
+def generators_of(*owners: object) -> list[Any]:
+    """Return the generators of torch, NumPy and Python that are attributes of these objects, each once."""
+    values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
+    found = {id(each): each for each in values if isinstance(each, _KINDS)}
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
 
 
 def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:

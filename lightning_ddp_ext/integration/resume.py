@@ -31,17 +31,11 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [] if combined is None else [loader.position for loader in combined.flattened]
 
 
-def generators_of(strategy: Any) -> list[Any]:
+def generators_of(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
     """Return the generators of this rank's training besides the global ones: its CUDA device's and its loaders'."""
-    return [
-        *generators_on(strategy.root_device),
-        *(each for position in positions_of(strategy.current_trainer) for each in position.generators),
-    ]
-
-
-def generators_on(device: torch.device) -> list[torch.Generator]:
-    """Return the global generator of a CUDA device; of another device, none."""
-    return [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    device, positions = strategy.root_device, positions_of(strategy.current_trainer) if with_loaders else []
+    on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [*on_device, *(each for position in positions for each in position.generators)]
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,11 +102,11 @@ class Resume:
     def restore_random_state(self) -> None:
         """Restore this rank's random state, if it has saved one."""
         self.has_restored_random = True
-        strategy, is_between_epochs = self._strategy, self.restart.at == "epoch_start" and not self.restart.has_started
-        if self._ranks and self._own["random"] is not None:
-            has_new_loaders = is_between_epochs and self._trainer.reload_dataloaders_every_n_epochs
-            chosen = generators_on(strategy.root_device) if has_new_loaders else generators_of(strategy)
-            restore_random_state(self._own["random"], chosen)
+        if not self._ranks or self._own["random"] is None:
+            return
+        begins_epoch = self.restart.at == "epoch_start" and not self.restart.has_started
+        has_new_loaders = begins_epoch and self._trainer.reload_dataloaders_every_n_epochs > 0
+        restore_random_state(self._own["random"], generators_of(self._strategy, with_loaders=not has_new_loaders))
 
     # Lightning's loops.
 
