@@ -33,6 +33,7 @@ HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
     **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
     "max_steps": "on_train_end",
+    "before": "on_train_batch_start",
 }
 SIGNALS = ("sigterm", "sigval")
 ENDING = (*SIGNALS, "max_steps")  # stops that end the run
@@ -57,6 +58,7 @@ class Case:
     epoch: str = levels("0", "1")  # in which it stops
     optimizing: str = levels("each", "third", "manual")  # at which batches
     step: str = levels("batch", "dataloader_iter")  # what a training step takes
+    limit: str = levels("none", "four")  # batches of an epoch
     made: str = levels("once", "each")  # the loaders
     looks: str = levels("no", "yes")  # a callback, at a batch of its own
     generator: str = levels("global", "own", "shared")
@@ -79,7 +81,8 @@ class Case:
             return False
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
             return False  # a validation that is due after the last batch's save is skipped, so there are none
-        return self.again != "max_steps" or self.stays  # else nobody knows how many steps there were
+        # Else nobody knows how many steps there were, and what is left is not the whole rest.
+        return self.stays or (self.again != "max_steps" and self.limit == "none")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -125,7 +128,8 @@ class Case:
     def length(self, ranks: int) -> int:
         """Steps of an epoch."""
         lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
-        return min(lengths) if self.loaders == "min_size" else max(lengths)
+        length = min(lengths) if self.loaders == "min_size" else max(lengths)
+        return length if self.limit == "none" else min(length, 4)
 
     def index(self, stop: str, ranks: int) -> int:
         """The batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
@@ -262,6 +266,9 @@ KINDS = {"batch": (Swept, Manual), "dataloader_iter": (Iterating, IteratingManua
 def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
+        "limit_train_batches": 1.0 if case.limit == "none" else 4,
+        # Saved in the last batch, or at the epoch's end, a run leaves out what is updated then: as with Lightning.
+        "plateau": not {"last", "end"} & {case.stop, case.again},
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
         "reload_dataloaders_every_n_epochs": int(case.made == "each"),
@@ -352,12 +359,21 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     return replace(third, steps=steps), "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
 
 
+def last_epoch(run: Run) -> list[str]:
+    """What happens in the last epoch."""
+    names = [name for name, *_ in run.events]
+    ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
+    return names[ends[-2] + 1 :]
+
+
 def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
     training, length = training_of(case, rank, ranks, place), case.length(ranks)
     try:
         if path is not None:
             whole = training.run()
             resumed, text = resume(case, training, path)
+            if last_epoch(resumed) != last_epoch(whole):
+                text += f"; ends with {last_epoch(resumed)} instead of {last_epoch(whole)}"
             return Played(text, whole=whole.steps, after=resumed.steps)
         stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
         whole, texts = training.run() if case.stop in ENDING else stopped, []
