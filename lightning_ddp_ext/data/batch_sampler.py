@@ -1,15 +1,13 @@
-"""The permanent batch sampler of a loader: it can begin in its middle, and be filled up to a length."""
+"""The permanent batch sampler of a loader: its next order can be given, and it can be filled up to a length."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import Any
 
 
 class PermanentBatchSampler:
-    """Yields what another sampler yields, without the first items that :meth:`skip` leaves out, and padded at the end.
+    """Yields what another sampler yields, or what the next iterator is given instead, and padded at the end.
 
     A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
@@ -20,9 +18,9 @@ class PermanentBatchSampler:
         spare: the item to repeat where the sampler has none.
 
     >>> sampler = PermanentBatchSampler(["a", "b", "c"])
-    >>> sampler.skip(2)
-    >>> list(sampler), len(sampler)
-    (['c'], 3)
+    >>> sampler.draw_next_by(lambda: iter(["c"]))
+    >>> list(sampler), list(sampler), len(sampler)
+    (['c'], ['a', 'b', 'c'], 3)
     >>> list(PermanentBatchSampler([[1, 3], [5]], padded_to=3))
     [[1, 3], [5], [5]]
     """
@@ -31,26 +29,18 @@ class PermanentBatchSampler:
         self.batch_sampler = batch_sampler
         self._padded_to = padded_to
         self._spare = spare
-        self.skip(0)
+        self._draw: Callable[[], Iterator[Any]] | None = None
 
-    def skip(self, items: int, *, generators: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Set where the next iterators start.
-
-        Args:
-            items: how many are left out.
-            generators: a context with the random numbers from which the sampler drew its order, active while the
-                order is drawn and items are left out.
-        """
-        self._skipped = items
-        self._generators = generators
+    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
+        """Have the next iterator yield what ``draw()`` returns, which is called when its first item is requested."""
+        self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, because a loader with workers makes two iterators, and reads the second.
-        with self._generators():
-            items = iter(self.batch_sampler)
-            for _ in islice(items, self._skipped):
-                pass
-        given, item = self._skipped, self._spare
+        draw, self._draw = self._draw, None
+        items = iter(self.batch_sampler) if draw is None else draw()
+        given = 0
+        item = self._spare
         for item in items:
             given += 1
             yield item

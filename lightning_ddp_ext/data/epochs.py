@@ -19,7 +19,7 @@ _NOT_FOLLOWED = (torch.Tensor, np.ndarray, torch.nn.Module, str, bytes, bytearra
 _SHORT = 32  # a longer list or dict holds samples, unless its first element is a loader, sampler or dataset
 
 
-def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> None:
+def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
     """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
 
     Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next iterator starts
@@ -30,16 +30,23 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         epoch: the epoch, from 0.
         rank: this process's rank.
         seed: with one, the generators of the loader's workers are seeded by ``seed_generators``.
+
+    Returns:
+        whether the workers of one epoch are also those of the next one.
     """
     set_epoch(loader, epoch)
     if seed is not None and isinstance(loader, DataLoader):
         own = loader.worker_init_fn
         loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
     kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
+    keeps_workers = False
     for each in kept:
         is_stream = isinstance(each.dataset, IterableDataset)  # its workers may draw its order
         if seed is not None or is_stream or any(has_set_epoch(below) for below in all_below(each.dataset)):
             forget_workers(each)
+        else:
+            keeps_workers |= each is loader
+    return keeps_workers
 
 
 def set_epoch(loaders: object, epoch: int) -> None:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_ddp_ext.data.proxy import iterable_of, show
@@ -92,7 +91,12 @@ def own_copy(loader: Any) -> Any:
     A loader that has a state is not copied: its owner may read that state. Other iterables are not copied
     either, since nothing of them is changed.
     """
-    if not isinstance(loader, DataLoader) or is_stateful(loader):
+    return loader if is_stateful(loader) else without_iterator(loader)
+
+
+def without_iterator(loader: Any) -> Any:
+    """Copy a ``DataLoader``, so that reading the copy leaves alone the workers and the state of the original."""
+    if not isinstance(loader, DataLoader):
         return loader
     copied = copy.copy(loader)
     forget_workers(copied)
@@ -148,7 +152,8 @@ _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replac
 def identity_of(sampler: object) -> str:
     """Return the classes and parameters of a sampler and of those in it, which are equal where they yield the same.
 
-    >>> identity_of(torch.utils.data.BatchSampler(range(3), 2, drop_last=False))
+    >>> from torch.utils.data import BatchSampler
+    >>> identity_of(BatchSampler(range(3), 2, drop_last=False))
     'BatchSampler(batch_size=2, drop_last=False) over range()'
     """
     found = []
@@ -174,13 +179,6 @@ def is_comparable(loader: Any) -> bool:
     """Whether the parameters of a loader's samplers say in which order it reads: those of torch and of this package."""
     roots = [type(each).__module__.partition(".")[0] for each in with_wrapped(index_sampler_of(loader))]
     return {*roots} <= {"torch", __package__.partition(".")[0]}
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers draw from, besides the global ones."""
-    owners = (loader, *with_wrapped(index_sampler_of(loader)))
-    found = [vars(owner).get("generator") for owner in owners if hasattr(owner, "__dict__")]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def batches_of(loader: Any) -> float:

@@ -8,11 +8,8 @@ everything else are read and dropped, see ``position``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from typing_extensions import override
 
@@ -21,6 +18,8 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.proxy import show
+from lightning_ddp_ext.data.random_state import preserve_random_state
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -76,9 +75,11 @@ class OrderPosition(LoaderPosition):
         self._batch_size = 1 if index_sampler is sampler else index_sampler.batch_size  # in items of the sampler
 
     @override
-    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
         self._sampler.resume_at(self.epoch, start.at)
         return iter(self.loader)
+
+    _resume = _begin
 
     @override
     def _position(self, start: IteratorStart, batches: int) -> int:
@@ -108,17 +109,22 @@ class IndexPosition(LoaderPosition):
         set_index_sampler(loader, show(own, self._sampler))
 
     @override
-    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
-        self._sampler.skip(start.at, generators=partial(self._generators_as_at, start) if start.at else nullcontext)
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+        def draw() -> Iterator[Any]:
+            self._record(start)
+            return iter(self._sampler.batch_sampler)
+
+        self._sampler.draw_next_by(draw)
         return iter(self.loader)
 
-    @contextmanager
     @override
-    def _generators_as_at(self, start: IteratorStart) -> Iterator[None]:
-        with super()._generators_as_at(start):
-            if start.at and start.random is not None:  # a loader draws its workers' seed before the order is drawn
-                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-            yield
+    def _resume(self, start: IteratorStart) -> Iterator[Any]:
+        self._restore(start.random)
+        order = iter(self._sampler.batch_sampler)
+        self._drop(order, start.at)
+        self._sampler.draw_next_by(lambda: order)
+        with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
+            return iter(self.loader)
 
 
 class StatePosition(LoaderPosition):
@@ -146,21 +152,28 @@ class StatePosition(LoaderPosition):
         return {**super().state_dict(done), "own": {"state": state, "dropped": batches - drawn}}
 
     @override
-    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+        rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
+        is_new = getattr(self.loader, "_iterator", None) is None
+        if self.keeps_workers and self.epoch > 0 and is_new and index_sampler_of(self.loader) is not None:
+            # HACK: torchdata's iterators also draw an order where workers start, which those of another run have done
+            with preserve_random_state(self.generators):
+                iter(self.loader)
+        return self._count_drawn(super()._begin(start))
+
+    @override
+    def _resume(self, start: IteratorStart) -> Iterator[Any]:
+        # Without a saved state, Lightning has given the loader of a resumed run rank 0's, or none.
         state, dropped = (None, 0) if start.own is None else (start.own["state"], start.own["dropped"])
         if state is None:
-            rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
+            rewind(self.loader)
         else:
-            start.states = [(-dropped, state)]
+            start.states, start.random = [(-dropped, state)], []
             self.loader.load_state_dict(state)
-        # Without a saved state, Lightning has given the loader of a resumed run rank 0's, or none.
-        self._drawn = 0
-        with self._generators_as_at(start) if state is None else nullcontext():
-            batches = iter(self.loader)
-            self._drop(batches, dropped)
-        return self._count_drawn(batches)
+        return self._count_drawn(self._redraw(start, dropped))
 
     def _count_drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._drawn = 0
         for drawn, batch in enumerate(batches, start=1):
             self._drawn = drawn
             yield batch

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-import torch
-
-from lightning_ddp_ext.data.loader import batches_of, generators_of, name_of, parameters_of
-from lightning_ddp_ext.data.random_state import preserve_random_state, record_random_state, restore_random_state
-from lightning_ddp_ext.data.seeding import mix
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of, with_wrapped
+from lightning_ddp_ext.data.random_state import (
+    generators_of,
+    preserve_random_state,
+    record_random_state,
+    restore_random_state,
+)
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
@@ -27,7 +30,7 @@ class IteratorStart:
         number: iterators of the epoch before it.
         after: batches of the epoch that the loader gave before this iterator was made.
         at: the position at which it started; 0 at the beginning.
-        random: the random state from which its order was drawn.
+        random: the random states in which it drew numbers, recorded just before.
         own: what a resumed run has saved for this kind of loader alone.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
@@ -35,7 +38,7 @@ class IteratorStart:
     number: int = 0
     after: int = 0
     at: int = 0
-    random: dict[str, Any] | None = None
+    random: list[Any] = field(default_factory=list)
     own: Mapping[str, Any] | None = None
     states: list[tuple[int, Any]] = field(default_factory=list)
 
@@ -55,6 +58,8 @@ class LoaderPosition:
         name: the data's name in errors.
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
+        generators: what the loader and its samplers draw from, besides the global generators.
+        keeps_workers: whether the workers of one epoch are also those of the next one.
     """
 
     kind = "batches"
@@ -68,9 +73,10 @@ class LoaderPosition:
         self._parameters = parameters_of(loader)  # as it was made: a sampler may count epochs in its seed
         self.epoch = -1
         self.given = 0
+        self.generators = generators_of(loader, *with_wrapped(index_sampler_of(loader)))
+        self.keeps_workers = False
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         self._resumed: Mapping[str, Any] | None = None
-        self._generator = torch.Generator()
 
     # Reading.
 
@@ -96,7 +102,6 @@ class LoaderPosition:
         if self._has_to_end:  # Lightning ends the epoch once it has seen the end of each loader, also of a cycled one
             self._has_to_end = False
             return iter(())
-        self._spare_global_generator()
         state, self._resumed = self._resumed, None
         if state is None:
             return self._start_at_beginning()
@@ -107,26 +112,18 @@ class LoaderPosition:
         return chain(first, batches) if first else self._start_at_beginning()  # a second end would end the epoch
 
     def _start_at_beginning(self) -> Iterator[Any]:
-        number = self._starts[-1].number + 1 if self._starts else 0
-        random = record_random_state(generators=generators_of(self.loader))
-        self._starts.append(IteratorStart(number, self.given, random=random))
-        return self._iterate(self._starts[-1])
+        start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
+        self._starts.append(start)
+        # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
+        is_later = self.keeps_workers and self.epoch > 0
+        with workers_seeded_apart(self.loader, self.epoch, self.given) if is_later else nullcontext():
+            return self._begin(start)
 
     def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        start = IteratorStart(state["number"], self.given, state["at"], state["random"], state.get("own"))
+        start = IteratorStart(state["number"], self.given, state["at"], state["random"] or [], state.get("own"))
         self._starts.append(start)
-        with preserve_random_state():  # the run that is resumed had this iterator already, and drew nothing here
-            return self._iterate(start)
-
-    def _spare_global_generator(self) -> None:
-        """Draw the seed of workers that persist from another generator, after the epoch in which they start.
-
-        A run in which they do so draws no such number then; one that is resumed, or starts them anew, would draw one.
-        """
-        if self.epoch > 0 and getattr(self.loader, "persistent_workers", False):
-            if self.loader.generator is None:
-                self.loader.generator = self._generator
-            self._generator.manual_seed(mix(torch.initial_seed() % 2**63, self.epoch))
+        with preserve_random_state(self.generators):  # the run that is resumed had this iterator already
+            return self._resume(start)
 
     def give(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Count the batches that the Trainer is given."""
@@ -180,12 +177,33 @@ class LoaderPosition:
 
     # What each kind of loader does otherwise.
 
-    def _iterate(self, start: IteratorStart) -> Iterator[Any]:
-        """Make an iterator that begins at ``start``."""
-        with self._generators_as_at(start):
-            batches: Iterator[Any] = iter(self.loader)
-            self._drop(batches, start.at)
+    def _begin(self, start: IteratorStart) -> Iterator[Any]:
+        """Make an iterator over the whole data, and record the random states in which it draws."""
+        self._record(start)
+        return self._record_first(start, iter(self.loader))
+
+    def _record_first(self, start: IteratorStart, batches: Iterator[Any]) -> Iterator[Any]:
+        self._record(start)  # a generator function, such as an __iter__, draws for its first item
+        yield from batches
+
+    def _resume(self, start: IteratorStart) -> Iterator[Any]:
+        """Make an iterator that continues at ``start``; the caller restores the random state."""
+        return self._redraw(start, start.at)
+
+    def _redraw(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
+        """Make an iterator that draws what the one of another run drew, without its first batches."""
+        self._restore(start.random[:1])
+        batches: Iterator[Any] = iter(self.loader)
+        self._restore(start.random[1:])
+        self._drop(batches, dropped)
         return batches
+
+    def _record(self, start: IteratorStart) -> None:
+        start.random.append(record_random_state(self.generators))
+
+    def _restore(self, recorded: Sequence[Any]) -> None:
+        for each in recorded:
+            restore_random_state(each, self.generators)
 
     def _position(self, start: IteratorStart, batches: int) -> int:
         """Return the position of an iterator after a number of batches."""
@@ -204,13 +222,3 @@ class LoaderPosition:
                 f"epoch {self.epoch} cannot continue in its middle: {self.name} ends after {dropped} batches, and "
                 f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )
-
-    @contextmanager
-    def _generators_as_at(self, start: IteratorStart) -> Iterator[None]:
-        """Restore the random state of an iterator that continues; after the block, that of before the block."""
-        if not start.at or start.random is None:
-            yield
-            return
-        with preserve_random_state():
-            restore_random_state(start.random, generators=generators_of(self.loader))
-            yield

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# What the functions of the modules `torch`, `numpy.random` and `random` draw from.
+_GLOBAL: tuple[Any, ...] = (torch.default_generator, np.random.get_state.__self__, random.getstate.__self__)  # type: ignore[attr-defined]
 
-def record_random_state(
-    *, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()
-) -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and torch, and of further generators.
 
-    The states are made of tensors and numbers alone, so that a checkpoint which holds them can be read with
+def generators_of(*owners: object) -> list[Any]:
+    """Return the generators of torch, NumPy and Python that are attributes of these objects, each once."""
+    values = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
+    found = {id(each): each for each in values if isinstance(each, _KINDS)}
+    return [each for each in found.values() if not isinstance(each, random.SystemRandom)]  # which has no state
+
+
+def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
+    """Return the states of the global generators of torch, NumPy and Python, and of further generators.
+
+    The states are made of tensors, numbers and strings alone, so that a checkpoint which holds them can be read with
     ``weights_only=True``.
 
     Args:
-        device: this rank's device; the generator of a CUDA device is recorded as well.
-        generators: further generators, such as those of samplers.
+        generators: generators of any of these kinds, such as those of samplers or of a CUDA device.
 
     >>> state = record_random_state()
     >>> drawn = torch.rand(()), np.random.rand(), random.random()
@@ -29,42 +37,53 @@ def record_random_state(
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    _, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state()
-    _, key, position, has_gauss, numpy_gauss = numpy_state
-    is_cuda = device is not None and device.type == "cuda"
-    return {
-        "python_words": torch.tensor(words),
-        "python_gauss": gauss,
-        "numpy_words": torch.from_numpy(key.astype(np.int64)),
-        "numpy_rest": (int(position), int(has_gauss), float(numpy_gauss)),
-        "torch_bytes": torch.get_rng_state(),
-        "cuda_bytes": torch.cuda.get_rng_state(device) if is_cuda else None,  # type: ignore[arg-type]
-        "generators": [generator.get_state() for generator in generators],
-    }
+    return [(_kind_of(each), _state_of(each)) for each in (*_GLOBAL, *generators)]
 
 
-def restore_random_state(
-    state: Mapping[str, Any], *, device: torch.device | None = None, generators: Sequence[torch.Generator] = ()
-) -> None:
-    """Restore what :func:`record_random_state` returned, where it had the same arguments.
-
-    A state of a CUDA generator is left out where ``device`` is another one.
-    """
-    random.setstate((3, tuple(state["python_words"].tolist()), state["python_gauss"]))
-    np.random.set_state(("MT19937", state["numpy_words"].cpu().numpy().astype(np.uint32), *state["numpy_rest"]))
-    torch.set_rng_state(state["torch_bytes"].cpu())
-    if state["cuda_bytes"] is not None and device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda_bytes"].cpu(), device)
-    for generator, own in zip(generators, state["generators"], strict=False):
-        generator.set_state(own.cpu())
+def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
+    """Restore what :func:`record_random_state` returned; a generator of another kind than then is left as it is."""
+    for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
+        if kind == _kind_of(generator):
+            _set_state(generator, state)
 
 
 @contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Restore after the block the random states of Python, NumPy and torch on CPU before it."""
-    state = record_random_state()
+def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
+    """Restore after the block the states before it."""
+    state = record_random_state(generators)
     try:
         yield
     finally:
-        restore_random_state(state)
+        restore_random_state(state, generators)
+
+
+def _kind_of(generator: Any) -> str:
+    owner = getattr(generator, "bit_generator", generator)
+    return f"{type(owner).__name__} {getattr(generator, 'device', '')}".partition(":")[0].strip()
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    is_legacy = isinstance(generator, np.random.RandomState)
+    return _plain(generator.get_state(legacy=False) if is_legacy else generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _plain(value: Any) -> Any:
+    """Return a state of NumPy's with lists in place of arrays, which NumPy also accepts."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value

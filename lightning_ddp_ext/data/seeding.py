@@ -7,11 +7,12 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_ddp_ext.data.random_state import preserve_random_state
+from lightning_ddp_ext.data.random_state import generators_of, preserve_random_state
 
 
 def mix(*words: int) -> int:
@@ -67,11 +68,26 @@ class SeedWorker:
 
 
 @contextmanager
+def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
+    """Have workers that start in the block draw their seed from another generator than the loader's.
+
+    Where workers stay, one run starts them at another time than a run that is resumed, in which no other number that
+    is drawn may change because of that.
+    """
+    own = loader.generator
+    loader.generator = torch.Generator()
+    loader.generator.manual_seed(mix(torch.initial_seed(), *words))
+    try:
+        yield
+    finally:
+        loader.generator = own
+
+
+@contextmanager
 def seeded(seed: int, *owners: object) -> Iterator[None]:
     """Seed all generators in the block, each with its own stream, and restore them after it.
 
-    These are the global generators of Python, NumPy and torch (CPU), and every ``torch.Generator``, NumPy ``Generator``
-    and ``RandomState`` and ``random.Random`` that is an attribute of an owner, which has another one in the block.
+    These are the global generators of Python, NumPy and torch (CPU), and those that are attributes of an owner.
 
     >>> with seeded(1):
     ...     first = random.random()
@@ -79,35 +95,20 @@ def seeded(seed: int, *owners: object) -> Iterator[None]:
     ...     print(random.random() == first)
     True
     """
-    others: dict[int, object] = {}
-    replaced: list[tuple[object, str, object]] = []
-    for owner in owners:
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if id(value) not in others:  # several owners may share one
-                others[id(value)] = _seeded_like(value, mix(seed, 3, len(replaced)))
-            if others[id(value)] is not None:
-                replaced.append((owner, name, value))
-    with preserve_random_state():
+    others = generators_of(*owners)
+    with preserve_random_state(others):
+        for number, generator in enumerate(others):
+            _seed(generator, mix(seed, 3, number))
         random.seed(mix(seed, 0))
         np.random.seed(mix(seed, 1) % 2**32)
         torch.default_generator.manual_seed(mix(seed, 2))
-        try:
-            for owner, name, value in replaced:
-                setattr(owner, name, others[id(value)])
-            yield
-        finally:
-            for owner, name, value in replaced:
-                setattr(owner, name, value)
+        yield
 
 
-def _seeded_like(value: object, seed: int) -> object | None:
-    """Return another generator of the same kind; ``None`` for other objects, and for torch's global generator."""
-    if isinstance(value, torch.Generator) and value is not torch.default_generator:
-        return torch.Generator(value.device).manual_seed(seed)
-    if isinstance(value, np.random.Generator):
-        return np.random.Generator(type(value.bit_generator)(seed))
-    if isinstance(value, np.random.RandomState):
-        return np.random.RandomState(seed % 2**32)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return random.Random(seed)
-    return None
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)

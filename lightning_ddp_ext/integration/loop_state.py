@@ -51,18 +51,22 @@ class Restart:
         return self.at in ("batch_end", "validation") and not self.is_last
 
 
-def find_restart(fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None) -> Restart:
+def find_restart(
+    fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None, has_ended: bool = False
+) -> Restart:
     """Find where training continues from ``FitLoop.state_dict()``.
 
     Args:
         fit_loop: that state.
         accumulated: batches of an optimiser step.
         stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
+        has_ended: whether the data of the newest epoch have ended. Lightning flags no last batch where it had expected
+            another one: with ``dataloader_iter``, and where a loader without a length ends before the others.
     """
     epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
     done, is_last = batch["current"]["processed"], batch["is_last_batch"]
     if epoch["started"] == epoch["processed"]:
-        if is_last or not done:
+        if is_last or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
         return _after_last_step(epoch["processed"] - 1, done, accumulated)  # cut short by max_steps
     if is_last and batch["current"]["ready"] == done:

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from lightning_ddp_ext.data.loader import batches_of, is_comparable
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
@@ -20,7 +22,7 @@ from .loop_state import Restart, change_to, find_restart
 ResumeData = Literal["exact", "epoch", "stock"]
 
 KEY = "lightning_ddp_ext"
-VERSION = 4
+VERSION = 5
 _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
@@ -28,6 +30,13 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     """Return how far each training loader is read, in the order in which they are combined."""
     combined = combined_loader_of(trainer.fit_loop)
     return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
+
+
+def generators_of(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
+    """Return the generators of this rank's training besides the global ones: its CUDA device's and its loaders'."""
+    device, positions = strategy.root_device, positions_of(strategy.current_trainer) if with_loaders else []
+    on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [*on_device, *(each for position in positions for each in position.generators)]
 
 
 def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,17 +69,17 @@ class Resume:
         self.done = self.restart.done
 
     def _load(self, checkpoint: dict[str, Any], data: ResumeData) -> None:
-        section = checkpoint.get(KEY) or {}
-        loops, stopped = checkpoint["loops"]["fit_loop"], section.get("stopped")
-        accumulated = section.get("accumulate_grad_batches", self._trainer.accumulate_grad_batches)
-        restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
-        self.seed, self._ranks = section.get("seed"), section.get("ranks") or ()
-        if restart.is_within and section.get("version") != VERSION:
+        section, loops = checkpoint.get(KEY) or {}, checkpoint["loops"]["fit_loop"]
+        if section.get("version") == VERSION:
+            restart, self.seed, self._ranks = Restart(**section["restart"]), section["seed"], section["ranks"]
+        else:
+            section, restart = {}, find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
+        if restart.is_within and not section:
             rank_zero_warn(f"the checkpoint does not say which data of epoch {restart.epoch} are done; it begins again")
             data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
-        changed = change_to(loops, restart, stopped=stopped)
+        changed = change_to(loops, restart, stopped=section.get("stopped"))
         if self._has_own_states or restart.has_started or (section and restart.at == "epoch_start"):
             changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
@@ -94,8 +103,11 @@ class Resume:
     def restore_random_state(self) -> None:
         """Restore this rank's random state, if it has saved one."""
         self.has_restored_random = True
-        if self._ranks and self._own["random"] is not None:
-            restore_random_state(self._own["random"], device=self._strategy.root_device)
+        if not self._ranks or self._own["random"] is None:
+            return
+        begins_epoch = self.restart.at == "epoch_start" and not self.restart.has_started
+        has_new_loaders = begins_epoch and self._trainer.reload_dataloaders_every_n_epochs > 0
+        restore_random_state(self._own["random"], generators_of(self._strategy, with_loaders=not has_new_loaders))
 
     # Lightning's loops.
 

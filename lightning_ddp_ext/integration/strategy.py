@@ -276,6 +276,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_end(self) -> None:
         self._report_phase()
+        self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
-from .compat import TimedValidation, combined_iterator_of, combined_loader_of, iterators_of
+from .compat import TimedValidation, combined_iterator_of, combined_loader_of, fetcher_of, iterators_of
 from .loop_state import Restart, epoch_of, find_restart
-from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state
+from .resume import KEY, VERSION, Resume, ResumeData, generators_of, positions_of, shared_state
 
 Moment = Literal["epoch", "step", "validation"]
 
@@ -33,8 +33,9 @@ class TrainingData:
         """Prepare for a Trainer that has not loaded anything."""
         if trainer is None or trainer.state.fn == "fit":  # a checkpoint after a validation is of the training before
             self._seed: int | None = None
+            self._has_ended = False  # the newest epoch, at the end of training
         self.resume = Resume(self._strategy)
-        self._random: dict[Moment, dict[str, Any]] = {}  # when the last epoch, step and validation started
+        self._random: dict[Moment, list[Any]] = {}  # when the last epoch, step and validation started
         self._epoch_started: Any = None  # the combined iterator of the newest epoch
         self._timed_validation = TimedValidation()
 
@@ -60,7 +61,11 @@ class TrainingData:
 
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
-        self._random[moment] = record_random_state(device=self._strategy.root_device)
+        self._random[moment] = record_random_state(generators_of(self._strategy))
+
+    def on_train_end(self) -> None:
+        """Remember what Lightning is about to forget: whether the data of the newest epoch have ended."""
+        self._has_ended = fetcher_of(self._strategy.current_trainer.fit_loop).done
 
     # Reading.
 
@@ -112,7 +117,7 @@ class TrainingData:
         while True:
             self._strategy.stops.before_batch()
             self._timed_validation.before_batch(trainer)
-            if accumulated > 1 and progress.ready % accumulated == 0:
+            if accumulated > 1 and progress.processed % accumulated == 0:
                 self.record_random_state("step")
             try:
                 batch = next(batches)
@@ -129,7 +134,9 @@ class TrainingData:
         trainer, checkpoints = self._strategy.current_trainer, self._strategy.checkpoints
         stopped, accumulated = self._strategy.stops.stopped, trainer.accumulate_grad_batches
         loops: Mapping[str, Any] = checkpoint["loops"]["fit_loop"]
-        restart = find_restart(loops, accumulated=accumulated, stopped=stopped)
+        fetcher = fetcher_of(trainer.fit_loop)
+        has_ended = self._has_ended if fetcher is None else fetcher.done
+        restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
         if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
             return
@@ -145,12 +152,12 @@ class TrainingData:
         checkpoint[KEY] = {
             "version": VERSION,
             "seed": self._seed,
-            "accumulate_grad_batches": accumulated,
+            "restart": vars(restart),
             "stopped": stopped,
             "ranks": ranks,
         }
 
-    def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> dict[str, Any]:
+    def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
         """Return the random state with which training continues at a restart: a recorded one, else the current one."""
         moment: Moment | None = None
         if restart.has_started:
@@ -160,4 +167,4 @@ class TrainingData:
         elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
             moment = "step"
         recorded = None if moment is None else self._random.get(moment)
-        return recorded or record_random_state(device=self._strategy.root_device)
+        return recorded or record_random_state(generators_of(self._strategy))

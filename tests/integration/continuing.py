@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning as L
@@ -110,6 +111,8 @@ class Stopped(Exception):
 class Net(L.LightningModule):
     """Writes down what it is trained on. With dropout its weights tell of the random numbers, too."""
 
+    validation: Mapping[str, Any] = MappingProxyType({})  # options of its loader
+
     def __init__(
         self, loaders: Callable[[], Any], fail_at: tuple[int, int] | None = None, plateau: bool = False
     ) -> None:
@@ -140,7 +143,7 @@ class Net(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.happens("epoch end")
-        self.log("epoch", float(self.current_epoch))
+        self.log("epoch", float(self.current_epoch), batch_size=1)
 
     def validation_step(self, batch: Tensor, index: int) -> None:
         self.layers(batch)
@@ -158,7 +161,7 @@ class Net(L.LightningModule):
         return self.loaders()
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(Numbers(4), batch_size=1)
+        return DataLoader(Numbers(4), batch_size=1, **self.validation)
 
 
 def steps_done(trainer: L.Trainer) -> int:
@@ -212,6 +215,7 @@ class Training:
         ckpt_path, saver = chosen.pop("ckpt_path", None), Saver(self.directory / self.name / into, points)
         L.seed_everything(7 if ckpt_path is None else 8, verbose=False)
         net = kind(self.loaders, fail_at, plateau)
+        net.validation = chosen.pop("validation", {})
         status: int | None = None
         if not chosen.pop("dropout", True):
             net.layers[1] = nn.Identity()

@@ -17,12 +17,13 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils import data as torch_data
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistributedSampler
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
-from tests.integration.continuing import Net, Run, Step, Training, difference
+from tests.integration.continuing import KEPT, Net, Run, Step, Training, difference
 
 LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
@@ -32,6 +33,7 @@ HOOKS = {
     **dict.fromkeys(("middle", "last", "sigterm", "first"), "on_train_batch_end"),
     **dict(end="on_train_epoch_end", validation="on_validation_end", sigval="on_validation_batch_start"),
     "max_steps": "on_train_end",
+    "before": "on_train_batch_start",
 }
 SIGNALS = ("sigterm", "sigval")
 ENDING = (*SIGNALS, "max_steps")  # stops that end the run
@@ -55,6 +57,10 @@ class Case:
     again: str = levels("no", *HOOKS)  # where the resumed run stops, in the epoch after
     epoch: str = levels("0", "1")  # in which it stops
     optimizing: str = levels("each", "third", "manual")  # at which batches
+    step: str = levels("batch", "dataloader_iter")  # what a training step takes
+    limit: str = levels("none", "four")  # batches of an epoch
+    made: str = levels("once", "each")  # the loaders
+    looks: str = levels("no", "yes")  # a callback, at a batch of its own
     generator: str = levels("global", "own", "shared")
     injected: str = levels("yes", "no")  # Trainer(use_distributed_sampler=...)
 
@@ -71,9 +77,12 @@ class Case:
         """Whether it can be played, and each level makes a difference."""
         if self.loaders == "one" and (self.beside != "same" or self.generator == "shared"):
             return False
+        if self.looks == "yes" and (self.workers != "none" or self.step != "batch"):
+            return False
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
             return False  # a validation that is due after the last batch's save is skipped, so there are none
-        return self.again != "max_steps" or self.stays  # else nobody knows how many steps there were
+        # Else nobody knows how many steps there were, and what is left is not the whole rest.
+        return self.stays or (self.again != "max_steps" and self.limit == "none")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -119,7 +128,8 @@ class Case:
     def length(self, ranks: int) -> int:
         """Steps of an epoch."""
         lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
-        return min(lengths) if self.loaders == "min_size" else max(lengths)
+        length = min(lengths) if self.loaders == "min_size" else max(lengths)
+        return length if self.limit == "none" else min(length, 4)
 
     def index(self, stop: str, ranks: int) -> int:
         """The batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
@@ -137,14 +147,15 @@ FACTORS: dict[str, tuple[str, ...]] = {each.name: each.metadata["levels"] for ea
 class Own(torch_data.Sampler[int]):
     """A sampler of the user's own that draws from NumPy."""
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, seed: int | None) -> None:
         self.samples = samples
+        self.numpy = np.random if seed is None else np.random.default_rng(seed)
 
     def __len__(self) -> int:
         return self.samples
 
     def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(self.samples).tolist())
+        return iter(self.numpy.permutation(self.samples).tolist())
 
 
 class Backwards(BatchSampler):
@@ -207,7 +218,7 @@ def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks
     drawn, weights = partial(RandomSampler, data, generator=generator), [*range(1, samples + 1)]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "sequential": dict,
-        "own": lambda: {"sampler": Own(samples)},
+        "own": lambda: {"sampler": Own(samples, generator and generator.initial_seed())},
         "weighted": lambda: {"sampler": torch_data.WeightedRandomSampler(weights, samples, generator=generator)},
         "replacement": lambda: {"sampler": drawn(replacement=True, num_samples=samples)},
         "scalable": lambda: {"sampler": ScalableDistributedSampler(data, seed=1)},
@@ -240,12 +251,30 @@ class Manual(Swept):
         return loss
 
 
+class Iterating(Swept):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        ready = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return super().training_step(next(dataloader_iter)[0], ready - 1)
+
+
+class IteratingManual(Iterating, Manual): ...
+
+
+KINDS = {"batch": (Swept, Manual), "dataloader_iter": (Iterating, IteratingManual)}
+
+
 def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
+        "limit_train_batches": 1.0 if case.limit == "none" else 4,
+        # Saved in the last batch, or at the epoch's end, a run leaves out what is updated then: as with Lightning.
+        "plateau": not {"last", "end"} & {case.stop, case.again},
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
-        "kind": Manual if case.optimizing == "manual" else Swept,
+        "reload_dataloaders_every_n_epochs": int(case.made == "each"),
+        "callbacks": [Looks()] if case.looks == "yes" else [],
+        "validation": KEPT if case.workers == "kept" else {},
+        "kind": KINDS[case.step][case.optimizing == "manual"],
         **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 1.0, "val_check_interval": 2}),
     }
     # DDP rebuilds its buckets after the first step otherwise, and three ranks then add up in another order.
@@ -254,6 +283,14 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
 
 
 # Where it stops.
+
+
+class Looks(L.Callback):
+    """Looks at a batch of each loader before each step."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        for loader in tree_leaves(trainer.train_dataloader):
+            next(iter(loader))
 
 
 class After(L.Callback):
@@ -282,6 +319,7 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
         options["default_root_dir"] = place
         kill = After(HOOKS[stop], batch, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
         callbacks = [kill] if int(os.environ["RANK"]) == epoch % ranks else []
+    callbacks += training.options["callbacks"]
     run = training.run(callbacks=callbacks, ckpt_path=ckpt_path, **options)
     return run, path, len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps)
 
@@ -321,12 +359,21 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
     return replace(third, steps=steps), "" if is_same else f"resumed again reads {third.steps} after {second.steps}"
 
 
+def last_epoch(run: Run) -> list[str]:
+    """What happens in the last epoch."""
+    names = [name for name, *_ in run.events]
+    ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
+    return names[ends[-2] + 1 :]
+
+
 def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
     training, length = training_of(case, rank, ranks, place), case.length(ranks)
     try:
         if path is not None:
             whole = training.run()
             resumed, text = resume(case, training, path)
+            if last_epoch(resumed) != last_epoch(whole):
+                text += f"; ends with {last_epoch(resumed)} instead of {last_epoch(whole)}"
             return Played(text, whole=whole.steps, after=resumed.steps)
         stopped, path, done = run_to(case.stop, int(case.epoch), case, training)
         whole, texts = training.run() if case.stop in ENDING else stopped, []
