@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,12 +31,29 @@ def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter
 
     See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
     """
-    unfrozen = sum(parameter.requires_grad for parameter in frozen)
-    if unfrozen:
-        rank_zero_info(f"formed DDP anew, as {unfrozen} parameters that it did not know are no longer frozen")
-        strategy.model = strategy.lightning_module
-        strategy._pl_static_graph_delay_done = False
-        strategy.configure_ddp()
+    unfrozen = [parameter for parameter in frozen if parameter.requires_grad]
+    if not unfrozen:
+        return
+    rank_zero_info(f"formed DDP anew, as {len(unfrozen)} parameters that it did not know are no longer frozen")
+    for parameter in unfrozen:
+        dist.broadcast(parameter.data, src=0)
+    if strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(strategy.root_device)  # Lightning forms DDP on a stream of its own
+    _forget_buckets(strategy._ddp_comm_state)
+    strategy.model = strategy.lightning_module
+    strategy._pl_static_graph_delay_done = False
+    before = strategy._ddp_kwargs
+    strategy._ddp_kwargs = {**before, "init_sync": False}  # else every rank would get rank 0's running statistics
+    strategy.configure_ddp()
+    strategy._ddp_kwargs = before
+
+
+def _forget_buckets(state: Any) -> None:
+    """Have a ``PowerSGDState`` begin with new buckets, which DDP arranges again after its first step."""
+    if hasattr(state, "start_powerSGD_iter"):
+        state.iter = min(state.iter, max(0, state.start_powerSGD_iter - 2))
+        for known in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            known.clear()
 
 
 def name_unused(error: BaseException, message: str, module: nn.Module | None) -> None:

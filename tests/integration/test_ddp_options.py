@@ -91,11 +91,19 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
 
 
 class WithBackbone(Net):
-    """Is called as `BackboneFinetuning` wants it."""
+    """Is called as `BackboneFinetuning` wants it; keeps running means at the begin and the end of each step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.backbone = self.layers[0]
+        self.means: list[Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self.means.append(self.layers[1].running_mean.clone())
+        return super().training_step(batch, index)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.means.append(self.layers[1].running_mean.clone())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -105,13 +113,15 @@ class WithBackbone(Net):
 FINETUNED: tuple[tuple[dict[str, Any], int], ...] = (
     ({}, 2),
     ({"static_graph": True, "gradient_as_bucket_view": True}, 1),
+    ({"forward_sync_buffers": False}, 1),
 )
+POWER_SGD = {**HOOKS["power_sgd"], "ddp_comm_state": powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)}
 
 
 def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
     """The backbone's weights after the first epoch, in which they are frozen, and at the end."""
     found = []
-    for options, accumulation in FINETUNED:
+    for options, accumulation in (*FINETUNED, (POWER_SGD, 1)):
         L.seed_everything(1)
         model, frozen = WithBackbone(), list[Tensor]()
         keep = partial(lambda model, frozen, _: frozen.append(model.backbone.weight.clone()), model, frozen)
@@ -120,6 +130,8 @@ def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
         strategy = make_strategy(kind, directory, **options)
         make_trainer(strategy, callbacks=callbacks, max_epochs=3, accumulate_grad_batches=accumulation).fit(model)
         found.append((frozen[0].detach(), model.backbone.weight.detach()))
+        ends, begins = model.means[1:-1:2], model.means[2::2]
+        assert all(map(torch.equal, ends, begins)) or options.get("forward_sync_buffers", True)
     return found
 
 

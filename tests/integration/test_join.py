@@ -76,6 +76,7 @@ class Net(L.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=len(batch))
         self.log("mean", self.mean, on_epoch=True, on_step=False)
         self.log("samples", self.sum, on_epoch=True, on_step=False)
+        self.log("agreed", float(self.trainer.strategy.reduce_boolean_decision(True)))
         if not self.automatic_optimization:
             for optimizer in self.optimizers():  # type: ignore[union-attr]
                 optimizer.zero_grad()
