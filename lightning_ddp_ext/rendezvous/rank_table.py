@@ -11,6 +11,9 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
+# A difference in the last number of these is a warning.
+_LOOSE = {"the version of torchmetrics"}
+
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -60,6 +63,8 @@ class Hello:
         """What must be the same on all ranks, by its name in messages."""
         # A name in capitals is a variable's.
         versions = {name if name.isupper() else f"the version of {name}": has for name, has in self.versions.items()}
+        for name in _LOOSE.intersection(versions):
+            versions[name] = ".".join(versions[name].split(".")[:2])
         return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
 
 
