@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import multiprocessing.util
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,10 +47,28 @@ def wait_for_delays() -> None:
         _changed.wait_for(lambda: not _delays, timeout=max(_delays, default=0.0))
 
 
-def end_at_once(status: int) -> NoReturn:
-    """End this process from any thread, with its daemonic children, such as workers of loaders that are stuck."""
+def end_at_once(status: int, sentence: str = "") -> NoReturn:
+    """End this process from any thread, with its daemonic children, such as workers of loaders that are stuck.
+
+    It first prints the sentence, and what the process printed before.
+    """
     with suppress(Exception):
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.kill()
+        print_within_a_second(sentence)
     os._exit(status)
+
+
+def print_within_a_second(sentence: str) -> None:
+    """Print to stderr, or give up: a stream may be closed, and the reader of a pipe may have stopped."""
+    printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
+    printer.start()
+    printer.join(1.0)
+
+
+def _print(sentence: str) -> None:
+    for stream, text in ((sys.stderr, sentence), (sys.stdout, "")):
+        with suppress(Exception):
+            stream.write(text)
+            stream.flush()

@@ -19,7 +19,7 @@ from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict, names_in_model, renamed
 from lightning_ddp_ext.checkpoint.load import MapLocation
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.errors import CheckpointError, DDPExtError, RankFailedError
+from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError, DDPExtError, RankFailedError
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -54,6 +54,16 @@ class Checkpoints:
 
     def save(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         """Write a checkpoint on rank 0. Collective: every rank must call it."""
+        if self._has_partial_sums:
+            sentence = (
+                f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted because of another rank's failure, and an "
+                "optimiser step that was queued may have used gradients of some ranks only; what was there before is "
+                "untouched, so continue from the last checkpoint"
+            )
+            if not self.is_handling_exception:
+                raise CheckpointSaveError(sentence, path=path)
+            rank_zero_warn(sentence)  # the user will see another error
+            return
         io = self._strategy.checkpoint_io
         stops = getattr(self._strategy, "stops", None)  # of our strategy
         seconds = 0.0 if stops is None else stops.deadline.total_seconds()
@@ -64,6 +74,8 @@ class Checkpoints:
 
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
+        if self._has_partial_sums:
+            return  # the one that was to take its place was not saved
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
     def finish(self) -> None:
@@ -164,6 +176,14 @@ class Checkpoints:
     def _trainer(self) -> Any:
         module = self._strategy.lightning_module
         return None if module is None else module._trainer
+
+    @property
+    def _has_partial_sums(self) -> bool:
+        """Whether the weights may be wrong because NCCL was aborted, which is certain only when the device is idle."""
+        if self._strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.root_device)
+        context = current()
+        return context is not None and context.groups.has_aborted_nccl
 
     @property
     def is_interrupted(self) -> bool:

@@ -108,7 +108,7 @@ class Rendezvous:
         context = join(request if debugged is None else without_limits(request))
         if context is not None:
             install_excepthook()
-            context.component(Survey)  # this and the next answer the other ranks from now on
+            context.component(Survey).limit_collectives()  # this and the next answer the other ranks from now on
             context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, f"{request.init_method}{request.endpoint.note()}"

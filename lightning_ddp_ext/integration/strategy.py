@@ -76,7 +76,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
-        save_deadline: seconds or ``timedelta`` from such a signal until ranks that have not exited are killed without
+        save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
         interface: the network interface for NCCL and gloo, ``"eth1"``.
@@ -402,7 +402,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return decision
         report_call("a decision of all ranks (reduce_boolean_decision)")
-        return super().reduce_boolean_decision(decision, all)
+        # Lightning counts the ranks that agree, and an idle one does not count.
+        return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
     @override
     def reduce(self, tensor: T, group: Any | None = None, reduce_op: Any = "mean") -> T:

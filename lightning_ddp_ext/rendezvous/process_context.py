@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
-
 
 class ProcessContext:
     """What this process shares with the other ranks: the channel, the store, and the process groups.
@@ -49,6 +47,7 @@ class ProcessContext:
         table: all ranks in their order.
         peers: the other ranks, and what has happened to them.
         barriers: where ranks wait for each other.
+        groups: the process groups.
         failure: what this rank has raised while others may have waited for it.
         common_end: whether every rank raises what ends its run, so that all can go on together.
     """
@@ -59,7 +58,7 @@ class ProcessContext:
         self.failure: BaseException | None = None
         self.common_end = False
         self._connections = connections
-        self._groups = ProcessGroups(request, connections)
+        self.groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
         self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._abort)
         self.barriers = NamedBarriers(self.peers, lambda: self.collective_timeout)
@@ -68,9 +67,9 @@ class ProcessContext:
 
     def form_group(self, request: Request, deadline: Deadline) -> None:
         """Form the default group. Collective."""
-        self._groups.set_variables(request.variables)
+        self.groups.set_variables(request.variables)
         with self._forming():
-            self._groups.form_default(request, deadline)
+            self.groups.form_default(request, deadline)
 
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
@@ -84,17 +83,17 @@ class ProcessContext:
         """
         members = list(range(self.world.world_size) if ranks is None else ranks)
         key = (*members, backend, purpose)
-        if key not in self._groups.others:
+        if key not in self.groups.others:
             # In a store a rank would wait for one that has failed or is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
-                self._groups.form(key, members, backend)
-        return self._groups.others[key]
+                self.groups.form(key, members, backend)
+        return self.groups.others[key]
 
     @contextmanager
     def _forming(self) -> Iterator[None]:
         """While the block runs, the end of another rank also ends the wait for it in the store."""
-        with supervised_work(), self._groups.forming():
+        with supervised_work(), self.groups.forming():
             if self.peers.cause is not None:
                 raise self.peers.cause.to_error()
             yield
@@ -102,7 +101,7 @@ class ProcessContext:
     @property
     def collective_timeout(self) -> timedelta:
         """How long a rank waits for the others in a collective."""
-        return self._groups.request.timeout or _DEFAULT_TIMEOUT
+        return self.groups.timeout
 
     # Further Trainers.
 
@@ -115,7 +114,7 @@ class ProcessContext:
         """
         if len(self.table) == 1:
             return request
-        world, first = request.world, self._groups.request
+        world, first = request.world, self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
                 f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
@@ -141,13 +140,13 @@ class ProcessContext:
         is_same_size = len(self.table) == request.world.world_size
         if not is_same_size or self.peers.cause is not None or self.failure is not None:
             return False
-        current = self._groups.request
+        current = self.groups.request
         is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
         if not is_same_group or not dist.is_initialized():
-            self._groups.close(is_broken=False)
+            self.groups.close(is_broken=False)
             self.form_group(request, Deadline(request.init_timeout.total_seconds()))
         else:
-            self._groups.set_timeout(request)
+            self.groups.set_timeout(request)
         return True
 
     # What is built on the channel.
@@ -173,20 +172,20 @@ class ProcessContext:
         """End this rank's part in all groups: a rank that waits for it in a collective is released."""
         self.peers.note_raised()
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
-        self._groups.abort_connections()
-        self._groups.close(is_broken=True)
+        self.groups.abort_connections()
+        self.groups.close(is_broken=True)
 
     def _abort(self, event: PeerEvent) -> None:
         """Wake the main thread where it waits for other ranks."""
-        self._groups.abort_connections()
-        self._groups.abort_nccl()
+        self.groups.abort_connections()
+        self.groups.abort_nccl()
 
     def close(self) -> None:
         """Close groups, channel and store."""
         try:
-            self._groups.close(is_broken=self.failure is not None or self.peers.cause is not None)
+            self.groups.close(is_broken=self.failure is not None or self.peers.cause is not None)
         finally:
-            self._groups.forget()
+            self.groups.forget()
             self._components.clear()
             self._connections.withdraw()
             self._connections.channel.close()

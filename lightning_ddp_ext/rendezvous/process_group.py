@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,6 +24,11 @@ from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 _logger = rank_logger(__name__, ranks=0)  # for what is the same on all
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+# What torch gives a collective, where nobody says otherwise.
+_OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
+# After a timeout, torch's watchdog for NCCL ends the process from C++, so that the rank that waited would count as
+# dead. At our timeout a survey names the missing rank; torch's is later, for what a survey cannot end.
+_AFTER_OURS = timedelta(minutes=1)
 
 
 def check_variables(variables: dict[str, str]) -> None:
@@ -50,11 +56,15 @@ class ProcessGroups:
     Attributes:
         request: what the current default group was formed with.
         others: groups beside the default one, by whatever tells them apart.
+        has_aborted_nccl: whether kernels that waited for other ranks returned with partial sums. What was queued behind
+            them, such as an optimiser's step, has used these.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.request = request
         self.others: dict[object, dist.ProcessGroup] = {}
+        self.has_aborted_nccl = False
+        self._aborting = threading.Lock()
         self._connections = connections
         self._is_forming = False
         self._formed = 0
@@ -64,6 +74,16 @@ class ProcessGroups:
         # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether NCCL moves tensors of the default group."""
+        return "nccl" in self.request.backend
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a rank waits for the others in a collective."""
+        return self.request.timeout or (_OF_NCCL if self.uses_nccl else _OF_OTHERS)
 
     def set_variables(self, variables: dict[str, str]) -> None:
         """Put variables into the environment until the groups are closed.
@@ -89,19 +109,29 @@ class ProcessGroups:
         )
         self._kept.append(dist.group.WORLD)
         dist.all_reduce(torch.ones(1, device=request.device))
-        _set_timeout(request.timeout)
+        self._set_timeout()
 
     def form(self, key: object, ranks: list[int], backend: str | None) -> None:
         """Form a group of some ranks. Collective over all ranks; within :meth:`forming`."""
         group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=self.request.init_timeout)
-        _set_timeout(self.request.timeout, group)
+        self._set_timeout(group)
         self.others[key] = group
 
     def set_timeout(self, request: Request) -> None:
         """Use the timeout of a request in the collectives of all groups."""
         self.request = request
         for group in (None, *self.others.values()):
-            _set_timeout(request.timeout, group)
+            self._set_timeout(group)
+
+    def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup | None):  # what stands for a group that this rank is not in
+            return
+        setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+        if setter is None:
+            sentence = "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; tell us, please"
+            _logger.warning(sentence, torch.__version__)
+        else:
+            setter(self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta()), group)
 
     @contextmanager
     def forming(self) -> Iterator[None]:
@@ -130,10 +160,11 @@ class ProcessGroups:
 
     def abort_nccl(self) -> bool:
         """End NCCL's groups, and say whether there were any; to destroy them would be to wait for their kernels."""
-        if "nccl" not in self.request.backend or not dist.is_initialized():
+        if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
+        self.has_aborted_nccl = True  # before what waits for the device comes back
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
-        with suppress(Exception):
+        with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
             abort()
         return True
 
@@ -160,17 +191,3 @@ class ProcessGroups:
     def forget(self) -> None:
         """Drop the last references to the closed groups."""
         self._kept.clear()
-
-
-def _set_timeout(timeout: timedelta | None, group: dist.ProcessGroup | None = None) -> None:
-    if not isinstance(group, dist.ProcessGroup | None):  # what stands for a group that this rank is not in
-        return
-    setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-    default = getattr(dist.distributed_c10d, "_get_default_timeout", None)
-    if setter is None or default is None:
-        _logger.warning(
-            "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; tell us, please",
-            torch.__version__,
-        )
-        return
-    setter(timeout or default(dist.get_backend(group)), group)

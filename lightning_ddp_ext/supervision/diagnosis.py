@@ -76,16 +76,20 @@ class Findings:
     @property
     def elsewhere(self) -> list[Report]:
         """Of the ranks that do not wait for others."""
-        return [report for report in self.reports if not report.is_waiting]
+        return [report for report in self.reports if not report.waits]
 
     @property
     def diagnosis(self) -> PeerEvent | None:
         """The rank that the others wait for; ``None`` if it moves, or nobody waits."""
         still = [report for report in self.reports if report.is_still]
-        if self.silences:
-            return _silent(self.silences, still)
         moving = [report for report in self.reports if not report.is_still]
-        if not still or (moving and all(report.waits for report in still)):
+        if not still:
+            return None
+        longest = max(report.idle for report in still)
+        # The ranks do not begin to wait at the same moment: one whose timeout is almost over does not move.
+        if self.silences and all(2 * report.idle > longest for report in moving):
+            return _silent(self.silences, still)
+        if moving and all(report.waits for report in still):
             return None
         return _in_collectives(self.reports) or _stuck(still)
 

@@ -1,14 +1,16 @@
-"""Which collectives this rank has entered and which of them have ended, as torch's Flight Recorder has it.
+"""Which collectives this rank has entered and which of them have ended, as torch's Flight Recorders have it.
 
-The recorder is torch's own: a ring of the latest collectives of every process group, on NCCL and on gloo. It is
-switched by a variable that is read at a process's first collective.
+They are torch's own: a ring of the latest collectives of every NCCL group, and another one of all other groups. A
+variable that is read at a process's first collective switches them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,9 @@ _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Of each group the last few: ranks that wait for each other are at most some collectives apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
+# Of gloo and other backends, and of NCCL, which builds without CUDA do not have.
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_DUMPED_WITHIN = 2.0  # seconds; less than what a rank may take to reply to a survey
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,22 @@ def enable() -> dict[str, str]:
     return added
 
 
-def flights() -> list[Flight] | None:
-    """How far this rank is in each process group; ``None`` where torch does not record that."""
-    module: Any = torch._C._distributed_c10d
-    try:
-        dump = getattr(module, "_dump_fr_trace_json", None) or module._dump_nccl_trace_json
-        return flights_in(json.loads(dump()))
-    except Exception:  # none, or in another format than the one that we know; what is reported will do without
-        return None
+def flights() -> list[Flight]:
+    """Return how far this rank is in each process group, as far as torch records that and answers in time."""
+    found: dict[str, list[Flight]] = {}
+    for recorder in _RECORDERS:
+        # NCCL's asks CUDA for the state of events, which may not return.
+        if not any(thread.name == recorder for thread in threading.enumerate()):
+            reader = threading.Thread(target=_read, args=[recorder, found], name=recorder, daemon=True)
+            reader.start()
+            reader.join(_DUMPED_WITHIN)
+    return list({flight.group: flight for recorder in list(found) for flight in found[recorder]}.values())
+
+
+def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
+    with suppress(Exception):  # none, or in another format than the one that we know; what is reported will do without
+        dump = getattr(torch._C._distributed_c10d, recorder)
+        found[recorder] = flights_in(json.loads(dump()))
 
 
 def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
@@ -84,7 +97,8 @@ def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
     by_group: dict[str, dict[int, Mapping[str, Any]]] = {}
     for entry in trace.get("entries", []):
         if not entry.get("is_p2p"):
-            known = by_group.setdefault(str(entry["process_group"][0]), {})
+            backend = str(entry.get("profiling_name", "")).partition(":")[0]  # one group may have several
+            known = by_group.setdefault(f"{backend}:{entry['process_group'][0]}", {})
             number = int(entry["collective_seq_id"])
             same = known.get(number)
             is_coalesced = same is not None and same.get("op_id") == entry.get("op_id")
@@ -100,7 +114,7 @@ def _flight(group: str, entries: Mapping[int, Mapping[str, Any]]) -> Flight:
     latest = sorted(entries)[-_RECENT:]
     return Flight(
         group,
-        "" if label == _DEFAULT_GROUP else group if label in ("", "undefined") else label,
+        "" if label == _DEFAULT_GROUP else group.partition(":")[2] if label in ("", "undefined") else label,
         max(entries),
         min(pending, default=None),
         {str(number): _described(entries[number]) for number in latest},

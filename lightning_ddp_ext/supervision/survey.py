@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -19,11 +20,12 @@ import psutil
 
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
+from lightning_ddp_ext.supervision.flight import flights
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 # ``"collective"``: one has timed out; ``"silence"``: only a rank that does not answer is to be named; ``"hang"``: a
@@ -35,6 +37,7 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
 # Seconds from the end of a collective on one rank to its end on another, and from there to the question.
 _FOLLOWS_WITHIN = 1.0
+_LOOKS_EVERY = 5.0  # seconds, for collectives that have timed out
 _REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
 
 
@@ -57,6 +60,7 @@ class Survey:
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
         self._has_come_out = False  # of its collective, which was in vain
+        self._limiter: threading.Thread | None = None
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
         self._one_at_a_time = threading.Lock()
@@ -75,8 +79,7 @@ class Survey:
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
         self._has_come_out |= has_timed_out or was_closed
         if has_timed_out:
-            wait = f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
-            return self._request("collective", wait)
+            return self._request("collective", self._waited)
         event = self._peers.wait(self._peers.timeouts.first_cause)
         if event is None and was_closed:
             event = self._request("collective", f"the connections of rank {self._rank} were closed in a collective")
@@ -92,6 +95,27 @@ class Survey:
         event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
+
+    def limit_collectives(self) -> None:
+        """Have a collective of NCCL raise after its timeout, and name the rank that is missing, as one of gloo does."""
+        if self._context.groups.uses_nccl and self._limiter is None:
+            self._limiter = threading.Thread(target=self._limit_collectives, name="ddpx-timeout", daemon=True)
+            self._limiter.start()
+
+    def _limit_collectives(self) -> None:
+        since: dict[object, float] = {}
+        while current() is self._context and self._peers.cause is None:
+            now = time.monotonic()
+            pending = {(flight.group, flight.pending) for flight in flights() if flight.pending is not None}
+            since = {each: since.get(each, now) for each in pending}
+            left = self._peers.cause_or_departure
+            seconds = self._context.collective_timeout.total_seconds() if left is None else self._seconds
+            if self._context.groups.uses_nccl and now - min(since.values(), default=now) >= seconds:
+                event = self._request("collective", self._waited)
+                if left is not None and event is left:  # no connection of NCCL's ends with the rank
+                    self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
+                since.clear()
+            time.sleep(min(seconds / 8, _LOOKS_EVERY))
 
     def after_standstill(self) -> None:
         """Find out which rank hangs, and report it to all ranks if they are to end."""
@@ -113,8 +137,14 @@ class Survey:
 
     def _brief_report(self) -> Report:
         frame = main_frame()
-        is_waiting = may_be_waiting_for_ranks(frame)
-        return Report(self._mine, doing="user code", place=call_site_of(frame), is_waiting=is_waiting, is_outside=True)
+        return Report(
+            self._mine,
+            doing="user code",
+            place=call_site_of(frame),
+            is_waiting=may_be_waiting_for_ranks(frame),
+            is_outside=True,
+            flights=flights(),
+        )
 
     # On rank 0.
 
@@ -126,21 +156,23 @@ class Survey:
 
     def _survey(self, kind: Kind, wait: str) -> None:
         with self._one_at_a_time:
-            findings = self._collect()
-            if kind == "collective" and not findings.silences and findings.elsewhere:
-                self._peers.wait(_FOLLOWS_WITHIN)
+            try:
                 findings = self._collect()
-            if self._peers.cause_or_departure is None:
-                self._conclude(kind, wait, findings)
-            self._requested.discard(kind)
-            self._remote.call(self._everyone, "end", kind)
+                if kind == "collective" and not findings.silences and findings.elsewhere:
+                    self._peers.wait(_FOLLOWS_WITHIN)
+                    findings = self._collect()
+                if self._peers.cause_or_departure is None:
+                    self._conclude(kind, wait, findings)
+            finally:
+                self._requested.discard(kind)
+                self._remote.call(self._everyone, "end", kind)
 
     def _collect(self) -> Findings:
         """Request a report of each rank."""
         replies = self._remote.call(self._everyone, "report")
         self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds)
         with self._peers.arrived:
-            reports = [Report.of(reply) for reply in replies.values()]
+            reports = [Report.of(replies[rank]) for rank in sorted(replies)]
             silent = [rank for rank in self._everyone if rank not in replies]
         return Findings(reports, [self._silence(rank) for rank in silent])
 
@@ -160,6 +192,10 @@ class Survey:
     def _silence(self, rank: int) -> Silence:
         is_stopped = stopped_process(self._peers.table[rank], seen_from=self._mine) is not None
         return Silence(self._peers.table[rank], self._seconds, is_stopped)
+
+    @property
+    def _waited(self) -> str:
+        return f"rank {self._rank} has waited in a collective for its timeout of {self._timeout}"
 
     @property
     def _timeout(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.at_exit import end_at_once, print_within_a_second
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
@@ -105,11 +104,10 @@ class Watchdog:
         # The file system may be what hangs, and the diagnosis is not to wait for it.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
-        sys.stderr.write(
+        print_within_a_second(
             f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
-        sys.stderr.flush()
         written.join(2.0)
         return self._on_hang == "abort"
 
@@ -128,7 +126,7 @@ class Watchdog:
             is_waiting=may_be_waiting_for_ranks(frame),
             is_outside=is_outside,
             progress=progress,
-            flights=flights() or [],
+            flights=flights(),
             stacks=all_stacks(),
         )
 

@@ -1,12 +1,18 @@
 """What needs CUDA: NCCL on every GPU there is, and two ranks that share one GPU over gloo, which NCCL refuses.
 
 `make gpu` runs these and nothing else does. Numbers are compared with the same training on the CPU, or with stock `ddp`
-on the same GPUs, up to the order of additions.
+on the same GPUs, up to the order of additions. `DDPX_GPU_TESTS_ON=cpu` runs the same functions without a GPU, with gloo
+by another name in NCCL's place: that shows that the tests work, and nothing of CUDA.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +20,36 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpointIO, SyncBatchNormConversion, gather_predictions
-from lightning_ddp_ext.errors import RankFailedError
+from lightning_ddp_ext import (
+    DDPExtStrategy,
+    HangWatchdog,
+    RankZeroCheckpointIO,
+    SyncBatchNormConversion,
+    gather_predictions,
+)
+from lightning_ddp_ext.errors import RankAbsentError, RankDiedError, RankFailedError, RankHungError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks, run_ranks
-from tests.harness.training import At, Net, make_trainer, weights
+from tests.harness.training import At, Net, backend, make_trainer, weights
 from tests.integration.continuing import Numbers, Training, generations
 
 pytestmark = pytest.mark.gpu
 
-GPU = "cuda:0"
+GPU = os.environ.get("DDPX_GPU_TESTS_ON", "cuda:0")
+HAS_GPU = GPU != "cpu"
+NCCL = "nccl" if HAS_GPU else "nccl_stand_in"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 @pytest.fixture(autouse=True)
 def gpus() -> int:
     """How many there are; without one the test says so."""
-    count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if HAS_GPU else 2
     if count == 0:
         pytest.skip("there is no CUDA device")
     return count
@@ -49,6 +63,11 @@ def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrate
     """Two ranks on one device, over gloo."""
     chosen = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": "gloo", **options}
     return DDPExtStrategy(f"file://{directory}/meet", **chosen)
+
+
+def strategy_of_nccl(directory: Path, **options: Any) -> DDPExtStrategy:
+    """A rank on each GPU."""
+    return DDPExtStrategy(f"file://{directory}/meet", process_group_backend=backend(NCCL), **options)
 
 
 def trainer_on(chosen: Any, **options: Any) -> L.Trainer:
@@ -125,16 +144,20 @@ def test_a_rank_with_a_gpu_and_the_cpu_learns_as_on_the_cpu(tmp_path: Path) -> N
 def train_with_nccl(rank: int, world_size: int, directory: Path, kind: str) -> dict[str, Any]:
     L.seed_everything(1)
     model, checkpoint = Measured(), ModelCheckpoint(directory / kind, save_last=True)
-    ours = DDPExtStrategy(f"file://{directory}/meet") if kind == "ours" else DDPStrategy()
-    options = {"callbacks": [checkpoint], "enable_checkpointing": True, "devices": world_size, "accelerator": "gpu"}
-    trainer = make_trainer(ours, **options)
+
+    def chosen() -> DDPStrategy:  # a new one for each Trainer
+        return strategy_of_nccl(directory) if kind == "ours" else DDPStrategy()
+
+    kind_of_device = {"devices": world_size, "accelerator": "gpu" if HAS_GPU else "cpu"}
+    options = {"callbacks": [checkpoint], "enable_checkpointing": True, **kind_of_device}
+    trainer = make_trainer(chosen(), **options)
     trainer.fit(model)
-    backend = dist.get_backend()
-    again = make_trainer(ours if kind == "stock" else DDPExtStrategy(), **{**options, "max_epochs": 3})
+    formed = dist.get_backend()
+    again = make_trainer(chosen(), **{**options, "max_epochs": 3})
     again.fit(model, ckpt_path=checkpoint.last_model_path)
     again.predict(model)
     learned = {"weights": on_cpu(weights(model)), "step": again.global_step, "predicted": gather_predictions(again)}
-    return {"learned": learned, "backend": backend}
+    return {"learned": learned, "backend": formed}
 
 
 def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) -> None:
@@ -143,49 +166,88 @@ def test_nccl_on_all_gpus_gives_the_numbers_of_stock(gpus: int, tmp_path: Path) 
     variables = by_hand_env(gpus, port=free_port())
     stock = run_ranks(train_with_nccl, gpus, tmp_path, "stock", env=variables)
     torch.testing.assert_close(*([rank["learned"] for rank in ranks] for ranks in (ours, stock)), **TOLERANCE)
-    assert ours[0]["backend"] == "nccl"
+    assert ours[0]["backend"] == NCCL
 
 
 def resume_dropout(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    options = {"accelerator": "gpu"}
-    training = Training(lambda: DataLoader(Numbers(16), 2, shuffle=True), directory, world_size, options)
-    return generations(training, ["train_batch_end-3"])
+    options = {"accelerator": "auto", "devices": "auto"}
+    chosen = {"parallel_devices": [torch.device(GPU)] * world_size, "process_group_backend": "gloo"}
+    loaders = lambda: DataLoader(Numbers(16), 2, shuffle=True)  # noqa: E731
+    return generations(Training(loaders, directory, world_size, options, chosen), ["train_batch_end-3"])
 
 
-def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(world_size: int, tmp_path: Path) -> None:
     """Dropout goes on, so that weights are those of a run without a stop."""
-    assert on_ranks(resume_dropout, 1, tmp_path) == [{}]
+    assert on_ranks(resume_dropout, world_size, tmp_path) == [{}] * world_size
 
 
 class Boom(Exception):
     pass
 
 
-def fail(rank: int, world_size: int, directory: Path, backend: str) -> None:
-    class Failing(Net):
-        def training_step(self, batch: Any, index: int) -> Any:
-            if index == 2 and self.global_rank == 1:
-                raise Boom("no such layer")
-            return super().training_step(batch, index)
-
-    if backend == "gloo":
-        trainer = trainer_on(strategy(directory))
-    else:
-        trainer = make_trainer(DDPExtStrategy(f"file://{directory}/meet"), accelerator="gpu", devices=world_size)
-    trainer.fit(Failing())
+def raise_boom() -> None:
+    raise Boom("no such layer")
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_failing_rank_releases_the_others(backend: str, gpus: int, tmp_path: Path) -> None:
-    """The others end with its error as their cause, and no signal of NCCL's watchdog; NCCL needs two GPUs."""
-    if backend == "nccl" and gpus < 2:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_ever() -> None:
+    threading.Event().wait()
+
+
+# What happens on rank 1, and what rank 0 raises because of it.
+FAULTS: dict[str, tuple[Callable[[], None], type[RankFailedError], str]] = {
+    "raises": (raise_boom, RankFailedError, "failed, so this rank stops: Boom: no such layer"),
+    "dies": (die, RankDiedError, "died: its process ended unexpectedly"),
+    "hangs": (
+        wait_for_ever,
+        RankHungError,
+        r"never entered \w+ #\d+ .*; it is in training_step, .*test_gpu.py:",
+    ),
+    "is late": (wait_for_ever, RankAbsentError, "has waited in a collective for its timeout of 2 s, and rank 1 .*:"),
+}
+
+
+class Faulty(Net):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == 2 and self.global_rank == 1:
+            FAULTS[self.fault][0]()
+        return super().training_step(batch, index)
+
+
+def go_wrong(rank: int, world_size: int, directory: Path, over: str, fault: str) -> None:
+    make = strategy if over == "gloo" else strategy_of_nccl
+    chosen = make(directory, timeout=2 if fault == "is late" else 600)
+    timeouts = chosen.rendezvous.timeouts
+    chosen.rendezvous.timeouts = replace(timeouts, grace=dict.fromkeys(timeouts.grace, 10.0))
+    callbacks: list[L.Callback] = [OnExceptionCheckpoint(directory, "rest")]
+    callbacks += [HangWatchdog(2, directory=directory)] if fault == "hangs" else []
+    devices: Any = "auto" if over == "gloo" else 2
+    make_trainer(chosen, accelerator="auto", devices=devices, callbacks=callbacks, enable_checkpointing=True).fit(
+        Faulty(fault)
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("over", ["gloo", "NCCL"])
+def test_what_a_user_reads_when_a_rank_goes_wrong(over: str, fault: str, gpus: int, tmp_path: Path) -> None:
+    """The other rank raises it, before torch's watchdog for NCCL ends the process, and saves no partial sums."""
+    if over == "NCCL" and gpus < 2:
         pytest.skip("NCCL needs a GPU for each rank")
-    first, second = launch_ranks(fail, 2, tmp_path, backend, env=by_hand_env(2))
-    assert (first.exit_code, second.exit_code) == (1, 1), first.story()
-    assert second.error is not None
-    assert isinstance(second.error.exception, Boom)
+    first, second = launch_ranks(go_wrong, 2, tmp_path, over, fault, env=by_hand_env(2))
+    _, error, sentence = FAULTS[fault]
+    assert (first.exit_code, second.exit_code) == (1, -signal.SIGKILL if fault == "dies" else 1), first.story()
     assert first.error is not None
-    assert isinstance(first.error.exception, RankFailedError)
+    assert type(first.error.exception) is error, first.story()
+    assert re.search(sentence, first.error.message), first.story()
+    assert (tmp_path / "rest.ckpt").exists() == (over == "gloo")
 
 
 def parameters(module: L.LightningModule) -> dict[str, Tensor]:

@@ -122,6 +122,13 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
     return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
 
 
+def backend(name: str) -> str:
+    """The backend itself; where the name is none that torch knows, gloo by that name, as a stand-in for NCCL."""
+    if not hasattr(dist.Backend, name.upper()):
+        dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])  # type: ignore[attr-defined]
+    return name
+
+
 @contextmanager
 def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
     """The default process group, opened and closed as anybody may do it; stock takes it, and so needs no free port."""

@@ -19,7 +19,7 @@ from lightning_ddp_ext import (
     RankZeroCheckpointIO,
 )
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, run_ranks
-from tests.harness.training import KINDS, At, Kind, Net, make_strategy, make_trainer, on_ranks, weights
+from tests.harness.training import KINDS, At, Kind, Net, backend, make_strategy, make_trainer, on_ranks, weights
 from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer_for
 
 
@@ -126,11 +126,12 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     assert not list((tmp_path / "ours").glob("*.ckpt"))
 
 
-def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
-    def fail(trainer: L.Trainer) -> None:
-        if trainer.global_rank == 1:
-            raise ValueError("on purpose")
+def fail(trainer: L.Trainer) -> None:
+    if trainer.global_rank == 1:
+        raise ValueError("on purpose")
 
+
+def raises_in_training(kind: Kind, directory: Path, background: bool, callback: Any) -> str:
     io = RankZeroCheckpointIO(background=background)
     trainer = trainer_for(kind, directory, io, [At("on_train_batch_start", fail, earlier=2), callback])
     with pytest.raises((ValueError, DDPExtError)) as caught:
@@ -147,6 +148,36 @@ def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_pat
     assert results[1] == "ValueError: on purpose"
     assert "rank 1" in results[0]
     assert torch.load(tmp_path / "rest.ckpt")["global_step"] == 2
+
+
+def fails_over_nccl(kind: Kind, directory: Path) -> tuple[str, str]:
+    """What `fit` raises, and what a save after it."""
+
+    def write_earlier(trainer: L.Trainer) -> None:
+        for name in ("rest.ckpt", "last.ckpt"):
+            (directory / name).write_text("earlier")
+
+    callbacks = [
+        At("on_train_start", write_earlier),
+        At("on_train_batch_start", fail, earlier=2),
+        OnExceptionCheckpoint(directory, "rest"),
+        RankZeroCheckpoint(directory, save_on_exception=True, save_last=True),
+    ]
+    strategy = make_strategy("ours", directory, process_group_backend=backend("nccl_stand_in"))
+    trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises((ValueError, DDPExtError)) as fitting:
+        trainer.fit(Net())
+    with pytest.raises(CheckpointSaveError) as saving:
+        trainer.save_checkpoint(directory / "rest.ckpt")
+    return f"{fitting.type.__name__}: {fitting.value}", str(saving.value)
+
+
+def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
+    """Kernels that waited return then, and a queued step uses partial sums; the cause is still what is raised."""
+    results = on_ranks("ours", fails_over_nccl, tmp_path)
+    assert [results[0][0].partition(":")[0], results[1][0]] == ["RankFailedError", "ValueError: on purpose"]
+    assert all("NCCL was aborted because of another rank's failure" in saving for _, saving in results)
+    assert {path.read_text() for path in (tmp_path / "ours").glob("*.ckpt")} == {"earlier"}
 
 
 def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[str, Any]) -> list[list[str]]:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, hold
-from tests.harness.training import Batch, Net, make_trainer
+from tests.harness.training import Batch, Net, backend, make_trainer
 
 
 class Late(Net):
@@ -48,14 +49,14 @@ class StoppedAtTheEnd(Net):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int) -> None:
-    strategy = DDPExtStrategy(url, timeout=2)
+def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int, *, over: str = "gloo") -> None:
+    strategy = DDPExtStrategy(url, timeout=2, process_group_backend=backend(over))
     strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=1.0)
     make_trainer(strategy, devices=world_size, max_epochs=max_epochs, limit_val_batches=0).fit(model)
 
 
-def training(world_size: int, url: str, model: Net, max_epochs: int = -1) -> RankProcesses:
-    return RankProcesses(fit, world_size, url, model, max_epochs, env=by_hand_env(world_size))
+def training(world_size: int, url: str, model: Net, max_epochs: int = -1, **options: Any) -> RankProcesses:
+    return RankProcesses(fit, world_size, url, model, max_epochs, env=by_hand_env(world_size), **options)
 
 
 def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], sentence: str) -> None:
@@ -97,10 +98,14 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
     expect(outcomes, 0, RankHungError, SILENT)
 
 
-@pytest.mark.parametrize("in_group", [True, False], ids=["all_reduce", "backward"])
-def test_a_rank_that_does_something_else_is_named(in_group: bool, tmp_path: Path) -> None:
-    """With file and line, on itself as well, once it is done with that."""
-    with training(3, f"file://{tmp_path}/store", Late([1], in_group)) as ranks:
+@pytest.mark.parametrize(
+    ("in_group", "over"),
+    [(True, "gloo"), (False, "gloo"), (False, "nccl_stand_in")],
+    ids=["all_reduce", "backward", "NCCL"],
+)
+def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
+    """With file and line, on itself as well, once it is done with that; and before torch's own limit for NCCL."""
+    with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over, time_limit=60.0) as ranks:
         outcomes = ranks.wait(0, 2)
         ranks.release(1)
         outcomes += ranks.wait(1)
