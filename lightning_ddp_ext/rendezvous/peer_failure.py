@@ -6,13 +6,12 @@ main thread with an error. If nothing wakes it, the process is ended.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, wait_for_delays
+from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, print_within_a_second, wait_for_delays
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import Timeouts
@@ -22,15 +21,16 @@ _supervised = 0
 
 
 @contextmanager
-def supervised_work() -> Iterator[None]:
+def supervised_work() -> Iterator[bool]:
     """While the block runs, this process is ended if another rank has died and it cannot go on.
 
-    Outside, in the user's own code after ``fit``, a death is only remembered.
+    Outside, in the user's own code after ``fit``, a death is only remembered. Yields whether no such block is around
+    it.
     """
     global _supervised
     _supervised += 1
     try:
-        yield
+        yield _supervised == 1
     finally:
         _supervised -= 1
 
@@ -157,14 +157,10 @@ class PeerFailure:
         if _supervised == 0:
             return
         if is_end_delayed():
-            self._print(f"{event.to_error()}; this rank finishes the checkpoint that it is writing")
+            sentence = f"{event.to_error()}; this rank finishes the checkpoint that it is writing"
+            print_within_a_second(f"[rank {self.rank}] {sentence}\n")
             wait_for_delays()
             with self.arrived:
                 if self.arrived.wait_for(lambda: self.has_raised, self.timeouts.grace[event.kind]):
                     return
-        self._print(f"{type(event.to_error()).__name__}: {event.to_error()}")
-        end_at_once(1)
-
-    def _print(self, sentence: str) -> None:
-        sys.stderr.write(f"[rank {self.rank}] {sentence}\n")
-        sys.stderr.flush()
+        end_at_once(1, f"[rank {self.rank}] {type(event.to_error()).__name__}: {event.to_error()}\n")

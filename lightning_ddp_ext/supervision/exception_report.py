@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -12,6 +17,7 @@ from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.failure import chain_of, explain
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 # The hooks that ours has been put in front of, the latest last, and how many of them are printing right now.
@@ -51,7 +57,24 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     elif cause is not None and cause.rank != context.world.rank and cause.reason == reason_of(exception):
         print_line(exception, " (another rank prints the traceback)")
     else:
+        _tell_torchrun(exception)
         _print_as_before(kind, exception, trace)
+    if not hasattr(sys, "ps1"):  # a prompt, after which the process lives on
+        context.component(GracefulStop).limit_exit()
+
+
+def _tell_torchrun(exception: BaseException) -> None:
+    """Write the file from which torchrun has the cause in its table, unless ``@record`` has written it."""
+    message = {
+        "message": reason_of(exception),
+        # HACK: a second early, as torchrun compares whole seconds and takes the lowest of equal ranks for the cause.
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(exception)),
+            "timestamp": str(int(time.time()) - 1),
+        },
+    }
+    with suppress(KeyError, OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+        json.dump({"message": message}, file)
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:

@@ -14,15 +14,16 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.common_end import CommonEnd
+from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
 
 T = TypeVar("T")
 
-# gloo and NCCL raise plain RuntimeErrors; "process group": a collective called after the group was closed.
+# gloo and NCCL raise plain RuntimeErrors, stores raise DistErrors.
 _BROKEN_CONNECTION = re.compile(
-    r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b|\b(tcp|file|prefix)?store\b",
-    re.IGNORECASE,
+    r"\bgloo\b|nccl|by peer|broken pipe|process group|pair closure|\bsockets?\b", re.IGNORECASE
 )
+_CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # a collective after the group was closed: a ValueError
 
 
 def supervised(
@@ -38,7 +39,7 @@ def supervised(
         RankFailedError: another rank failed, died or left.
     """
     try:
-        with supervised_work():
+        with supervised_work() as is_outermost:
             return function(*args, **kwargs)
     except harmless:
         context = current()
@@ -47,6 +48,9 @@ def supervised(
         raise
     except BaseException as exception:
         explanation = explain(exception, is_caught=True)
+        context = current()
+        if context is not None and is_outermost and context.component(GracefulStop).is_active:
+            context.component(GracefulStop).limit_exit()
         if explanation is exception:
             raise
         raise explanation from explanation.__cause__
@@ -93,7 +97,8 @@ def _is_broken_connection(exception: BaseException) -> bool:
         return False
     if isinstance(exception, dist.DistError):
         return True
-    return isinstance(exception, (RuntimeError, ValueError)) and bool(_BROKEN_CONNECTION.search(reason_of(exception)))
+    pattern = _BROKEN_CONNECTION if isinstance(exception, RuntimeError) else _CLOSED_GROUP
+    return isinstance(exception, (RuntimeError, ValueError)) and bool(pattern.search(reason_of(exception)))
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:

@@ -11,7 +11,6 @@ arrives, a stop point costs an addition and a look at a bool.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -102,14 +101,14 @@ class GracefulStop:
     def ask(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not within a signal handler. Asking again changes nothing."""
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
-        self._start_timer(request)
+        self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
 
     def begin(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
         """Heed requests from now on: the ranks have begun a job, which has stop points.
 
         Args:
-            deadline: the time from the first signal until ranks that have not stopped are ended.
+            deadline: the time from the first signal, or from an exception, until ranks that have not stopped are ended.
             on_request: called on rank 0 with the first request, by a thread.
         """
         with self._peers.arrived:
@@ -119,7 +118,7 @@ class GracefulStop:
             self._seconds = deadline.total_seconds()
             self._on_request = on_request
             if self._request is not None:  # of a rank that has begun before this one
-                self._start_timer(self._request)
+                self._limit_stop(self._request)
                 self._start_agreement(self._request)
 
     def end(self) -> None:
@@ -216,7 +215,7 @@ class GracefulStop:
         request = StopRequest(**values)
         if not self._is_over(request.job):
             self._request, self._is_pausing, self._target = request, True, None
-            self._start_timer(request)
+            self._limit_stop(request)
         return asdict(self._position)  # after the flag: the main thread sets them the other way round
 
     def _set_target(self, target: dict[str, Any], job: int) -> None:
@@ -225,21 +224,36 @@ class GracefulStop:
 
     # The deadline.
 
-    def _start_timer(self, request: StopRequest) -> None:
+    def limit_exit(self) -> None:
+        """Have a rank that raises exit in time, whatever hooks and teardown wait for; :meth:`end` lifts the limit."""
+        if self._seconds:  # else no Trainer has run
+            self._start_timer(1, lambda: f"the process raised an exception and has not exited within {self._deadline}")
+
+    def _limit_stop(self, request: StopRequest) -> None:
+        def reason() -> str:
+            silent = [info for info in self._context.table if info.rank not in self._replies]
+            who = f" ({listed(silent)} did not answer)" if self._rank == 0 and silent else ""
+            return f"{request}: the ranks have not stopped within {self._deadline}{who}"
+
+        if self.is_active:
+            self._start_timer(status_of(request.signum), reason)
+
+    @property
+    def _deadline(self) -> str:
+        return f"save_deadline {self._seconds:g} s"
+
+    def _start_timer(self, status: int, reason: Callable[[], str]) -> None:
+        def give_up() -> None:
+            sentence = (
+                f"[rank {self._rank}] {reason()}, so rank {self._rank} is ended at {call_site_of(main_frame())}; what "
+                "had been saved before is still there. Give the ranks a longer save_deadline if they only need more "
+                "time\n"
+            )
+            end_at_once(status, sentence)
+
         with self._peers.arrived:
-            if self._timer is None and self.is_active:
-                self._timer = threading.Timer(self._seconds, self._give_up, [request])
+            if self._timer is None:
+                self._timer = threading.Timer(self._seconds, give_up)
                 self._timer.name = "ddpx-stop-deadline"
                 self._timer.daemon = True
                 self._timer.start()
-
-    def _give_up(self, request: StopRequest) -> None:
-        silent = [info for info in self._context.table if info.rank not in self._replies]
-        who = f" ({listed(silent)} did not answer)" if self._rank == 0 and silent else ""
-        sys.stderr.write(
-            f"[rank {self._rank}] {request}: the ranks have not stopped within save_deadline {self._seconds:g} s{who}, "
-            f"so this one is ended at {call_site_of(main_frame())}; what had been saved before is still there. Give "
-            "them a longer save_deadline if they only need more time\n"
-        )
-        sys.stderr.flush()
-        end_at_once(status_of(request.signum))

@@ -120,8 +120,8 @@ def fit(
     url: str,
     *faults: Fault,
     model: Net | None = None,
-    grace: dict[str, float] | None = None,
+    **options: Any,
 ) -> None:
     """One training on a rank that was started by hand."""
-    strategy = by_hand(rank, world_size, url, grace=grace)
+    strategy = by_hand(rank, world_size, url, **options)
     make_trainer(world_size, strategy, *faults).fit(model or Net())

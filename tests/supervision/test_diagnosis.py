@@ -49,6 +49,10 @@ CASES: dict[str, tuple[Findings, str | None]] = {
         "and its process is stopped (SIGSTOP); rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 "
         "for 61 s",
     ),
+    "one does not answer while others move": (
+        Findings([report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]),
+        None,
+    ),
     "waiting for one that moves": (Findings([report(0, [flight(5, 5)]), report(1, [flight(4)], **MOVING)]), None),
     "stuck while another moves": (
         Findings([report(0), report(1, [flight(4)], **MOVING)]),

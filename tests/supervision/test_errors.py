@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -35,6 +36,9 @@ from tests.supervision.model import (
 )
 
 BOOM = "BoomError: no such layer"
+STUCK = (
+    r"the process raised an exception and has not exited within save_deadline 0\.3 s, so rank \d is ended at \S+:\d+"
+)
 
 
 @pytest.fixture
@@ -106,6 +110,20 @@ def test_a_rank_that_nothing_can_wake_is_ended(end: Callable[[], None], said: st
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
     assert ended.exit_code == 1
+
+
+def leave_a_thread() -> None:
+    threading.Thread(target=wait_for_ever).start()
+    boom()
+
+
+@pytest.mark.parametrize("faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"])
+def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, ...], url: str) -> None:
+    """Whatever its hooks, or threads of its script, wait for; and it is said where."""
+    for outcome in launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3):
+        is_stuck = bool(faults) or outcome.rank == 0
+        assert outcome.exit_code == 1, outcome.story()
+        assert bool(re.search(STUCK, outcome.output)) == is_stuck, outcome.story()
 
 
 def collapse() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import TracebackType
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
 from tests.harness.ranks import launch_ranks
@@ -64,6 +66,17 @@ def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2
     assert "LookupError: no such file" in lines[lines.index(BOOM) :]
+
+
+def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
+    """The rank that failed, and no other one, is the root cause, though all ended in the same second."""
+    variables = {"TORCHELASTIC_ERROR_FILE": lambda rank: f"{tmp_path}/{rank}.json"}
+    outcomes = launch_ranks(fit, 3, tmp_path / "terminal", in_step(boom, 1), env=variables)
+    assert os.listdir(tmp_path).count("1.json") == sum(name.endswith(".json") for name in os.listdir(tmp_path)) == 1
+    ended = {each.rank: ProcessFailure(each.rank, each.pid, 1, f"{tmp_path}/{each.rank}.json") for each in outcomes}
+    assert re.search(
+        r"Root Cause [^@]*rank +: 1 [^@]*BoomError: no such layer", ChildFailedError("script", ended).format_msg()
+    )
 
 
 def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:

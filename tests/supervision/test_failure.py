@@ -92,7 +92,8 @@ OWN: dict[str, Callable[[], object]] = {
     "other weights": lambda: torch.nn.Linear(2, 2).load_state_dict({"wight": torch.ones(2, 2)}),
     "other shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
     "a user's connection": lambda: throw(ConnectionRefusedError(111, "Connection refused by peer")),
-    "a word like store": lambda: throw(ValueError("cannot restore the tokenizer, which was stored elsewhere")),
+    "a store": lambda: throw(RuntimeError("cannot store the index: its store is read-only")),
+    "a value": lambda: throw(ValueError("cannot store sockets of gloo's")),
     "what names a rank": lambda: throw(RankDiedError("gloo: rank 1 died", rank=1, host="here", pid=4242)),
 }
 
