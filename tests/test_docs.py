@@ -6,6 +6,8 @@ import inspect
 import os
 import pickle
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import traceback
@@ -13,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_ext
 from lightning_ddp_ext import DDPExtError
-from tests.harness.ranks import by_hand_env, free_port, run_ranks
-from tests.harness.scripts import run_on_ranks
+from tests.harness.ranks import RankProcesses, by_hand_env, free_port, run_ranks
+from tests.harness.scripts import be_the_script, run_on_ranks, run_script
 from tests.harness.training import Net
 
 ROOT = Path(__file__).parents[1]
@@ -26,9 +29,9 @@ DOCS = ROOT / "docs"
 INTERNAL = {"DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE"}  # set by the package for the processes that it starts
 
 
-def blocks(text: str) -> list[tuple[str, str]]:
-    """Title and code of each block of Python in a page."""
-    return re.findall(r'^```python(?: title="([^"]*)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
+def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:
+    """Title and code of each block of a language in a page."""
+    return re.findall(rf'^```(?:{language})(?: title="([^"]*)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
 
 
 def page_of(name: str) -> str:
@@ -37,21 +40,28 @@ def page_of(name: str) -> str:
     return re.sub(r'^--8<-- "(.*)"$', lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
 
 
-PAGES = {str(path.relative_to(DOCS)): blocks(page_of(str(path.relative_to(DOCS)))) for path in DOCS.rglob("*.md")}
-README = (ROOT / "README.md").read_text()
+TEXTS = {str(path.relative_to(DOCS)): page_of(str(path.relative_to(DOCS))) for path in DOCS.rglob("*.md")}
+TEXTS["README.md"] = README = (ROOT / "README.md").read_text()
+PAGES = {name: blocks(text) for name, text in TEXTS.items()}
+[ABOVE] = [code for title, code in PAGES["index.md"] if title == "above"]  # what a page's `model` and `loader` are
 # A block with a title is a script of its own; what the README has, too, is run by test_readme.
-SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title and code not in README}
+SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title and code not in README + ABOVE}
+
+
+def runnable(code: str) -> str:
+    """The block below the lines that the documentation's first page gives, if it needs them."""
+    return ABOVE + code if re.search(r"\b(model|loader)\b", code) else code
 
 
 def run_blocks(rank: int, world_size: int, directory: Path) -> None:
-    """Run each page's blocks on a rank, one after another; `model` and `loader` are there, as the pages say."""
+    """Run each block on a rank, one after another, each with nothing but itself."""
     os.chdir(directory)
     for name, found in sorted(PAGES.items()):
-        model = Net()
-        known = {"__name__": "__main__", "model": model, "loader": model.train_dataloader()}
         for title, code in found:
             if not title:
-                exec(compile(code.replace("file:///shared", f"file://{directory}"), name, "exec"), known)
+                assert '"ddp_ext' not in code or "lightning_ddp_ext" in code, f"{name} lacks it:\n{code}"
+                code = runnable(code).replace("file:///shared", f"file://{directory}")
+                exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
 def test_blocks_of_pages_run(tmp_path: Path) -> None:
@@ -66,7 +76,63 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
     script = tmp_path / "script.py"
     script.write_text(code)
-    run_on_ranks(script, cwd=tmp_path, world_size=1)
+    run_on_ranks(script, cwd=tmp_path, world_size=2 if '"ddp_ext"' in code else 1)
+
+
+def test_a_page_that_is_stopped_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+    """As the page says: SIGTERM to any rank, and the same command again."""
+    script, found = tmp_path / "train.py", list[bool]()
+    script.write_text(runnable(PAGES["guides/preemption.md"][0][1]))
+    for _ in range(2):
+        with RankProcesses(be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())) as ranks:
+            begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
+            found.append(bool(re.search(r"ckpt_path='last' is \S+/last-preempted\.ckpt", begun)))
+            ranks.kill(1, signal.SIGTERM)
+            assert {outcome.exit_code for outcome in ranks.wait()} == {143}
+    assert found == [False, True]
+
+
+# Commands that are not run, and why; all others of a page's shell are, with the page's first block as train.py.
+NOT_RUN = {
+    r"^pip install .*$": "needs the network; `make test-wheel` installs",
+    r"^make .*$": "takes the machine; `make demo` is examples/digits.py, which test_examples runs",
+    r"^srun .*$": "needs SLURM; test_examples has a stand-in",
+    r"^export .*\nmpirun .*$": "needs MPI; tests/launchers has its variables",
+    r"^torchrun --nnodes 2.*\\\n.*$": "needs two machines",
+    r"^export .*  # in both\n(.*\n)*.*pdb train.py$": "needs two terminals",
+}
+SHELL = [(name, code) for name, text in TEXTS.items() for title, code in blocks(text, "console|bash|sh") if not title]
+
+
+def commands_of(code: str) -> str:
+    for left_out in NOT_RUN:
+        code = re.sub(left_out, "", code, flags=re.MULTILINE)
+    return code
+
+
+RUN = [(name, code) for name, code in SHELL if re.search(r"^(\$ )?\w", commands_of(code), re.MULTILINE)]
+
+
+def test_what_is_not_run_is_on_a_page() -> None:
+    assert [each for each in NOT_RUN if not any(re.search(each, code, re.MULTILINE) for _, code in SHELL)] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "code"), RUN, ids=[name for name, _ in RUN])
+def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
+    """They end with success, and print what the page shows; on this machine, at a free port."""
+    commands = re.sub(r"^\$ ", "", commands_of(code), flags=re.MULTILINE)
+    shown: list[str] = []
+    if commands != commands_of(code):
+        commands, *shown = commands.splitlines(keepends=True)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "train.py").write_text(runnable(PAGES[name][0][1]))
+    torch.save(Net().state_dict(), tmp_path / "last.ckpt")
+    env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
+    here = commands.replace("10.0.0.1:29500", f"127.0.0.1:{free_port()}")
+    done = run_script(f"set -e\n{here}", launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
+    assert done.returncode == 0, done.output
+    assert [line for line in shown if line not in ("...\n", "…\n") and line not in done.output] == []
 
 
 @pytest.mark.nightly
@@ -77,7 +143,7 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
     assert built.returncode == 0, built.stderr
     loaded = r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^>]+|<link[^>]+rel="?(?:style|preconnect)[^>]+//[^>]+'
     pages = list((tmp_path / "site").rglob("*.html"))
-    assert len(pages) > len(PAGES)  # one more: 404.html
+    assert len(pages) == len(PAGES)  # with 404.html in place of the README
     assert [hit for page in pages for hit in re.findall(loaded, page.read_text())] == []
     styles = [style.read_text() for style in (tmp_path / "site").rglob("*.css")]
     assert [hit for style in styles for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)] == []

@@ -69,21 +69,19 @@ class Saver:
             except Exception as error:
                 raise unwritable(checkpoint, path, error) from error
 
-    def remove(self, path: str, job: Callable[[], None], *, later: bool) -> None:
-        """Run a removal after a save that succeeds: the one before it, or else the next one."""
-        self.follow_up(path, job, lambda: self._postponed.setdefault(path, job), later=later)
+    def follow_up(self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False) -> None:
+        """Run a removal or a link unless the save before it failed; now, or after everything queued so far.
 
-    def follow_up(
-        self, path: str, job: Callable[[], None], if_failed: Callable[[], object] = lambda: None, *, later: bool
-    ) -> None:
-        """Run a job unless the save before it failed; now, or after everything queued so far."""
+        With ``postpone``, the job then waits for the next save that succeeds.
+        """
 
         def unless_failed() -> None:
-            if self._last_save_failed:
-                _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
-                if_failed()
-            else:
+            if not self._last_save_failed:
                 job()
+                return
+            _logger.warning("leaving checkpoint %s as it is: the save before it failed", path)
+            if postpone:
+                self._postponed[path] = job
 
         if later:
             self._start(unless_failed)

@@ -155,12 +155,10 @@ def pinned_memory(size: int) -> Tensor:
     torch's own pinned memory is rounded up to a power of two, and stays with its allocator until the process ends.
     """
     memory, cudart = torch.empty(size, dtype=torch.uint8), torch.cuda.cudart()
-    error = size and int(cudart.cudaHostRegister(memory.data_ptr(), size, 1))  # 1: for all GPUs
-    if error:
-        raise RuntimeError(
-            f"page-locking {size} bytes of memory failed (CUDA error {error}); save with background=False"
-        )
-    if size:
+    if size:  # nothing cannot be pinned
+        error = int(cudart.cudaHostRegister(memory.data_ptr(), size, 1))  # 1: for all GPUs
+        if error:
+            raise RuntimeError(f"page-locking {size} bytes of memory failed (CUDA error {error}); set background=False")
         weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
 

@@ -127,7 +127,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         Raises:
             CheckpointError: it is still there.
         """
-        self.saver.remove(os.fspath(path), partial(remove, path), later=self.background)
+        self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background, postpone=True)
 
     def link(self, target: PathLike, path: PathLike) -> None:
         """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.

@@ -47,7 +47,7 @@ class Disk:
         self.events.append(f"wrote {path}")
 
     def remove(self, path: str) -> None:
-        self.saver.remove(path, lambda: self.events.append(f"removed {path}"), later=True)
+        self.saver.follow_up(path, lambda: self.events.append(f"removed {path}"), later=True, postpone=True)
 
 
 @settings(max_examples=25, deadline=None)

@@ -128,5 +128,5 @@ def test_pinned_memory_has_its_size_and_is_given_back(monkeypatch: pytest.Monkey
     del memory
     assert pinned == {}
     cudart.cudaHostRegister = lambda *_: 2
-    with pytest.raises(RuntimeError, match=r"1000 bytes of memory failed \(CUDA error 2\); save with background=False"):
+    with pytest.raises(RuntimeError, match=r"1000 bytes of memory failed \(CUDA error 2\); set background=False"):
         pinned_memory(1000)
