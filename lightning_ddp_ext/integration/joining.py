@@ -26,7 +26,7 @@ from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
-from lightning_ddp_ext.supervision.parent_watch import watch_parent
+from lightning_ddp_ext.supervision.parent_watch import PRIVATE_FILE, watch_parent
 from lightning_ddp_ext.supervision.rank_processes import started_ranks
 from lightning_ddp_ext.supervision.survey import Survey
 from lightning_ddp_ext.version import __version__
@@ -46,9 +46,6 @@ from .lightning_tree import (
 
 INIT_TIMEOUT = timedelta(minutes=5)
 HEARTBEAT_TIMEOUT = timedelta(seconds=30)
-
-# The file in which rank 0 of this host publishes its address, where the ranks were started without one.
-PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Set by Lightning's launcher, or by a user's shell, in the environment of ranks.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

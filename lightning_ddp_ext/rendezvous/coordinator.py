@@ -40,8 +40,7 @@ class Coordinator:
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
         self._refused: set[int] = set()
-        self._addresses = own_addresses()
-        self._route = ""
+        self._addresses, self._route = own_addresses(), ""
         _raise_limit_of_descriptors(hello.world_size)
         listener, self._address = self._listen()
         with OpenedSockets() as self._store_sockets:

@@ -15,6 +15,8 @@ from lightning_ddp_ext.rendezvous.process_context import current
 
 # In the environment of a rank that a process of this package has started: that process.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
+# The file in which rank 0 of this host publishes its address, where the ranks were started without one.
+PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Seconds that a rank has to end on its own once its launcher is gone.
 _GRACE = 3.0
@@ -60,6 +62,8 @@ def _is_python(pid: int) -> bool:
 def _end_after(pid: int, has_ended: bool) -> None:
     if not has_ended:
         _wait_for_the_end_of(pid)
+    with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
+        os.unlink(os.environ[PRIVATE_FILE])
     context = current()
     here = os.uname().nodename
     is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table)

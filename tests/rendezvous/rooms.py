@@ -104,4 +104,5 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while received := source.recv(1 << 16):
             sink.sendall(received)
+    with contextlib.suppress(OSError):  # also after a reset: else the other end would wait on
         sink.shutdown(socket.SHUT_WR)

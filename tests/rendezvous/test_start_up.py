@@ -25,6 +25,7 @@ from lightning_ddp_ext.rendezvous.process_context import join
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.store import connect_store
 from tests.harness.network import Network
+from tests.harness.outcomes import stories
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
 from tests.rendezvous.rooms import Answer, forward, place, request, server, silent, url, web
 
@@ -205,7 +206,7 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
     with started(Tcp("127.0.0.1", port), settings, namespaces=list(two_hosts)) as ranks:
         first, second = ranks.wait()
     if stop is None:
-        assert [first.result, second.result] == [2.0, 2.0]
+        assert [first.result, second.result] == [2.0, 2.0], stories([first, second])
         return
     reason, name = sentence(second, RendezvousError), process(1, second.pid, "host-b")
     assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
