@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -44,19 +43,6 @@ class LongValidated(Validated):
     def validation_step(self, batch: torch.Tensor, index: int) -> None:
         dist.all_reduce(torch.zeros(1))
         super().validation_step(batch, index)
-
-
-class Swapping(L.Callback):
-    """Validates with other weights, as averaging callbacks of users do; those of Lightning swap a hook later."""
-
-    def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.other = [torch.zeros_like(each) for each in module.parameters()]
-
-    def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        for own, other in zip(module.parameters(), self.other, strict=True):
-            own.data, other.data = other.data, own.data
-
-    on_validation_end = on_validation_start
 
 
 def shuffled(samples: int = 12, **options: Any) -> Callable[[], Any]:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.integration.continuing import Run, Training, difference
-from tests.integration.stopping import LongValidated, Swapping, Validated, shuffled, signalled
-
-average = partial(EMAWeightAveraging, decay=0.5)
+from tests.integration.stopping import LongValidated, Validated, shuffled, signalled
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 
@@ -35,10 +31,8 @@ MOMENTS: dict[Moment, int] = {
 # What a run has beside shuffled batches and validation at each epoch's end, and when the signal comes.
 Case = tuple[dict[str, Any], list[Moment]]
 CASES: dict[str, Case] = {
-    "accumulating": ({"accumulate_grad_batches": 2}, [("on_train_batch_start", 0), ("on_train_batch_start", 4)]),
+    "accumulating": ({"accumulate_grad_batches": 2}, [("on_train_batch_start", 4)]),
     "long validation": ({"kind": LongValidated}, [("on_validation_batch_start", 63)]),
-    "average": ({"kind": LongValidated, "also": average}, [("on_validation_batch_start", 30)]),
-    "swapped": ({"kind": LongValidated, "also": Swapping}, [("on_validation_batch_start", 30)]),
 }
 
 
@@ -47,15 +41,14 @@ def stop_and_resume(rank: int, world_size: int, directory: Path, cases: dict[str
     wrong = []
     for case, (options, moments) in cases.items():
         chosen = {"max_epochs": 2, "limit_val_batches": 1.0, "kind": Validated, **options}
-        make = chosen.pop("also", L.Callback)
         training = Training(shuffled(), directory, options=chosen)
-        whole = training.run(callbacks=[make()])
+        whole = training.run()
         for number, moment in enumerate(moments):
             place = directory / f"{case} {moment}"
-            callbacks = [make(), *([signalled(*moment)] if rank == number % world_size else [])]
+            callbacks = [signalled(*moment)] if rank == number % world_size else []
             stopped = training.run(callbacks=callbacks, default_root_dir=place)
             done = len(stopped.steps)
-            resumed = training.run(callbacks=[make()], ckpt_path=str(place / "last-preempted.ckpt"))
+            resumed = training.run(ckpt_path=str(place / "last-preempted.ckpt"))
             validations = [[what for what, *_ in run.events].count("result") for run in (stopped, resumed)]
             seen = {
                 "status": stopped.status == 143,
