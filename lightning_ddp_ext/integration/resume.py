@@ -32,7 +32,7 @@ def positions_of(trainer: Any) -> list[LoaderPosition]:
     return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
 
 
-def generators_of(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
+def training_generators(strategy: Any, *, with_loaders: bool = True) -> list[Any]:
     """Return the generators of this rank's training besides the global ones: its CUDA device's and its loaders'."""
     device, positions = strategy.root_device, positions_of(strategy.current_trainer) if with_loaders else []
     on_device = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
@@ -107,7 +107,7 @@ class Resume:
             return
         begins_epoch = self.restart.at == "epoch_start" and not self.restart.has_started
         has_new_loaders = begins_epoch and self._trainer.reload_dataloaders_every_n_epochs > 0
-        restore_random_state(self._own["random"], generators_of(self._strategy, with_loaders=not has_new_loaders))
+        restore_random_state(self._own["random"], training_generators(self._strategy, with_loaders=not has_new_loaders))
 
     # Lightning's loops.
 

@@ -16,7 +16,7 @@ from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import TimedValidation, combined_iterator_of, combined_loader_of, fetcher_of, iterators_of
 from .loop_state import Restart, epoch_of, find_restart
-from .resume import KEY, VERSION, Resume, ResumeData, generators_of, positions_of, shared_state
+from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state, training_generators
 
 Moment = Literal["epoch", "step", "validation"]
 
@@ -61,7 +61,7 @@ class TrainingData:
 
     def record_random_state(self, moment: Moment) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
-        self._random[moment] = record_random_state(generators_of(self._strategy))
+        self._random[moment] = record_random_state(training_generators(self._strategy))
 
     def on_train_end(self) -> None:
         """Remember what Lightning is about to forget: whether the data of the newest epoch have ended."""
@@ -167,4 +167,4 @@ class TrainingData:
         elif restart.at == "batch_end" and restart.done < loops["epoch_loop.batch_progress"]["current"]["processed"]:
             moment = "step"
         recorded = None if moment is None else self._random.get(moment)
-        return recorded or record_random_state(generators_of(self._strategy))
+        return recorded or record_random_state(training_generators(self._strategy))

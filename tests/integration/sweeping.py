@@ -79,8 +79,16 @@ class Case:
             return False
         if self.looks == "yes" and (self.workers != "none" or self.step != "batch"):
             return False
+        if "before" in (self.stop, self.again) and self.loaders in ("list", "dict", "max_size_cycle"):
+            return False  # a loader that begins again with the batch that was read has drawn numbers for that already
+        if self.optimizing == "third" and self.step != "batch":
+            return False  # Lightning clears gradients one batch too late
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
             return False  # a validation that is due after the last batch's save is skipped, so there are none
+        if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
+            return False  # Lightning begins to read new streams twice, and makes new loaders before it restores numbers
+        if "max_steps" in (self.stop, self.again) and self.optimizing == "third" and self.ends_unannounced:
+            return False  # the epoch's last batch is no step then
         # Else nobody knows how many steps there were, and what is left is not the whole rest.
         return self.stays or (self.again != "max_steps" and self.limit == "none")
 
@@ -104,6 +112,11 @@ class Case:
     def draws(self) -> bool:
         """Whether an order is drawn."""
         return not {*self.kinds} <= {"sequential", *WITH_RANKS, "stream"}
+
+    @property
+    def ends_unannounced(self) -> bool:
+        """Whether Lightning learns only when it asks for another batch that an epoch has no more."""
+        return "stream" in self.kinds and (self.loaders == "min_size" or self.step == "dataloader_iter")
 
     @property
     def epochs(self) -> int:
@@ -267,8 +280,8 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
     options: dict[str, Any] = {
         "max_epochs": case.epochs,
         "limit_train_batches": 1.0 if case.limit == "none" else 4,
-        # Saved in the last batch, or at the epoch's end, a run leaves out what is updated then: as with Lightning.
-        "plateau": not {"last", "end"} & {case.stop, case.again},
+        # Resumed at an epoch's end, a run leaves out what is updated then: as with Lightning.
+        "plateau": {case.stop, case.again} <= {"no", "first", "middle", "before"},
         "accumulate_grad_batches": case.accumulated,
         "use_distributed_sampler": case.injected == "yes",
         "reload_dataloaders_every_n_epochs": int(case.made == "each"),

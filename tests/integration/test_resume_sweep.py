@@ -109,8 +109,7 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
     epoch, done = divmod(len(befores[0].before), case.length(case.sizes[0]))
     can_share = all(map(case.can_share, case.kinds))
     if refused := [played.refused for played in afters if played.refused]:
-        # Stopped after its last batch, a stream has not said yet that there are no more.
-        is_within = done or (case.stop in SIGNALS and "stream" in case.kinds)
+        is_within = done or (case.stop in (*SIGNALS, "last") and case.ends_unannounced)
         is_right = is_within and not can_share and len(refused) == case.sizes[1] and "had ranks=" in refused[0]
         return "" if is_right else f"is refused: {refused}"
     if done and not can_share:
