@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_ddp_ext.errors import RankFailedError
@@ -130,10 +129,6 @@ class Stopped(Validated):
 
     samples = 4
     backbone = property(lambda self: self.layers[0])
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.layers = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
     def happens(self, what: str, *results: float) -> None:
         if not self.trainer.sanity_checking:  # which a resumed run does once more
