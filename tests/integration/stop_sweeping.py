@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Run, Training, difference
-from tests.integration.stopping import Validated, shuffled
+from tests.integration.stopping import LongValidated, shuffled
 
 
 class Swapping(L.Callback):
@@ -124,10 +124,10 @@ class Case:
         return not any(word in self.hook for word in others[self.function])
 
 
-class Stopped(Validated):
+class Stopped(LongValidated):
     """With what callbacks ask for: a backbone, and one scheduler."""
 
-    samples = 4
+    samples = 30
     backbone = property(lambda self: self.layers[0])
 
     def happens(self, what: str, *results: float) -> None:
