@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import callbacks
 from lightning.pytorch.core import hooks
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_ddp_ext.errors import RankFailedError
 from tests.harness.training import At, make_strategy, make_trainer
 from tests.integration.continuing import Run, Training, difference
-from tests.integration.stopping import Validated, shuffled
+from tests.integration.stopping import LongValidated, shuffled
 
 
 class Swapping(L.Callback):
@@ -125,15 +124,11 @@ class Case:
         return not any(word in self.hook for word in others[self.function])
 
 
-class Stopped(Validated):
+class Stopped(LongValidated):
     """With what callbacks ask for: a backbone, and one scheduler."""
 
-    samples = 4
+    samples = 30
     backbone = property(lambda self: self.layers[0])
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.layers = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
     def happens(self, what: str, *results: float) -> None:
         if not self.trainer.sanity_checking:  # which a resumed run does once more
