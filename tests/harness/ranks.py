@@ -47,7 +47,7 @@ __all__ = [
     "run_ranks",
 ]
 
-_SECONDS_TO_COME = 60.0  # to a point, or to an output
+_SECONDS_TO_COME = 120.0  # to a point, or to an output
 _SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was killed
 
 

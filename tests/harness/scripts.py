@@ -48,7 +48,7 @@ _COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
 }
-_SECONDS_TO_END = 60.0
+_SECONDS_TO_END = 120.0
 _SECONDS_TO_PRINT = 10.0  # for processes that end after the script
 _numbers = itertools.count()
 

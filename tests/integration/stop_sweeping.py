@@ -118,6 +118,8 @@ class Case:
         """Whether the hook belongs to the function."""
         if self.earlier and self.phase in ("start", "sanity", "train_end"):
             return False
+        if self.kind == "on_exception" and self.function != "fit":
+            return False
         others = {"fit": ("test", "predict"), "validate": ("test", "predict", "train", "backward", "optimizer", "grad")}
         others |= {"test": (*others["validate"][1:], "validation", "val_", "sanity")}
         others |= {"predict": (*others["test"][1:], "test")}
