@@ -34,21 +34,21 @@ class Checkpoints:
     """What the ranks of a strategy do about checkpoints together; its ``checkpoint_io`` does the work.
 
     Every rank raises the errors.
+
+    Attributes:
+        is_common_end: whether all ranks ended the run together, so that they make collective calls also now.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
-        self._is_common_end = False
-
-    def begin_run(self) -> None:
-        """Expect the end of a run."""
-        self._is_common_end = False
+        self.is_common_end = False
 
     def end_run(self) -> None:
         """Record whether every rank raised what ended the run: they make collective calls together again."""
         context = current()
         if context is not None:
-            self._is_common_end, context.common_end = context.common_end, False
+            self.is_common_end |= context.common_end
+            context.common_end = False
 
     # Writing.
 
@@ -193,7 +193,7 @@ class Checkpoints:
         """
         trainer = self._trainer
         is_interrupted = trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
-        return is_interrupted and not self._is_common_end
+        return is_interrupted and not self.is_common_end
 
     @property
     def is_handling_exception(self) -> bool:

@@ -192,6 +192,7 @@ class StopController:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
+        self._checkpoints.is_common_end = True  # also while callbacks handle the exception, which may save
         self._trainer._signal_connector.received_sigterm = True  # the exception is the end of a stopped run
         raise StoppedException(request.signum)
 

@@ -251,7 +251,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self.checkpoints.begin_run()
+        self.checkpoints.is_common_end = False
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()

@@ -42,9 +42,6 @@ def supervised(
         with supervised_work() as is_outermost:
             return function(*args, **kwargs)
     except harmless:
-        context = current()
-        if context is not None:
-            context.common_end = True
         raise
     except BaseException as exception:
         explanation = explain(exception, is_caught=True)

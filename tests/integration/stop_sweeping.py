@@ -72,7 +72,7 @@ LOGGED = ("lr_monitor", "throughput", "devices", "save_last")
 def _named(*owners: type) -> set[str]:
     members = [name for owner in owners for name, _ in inspect.getmembers(owner, inspect.isfunction)]
     # Called when a run is over, where a signal is that of the process; or by a resumed run alone.
-    left_out = ("_", "on_fit_end", "teardown", "on_exception", "on_load", "load_", "configure_sharded")
+    left_out = ("_", "on_fit_end", "teardown", "on_exception", "on_load", "load_", "state_dict", "configure_sharded")
     return {name for name in members if not name.startswith(left_out)}
 
 
