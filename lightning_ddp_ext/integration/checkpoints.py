@@ -34,21 +34,14 @@ class Checkpoints:
     """What the ranks of a strategy do about checkpoints together; its ``checkpoint_io`` does the work.
 
     Every rank raises the errors.
+
+    Attributes:
+        is_torn_down: whether the last run of our strategy has been torn down.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
-        self._is_common_end = False
-
-    def begin_run(self) -> None:
-        """Expect the end of a run."""
-        self._is_common_end = False
-
-    def end_run(self) -> None:
-        """Record whether every rank raised what ended the run: they make collective calls together again."""
-        context = current()
-        if context is not None:
-            self._is_common_end, context.common_end = context.common_end, False
+        self.is_torn_down = False
 
     # Writing.
 
@@ -191,9 +184,10 @@ class Checkpoints:
 
         Where every rank raised one, that is so until it has been handled.
         """
-        trainer = self._trainer
-        is_interrupted = trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
-        return is_interrupted and not self._is_common_end
+        trainer, context = self._trainer, current()
+        if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        return not self.is_torn_down or context is None or context.is_broken
 
     @property
     def is_handling_exception(self) -> bool:

@@ -251,7 +251,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self.checkpoints.begin_run()
+        self.checkpoints.is_torn_down = False
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
@@ -300,7 +300,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         finally:
             self._replaced.put_back()
             self.stops.detach()
-            self.checkpoints.end_run()
+            self.checkpoints.is_torn_down = True
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousErr
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.call_site import is_main_thread_in
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
@@ -42,15 +44,13 @@ def supervised(
         with supervised_work() as is_outermost:
             return function(*args, **kwargs)
     except harmless:
-        context = current()
-        if context is not None:
-            context.common_end = True
         raise
     except BaseException as exception:
         explanation = explain(exception, is_caught=True)
         context = current()
         if context is not None and is_outermost and context.component(GracefulStop).is_active:
-            context.component(GracefulStop).limit_exit()
+            caller = sys._getframe(2)  # handles the exception
+            context.component(GracefulStop).limit_exit(is_void=lambda: not is_main_thread_in(caller))
         if explanation is exception:
             raise
         raise explanation from explanation.__cause__
@@ -75,8 +75,7 @@ def explain(exception: BaseException, *, is_caught: bool = False) -> Any:
             if event.kind == "left":
                 error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
             return error
-    context.common_end = is_caught and context.component(CommonEnd).is_reached()
-    if context.common_end:
+    if is_caught and context.component(CommonEnd).is_reached():
         return exception
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception
