@@ -21,16 +21,15 @@ _supervised = 0
 
 
 @contextmanager
-def supervised_work() -> Iterator[bool]:
+def supervised_work() -> Iterator[None]:
     """While the block runs, this process is ended if another rank has died and it cannot go on.
 
-    Outside, in the user's own code after ``fit``, a death is only remembered. Yields whether no such block is around
-    it.
+    Outside, in the user's own code after ``fit``, a death is only remembered.
     """
     global _supervised
     _supervised += 1
     try:
-        yield _supervised == 1
+        yield
     finally:
         _supervised -= 1
 

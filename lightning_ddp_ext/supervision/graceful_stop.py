@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from signal import Signals
 from typing import Any
 
 from lightning_ddp_ext.at_exit import Limit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
@@ -228,25 +228,23 @@ class GracefulStop:
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
         """Have a rank that raises exit in time, whatever hooks and teardown wait for; :meth:`end` lifts the limit."""
         if self._seconds:  # else no Trainer has run
-            reason = f"the process raised an exception and has not exited within {self._deadline}"
-            sentence = partial(self._sentence, lambda: reason)
-            self._limit.start(self._seconds, 1, sentence, is_void=is_void, after_saves=_AFTER_SAVES)
+            finding = "the process raised an exception and has not exited"
+            self._start_limit(1, finding, list, is_void=is_void, after_saves=_AFTER_SAVES)
 
     def _limit_stop(self, request: StopRequest) -> None:
-        def reason() -> str:
-            silent = [info for info in self._context.table if info.rank not in self._replies]
-            who = f" ({listed(silent)} did not answer)" if self._rank == 0 and silent else ""
-            return f"{request}: the ranks have not stopped within {self._deadline}{who}"
+        def silent() -> list[RankInfo]:
+            return [info for info in self._context.table if self._rank == 0 and info.rank not in self._replies]
 
         if self.is_active:
-            self._limit.start(self._seconds, status_of(request.signum), partial(self._sentence, reason))
+            self._start_limit(status_of(request.signum), f"{request}: the ranks have not stopped", silent)
 
-    @property
-    def _deadline(self) -> str:
-        return f"save_deadline {self._seconds:g} s"
+    def _start_limit(self, status: int, finding: str, silent: Callable[[], list[RankInfo]], **options: Any) -> None:
+        def sentence() -> str:
+            who = f" ({listed(silent())} did not answer)" if silent() else ""
+            return (
+                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
+                f"ended at {call_site_of(main_frame())}; what had been saved before is still there. Give the ranks a "
+                "longer save_deadline if they only need more time"
+            )
 
-    def _sentence(self, reason: Callable[[], str]) -> str:
-        return (
-            f"[rank {self._rank}] {reason()}, so rank {self._rank} is ended at {call_site_of(main_frame())}; what "
-            "had been saved before is still there. Give the ranks a longer save_deadline if they only need more time"
-        )
+        self._limit.start(self._seconds, status, sentence, **options)
