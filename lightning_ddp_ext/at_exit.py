@@ -36,15 +36,63 @@ def delaying_forced_end(seconds: float) -> Iterator[None]:
             _changed.notify_all()
 
 
-def is_end_delayed() -> bool:
-    """Whether such a block is under way."""
-    return bool(_delays)
-
-
 def wait_for_delays() -> None:
     """Wait until all such blocks have ended, or have had their time."""
     with _changed:
         _changed.wait_for(lambda: not _delays, timeout=max(_delays, default=0.0))
+
+
+class Limit:
+    """Ends this process after some time, unless it is lifted before. Its thread is named ``name``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._lifted = threading.Event()
+
+    def start(
+        self,
+        seconds: float,
+        status: int,
+        sentence: Callable[[], str],
+        *,
+        is_void: Callable[[], bool] = lambda: False,
+        after_saves: float | None = None,
+    ) -> None:
+        """Start counting, unless it counts already. Not for a signal handler, nor while the interpreter ends.
+
+        Args:
+            seconds: until the end.
+            status: of the process.
+            sentence: returns what it prints then.
+            is_void: asked at the end of the time; if it is True, the process lives on.
+            after_saves: seconds from the end of a save that is under way then; ``None`` to end in the middle of it.
+        """
+
+        def end() -> None:
+            if lifted.wait(seconds) or is_void():
+                return
+            if _delays and after_saves is not None:
+                print_within_a_second(
+                    f"{sentence()}; before that, this rank finishes the checkpoint that it is writing\n"
+                )
+                wait_for_delays()
+                if lifted.wait(after_saves):
+                    return
+            end_at_once(status, f"{sentence()}\n")
+
+        with _changed:
+            if self._thread is None:
+                lifted = self._lifted = threading.Event()
+                self._thread = threading.Thread(target=end, name=self._name, daemon=True)
+                self._thread.start()
+
+    def lift(self) -> None:
+        """Let the process live on, until another start."""
+        self._lifted.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(timeout=1.0)
 
 
 def end_at_once(status: int, sentence: str = "") -> NoReturn:

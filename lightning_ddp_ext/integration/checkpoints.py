@@ -36,19 +36,13 @@ class Checkpoints:
     Every rank raises the errors.
 
     Attributes:
-        is_common_end: whether all ranks ended the run together, so that they make collective calls also now.
+        has_ended_run: whether every rank ended the run, by a stop or by its teardown, so that collective calls have all
+            ranks again.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
-        self.is_common_end = False
-
-    def end_run(self) -> None:
-        """Record whether every rank raised what ended the run: they make collective calls together again."""
-        context = current()
-        if context is not None:
-            self.is_common_end |= context.common_end
-            context.common_end = False
+        self.has_ended_run = False
 
     # Writing.
 
@@ -191,9 +185,10 @@ class Checkpoints:
 
         Where every rank raised one, that is so until it has been handled.
         """
-        trainer = self._trainer
-        is_interrupted = trainer is not None and bool(trainer.state.status == TrainerStatus.INTERRUPTED)
-        return is_interrupted and not self.is_common_end
+        trainer, context = self._trainer, current()
+        if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
+            return False
+        return not self.has_ended_run or context is None or context.is_broken
 
     @property
     def is_handling_exception(self) -> bool:

@@ -6,6 +6,7 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-        return supervised(function, *args, harmless=_HARMLESS, **kwargs)
+        # The Trainer's call runs hooks and teardown after this one.
+        return supervised(function, *args, harmless=_HARMLESS, handler=sys._getframe(1), **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)

@@ -110,13 +110,16 @@ class StopController:
         if self._stopping is None:
             return
         self._signals.restore()
-        if self._context.peers.cause is not None and sys.exc_info()[1] is not None:
+        is_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
+        is_failure = is_interrupted and not isinstance(sys.exc_info()[1], StoppedException)
+        if is_failure:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
-        noted, is_interrupted = self._signals.noted, self._trainer.state.status == TrainerStatus.INTERRUPTED
-        if noted is not None and not self._signals.has_passed_on and not is_interrupted:
-            os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that was just restored
+        noted = self._signals.noted
+        is_due = noted == signal.SIGTERM if is_failure else not is_interrupted
+        if noted is not None and is_due and not self._signals.has_passed_on:
+            os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that is there now
 
     def _request_stop(self, signum: int) -> None:
         if self._stopping is not None and runs_under_way() > 0:
@@ -192,7 +195,7 @@ class StopController:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._checkpoints.is_common_end = True  # also while callbacks handle the exception, which may save
+        self._checkpoints.has_ended_run = True  # also while callbacks handle the exception, which may save
         self._trainer._signal_connector.received_sigterm = True  # the exception is the end of a stopped run
         raise StoppedException(request.signum)
 

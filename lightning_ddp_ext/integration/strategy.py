@@ -251,7 +251,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self.checkpoints.is_common_end = False
+        self.checkpoints.has_ended_run = False
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
@@ -300,7 +300,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         finally:
             self._replaced.put_back()
             self.stops.detach()
-            self.checkpoints.end_run()
+            self.checkpoints.has_ended_run = True
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from lightning_ddp_ext.at_exit import end_at_once, is_end_delayed, print_within_a_second, wait_for_delays
+from lightning_ddp_ext.at_exit import Limit
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import Timeouts
@@ -21,16 +21,15 @@ _supervised = 0
 
 
 @contextmanager
-def supervised_work() -> Iterator[bool]:
+def supervised_work() -> Iterator[None]:
     """While the block runs, this process is ended if another rank has died and it cannot go on.
 
-    Outside, in the user's own code after ``fit``, a death is only remembered. Yields whether no such block is around
-    it.
+    Outside, in the user's own code after ``fit``, a death is only remembered.
     """
     global _supervised
     _supervised += 1
     try:
-        yield _supervised == 1
+        yield
     finally:
         _supervised -= 1
 
@@ -70,7 +69,7 @@ class PeerFailure:
         self.timeouts = timeouts
         self._abort = abort
         self._departed: PeerEvent | None = None
-        self._exit_timer: threading.Timer | None = None
+        self._limit = Limit("ddpx-exit")
 
     def start(self) -> None:
         """Hear of events from now on, and of those that have come before."""
@@ -113,8 +112,7 @@ class PeerFailure:
         with self.arrived:
             self.has_raised = True
             self.arrived.notify_all()
-            if self._exit_timer is not None:
-                self._exit_timer.cancel()
+        self._limit.lift()
 
     # On the channel's thread, or on the one that reports.
 
@@ -143,24 +141,12 @@ class PeerFailure:
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
+        """End the process if nothing wakes its main thread. No cleaning up: it could block, too."""
+        error, seconds = event.to_error(), self.timeouts.grace[event.kind]
+        sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
             # Outside of a run nothing is ended; from Python 3.12 on no thread can start while the interpreter ends.
-            if self.has_raised or _supervised == 0:
-                return
-            self._exit_timer = threading.Timer(self.timeouts.grace[event.kind], self._end_process, [event])
-            self._exit_timer.name = "ddpx-exit"
-            self._exit_timer.daemon = True
-            self._exit_timer.start()
-
-    def _end_process(self, event: PeerEvent) -> None:
-        """The main thread is somewhere that nothing can wake it from. No cleaning up: it could block, too."""
-        if _supervised == 0:
-            return
-        if is_end_delayed():
-            sentence = f"{event.to_error()}; this rank finishes the checkpoint that it is writing"
-            print_within_a_second(f"[rank {self.rank}] {sentence}\n")
-            wait_for_delays()
-            with self.arrived:
-                if self.arrived.wait_for(lambda: self.has_raised, self.timeouts.grace[event.kind]):
-                    return
-        end_at_once(1, f"[rank {self.rank}] {type(event.to_error()).__name__}: {event.to_error()}\n")
+            if not self.has_raised and _supervised > 0:
+                self._limit.start(
+                    seconds, 1, lambda: sentence, is_void=lambda: runs_under_way() == 0, after_saves=seconds
+                )

@@ -49,14 +49,12 @@ class ProcessContext:
         barriers: where ranks wait for each other.
         groups: the process groups.
         failure: what this rank has raised while others may have waited for it.
-        common_end: whether every rank raises what ends its run, so that all can go on together.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
         self.table = connections.table
         self.failure: BaseException | None = None
-        self.common_end = False
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
@@ -138,7 +136,7 @@ class ProcessContext:
             False if these are not the ranks that it wants, or a failure has parted them.
         """
         is_same_size = len(self.table) == request.world.world_size
-        if not is_same_size or self.peers.cause is not None or self.failure is not None:
+        if not is_same_size or self.is_broken:
             return False
         current = self.groups.request
         is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
@@ -159,6 +157,11 @@ class ProcessContext:
             return cast(T, self._components[kind])
 
     # Failures, and the end.
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a failure has parted the ranks."""
+        return self.failure is not None or self.peers.cause is not None
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long."""
@@ -183,7 +186,7 @@ class ProcessContext:
     def close(self) -> None:
         """Close groups, channel and store."""
         try:
-            self.groups.close(is_broken=self.failure is not None or self.peers.cause is not None)
+            self.groups.close(is_broken=self.is_broken)
         finally:
             self.groups.forget()
             self._components.clear()

@@ -37,6 +37,14 @@ def call_site_of(frame: FrameType | None) -> str:
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def is_main_thread_in(call: FrameType) -> bool:
+    """Whether a call of the main thread has not returned; called by another one."""
+    frame = main_frame()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call
+
+
 def main_frame() -> FrameType | None:
     """The innermost frame of the main thread; called by another one."""
     return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
+from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
@@ -18,46 +16,47 @@ class CommonEnd:
 
     def __init__(self, context: ProcessContext) -> None:
         self._context, self._peers = context, context.peers
-        self._everyone = frozenset(range(len(context.table)))
-        self._raised: set[int] = set()  # known to rank 0
+        self._most_looks = round(self._peers.timeouts.first_cause / _SECONDS_BETWEEN)
         self._is_raising = False
         self._is_common: bool | None = None
+        # On rank 0: the ranks that raise, in that order, the looks at the others, and how often each was seen waiting.
+        self._raised: list[int] = []
+        self._looks, self._seen, self._replies = 0, dict[int, int](), Replies()
         self._remote = RemoteCalls(
-            self._peers, "end", raised=self._record, is_waiting=self._is_waiting, settle=self._settle
+            self._peers, "end", record=self._record, look=self._look, is_waiting=self._is_waiting, settle=self._settle
         )
 
     def is_reached(self) -> bool:
         """Whether every rank raises; ``False`` once one of them waits for this one, or is late. For the main thread."""
         self._is_raising, self._is_common = True, None
-        self._remote.call([0], "raised", self._peers.rank)
-        self._peers.wait_for(lambda: self._is_common is not None, 3 * self._peers.timeouts.first_cause)
+        self._remote.call([0], "record", self._peers.rank)
+        for _ in range(2 * self._most_looks):  # rank 0 may not answer
+            self._remote.call([0], "look", self._peers.rank)
+            self._peers.wait_for(lambda: self._is_common is not None, _SECONDS_BETWEEN)
+            if self._is_common is not None or self._peers.cause_or_departure is not None:
+                break
         self._is_raising = False
         return bool(self._is_common)
 
     def _record(self, rank: int) -> None:
-        """On rank 0: decide with the last rank; from the first one on, look whether one waits for the others."""
-        self._raised.add(rank)
-        if self._raised == self._everyone:
+        self._raised.append(rank)
+        if len(self._raised) == len(self._peers.table):
             self._decide(is_common=True)
-        elif len(self._raised) == 1:
-            threading.Thread(target=self._look, name="ddpx-end", daemon=True).start()
 
-    def _look(self) -> None:
-        seen = [0] * len(self._everyone)
-        for _ in range(round(self._peers.timeouts.first_cause / _SECONDS_BETWEEN)):
-            replies = self._remote.call(self._everyone, "is_waiting")
-            if self._peers.wait_for(lambda: not self._raised, _SECONDS_BETWEEN):
-                return
-            seen = [times + 1 if replies.get(rank) else 0 for rank, times in enumerate(seen)]
-            if max(seen) == _LOOKS:
-                break
-        with self._peers.arrived:
-            if self._raised:
-                self._decide(is_common=False)
+    def _look(self, rank: int) -> None:
+        """On rank 0, for the first rank that raises: look whether one waits for the others, or is late."""
+        if self._raised[:1] != [rank]:
+            return
+        self._looks += 1
+        self._seen = {each: self._seen.get(each, 0) + 1 for each, waits in self._replies.items() if waits}
+        if self._looks > self._most_looks or _LOOKS in self._seen.values():
+            self._decide(is_common=False)
+        else:
+            self._replies = self._remote.call(range(len(self._peers.table)), "is_waiting")
 
     def _decide(self, *, is_common: bool) -> None:
-        self._raised.clear()
-        self._remote.call(self._everyone, "settle", is_common)
+        self._raised, self._looks, self._seen, self._replies = [], 0, {}, Replies()
+        self._remote.call(range(len(self._peers.table)), "settle", is_common)
 
     def _is_waiting(self) -> bool:
         return not self._is_raising and may_be_waiting_for_ranks(main_frame())

@@ -59,7 +59,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     else:
         _tell_torchrun(exception)
         _print_as_before(kind, exception, trace)
-    if not hasattr(sys, "ps1"):  # a prompt, after which the process lives on
+    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # else a prompt follows, and the process lives on
         context.component(GracefulStop).limit_exit()
 
 

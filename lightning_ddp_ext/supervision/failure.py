@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.peer_failure import supervised_work
+from lightning_ddp_ext.rendezvous.peer_failure import runs_under_way, supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.supervision.call_site import is_main_thread_in
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
@@ -27,7 +29,11 @@ _CLOSED_GROUP = re.compile("process group", re.IGNORECASE)  # a collective after
 
 
 def supervised(
-    function: Callable[..., T], *args: Any, harmless: tuple[type[BaseException], ...] = (), **kwargs: Any
+    function: Callable[..., T],
+    *args: Any,
+    harmless: tuple[type[BaseException], ...] = (),
+    handler: FrameType | None = None,
+    **kwargs: Any,
 ) -> T:
     """Call ``function``; if it raises, tell the other ranks, or find out which of them is to blame.
 
@@ -35,19 +41,24 @@ def supervised(
     at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
     ``harmless`` ones, which all ranks raise alike as a signal to their caller, pass untouched.
 
+    After an exception the process must exit in time, unless the call ``handler`` returns, or raises, before: then the
+    script may go on.
+
     Raises:
         RankFailedError: another rank failed, died or left.
     """
     try:
-        with supervised_work() as is_outermost:
+        with supervised_work():
             return function(*args, **kwargs)
     except harmless:
         raise
     except BaseException as exception:
         explanation = explain(exception, is_caught=True)
         context = current()
-        if context is not None and is_outermost and context.component(GracefulStop).is_active:
-            context.component(GracefulStop).limit_exit()
+        if context is not None and runs_under_way() == 0 and context.component(GracefulStop).is_active:
+            context.component(GracefulStop).limit_exit(
+                is_void=lambda: handler is not None and not is_main_thread_in(handler)
+            )
         if explanation is exception:
             raise
         raise explanation from explanation.__cause__
@@ -72,8 +83,7 @@ def explain(exception: BaseException, *, is_caught: bool = False) -> Any:
             if event.kind == "left":
                 error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
             return error
-    context.common_end = is_caught and context.component(CommonEnd).is_reached()
-    if context.common_end:
+    if is_caught and context.component(CommonEnd).is_reached():
         return exception
     context.announce_failure(exception, "".join(traceback.format_exception(exception)))
     return exception

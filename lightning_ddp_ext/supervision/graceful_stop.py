@@ -18,13 +18,16 @@ from datetime import timedelta
 from signal import Signals
 from typing import Any
 
-from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.at_exit import Limit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
+from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.survey import Survey
+
+_AFTER_SAVES = 3.0  # seconds from the end of a save to the end of the process, if its time is over
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class GracefulStop:
         self._replies = Replies()
         self._seconds = 0.0  # that the ranks have from the first signal on
         self._on_request: Callable[[StopRequest], object] = lambda request: None
-        self._timer: threading.Timer | None = None
+        self._limit = Limit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
         self._remote = RemoteCalls(
             context.peers, "stop", accept=self._accept, pause=self._pause, set_target=self._set_target
@@ -111,6 +114,7 @@ class GracefulStop:
             deadline: the time from the first signal, or from an exception, until ranks that have not stopped are ended.
             on_request: called on rank 0 with the first request, by a thread.
         """
+        self._limit.lift()  # of a run whose ``on_exception`` raised, so that Lightning tore nothing down
         with self._peers.arrived:
             self._job += 1
             self._position = Position(self._job << 32)  # after an exception ranks have passed different points
@@ -127,10 +131,7 @@ class GracefulStop:
             self.is_active = False
             if self._request is None or self._is_over(self._request.job):
                 self._request, self._target, self._is_pausing = None, None, False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer.join()
-            self._timer = None
+        self._limit.lift()
 
     # Stop points, in the main thread.
 
@@ -224,36 +225,26 @@ class GracefulStop:
 
     # The deadline.
 
-    def limit_exit(self) -> None:
+    def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
         """Have a rank that raises exit in time, whatever hooks and teardown wait for; :meth:`end` lifts the limit."""
         if self._seconds:  # else no Trainer has run
-            self._start_timer(1, lambda: f"the process raised an exception and has not exited within {self._deadline}")
+            finding = "the process raised an exception and has not exited"
+            self._start_limit(1, finding, list, is_void=is_void, after_saves=_AFTER_SAVES)
 
     def _limit_stop(self, request: StopRequest) -> None:
-        def reason() -> str:
-            silent = [info for info in self._context.table if info.rank not in self._replies]
-            who = f" ({listed(silent)} did not answer)" if self._rank == 0 and silent else ""
-            return f"{request}: the ranks have not stopped within {self._deadline}{who}"
+        def silent() -> list[RankInfo]:
+            return [info for info in self._context.table if self._rank == 0 and info.rank not in self._replies]
 
         if self.is_active:
-            self._start_timer(status_of(request.signum), reason)
+            self._start_limit(status_of(request.signum), f"{request}: the ranks have not stopped", silent)
 
-    @property
-    def _deadline(self) -> str:
-        return f"save_deadline {self._seconds:g} s"
-
-    def _start_timer(self, status: int, reason: Callable[[], str]) -> None:
-        def give_up() -> None:
-            sentence = (
-                f"[rank {self._rank}] {reason()}, so rank {self._rank} is ended at {call_site_of(main_frame())}; what "
-                "had been saved before is still there. Give the ranks a longer save_deadline if they only need more "
-                "time\n"
+    def _start_limit(self, status: int, finding: str, silent: Callable[[], list[RankInfo]], **options: Any) -> None:
+        def sentence() -> str:
+            who = f" ({listed(silent())} did not answer)" if silent() else ""
+            return (
+                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
+                f"ended at {call_site_of(main_frame())}; what had been saved before is still there. Give the ranks a "
+                "longer save_deadline if they only need more time"
             )
-            end_at_once(status, sentence)
 
-        with self._peers.arrived:
-            if self._timer is None:
-                self._timer = threading.Timer(self._seconds, give_up)
-                self._timer.name = "ddpx-stop-deadline"
-                self._timer.daemon = True
-                self._timer.start()
+        self._limit.start(self._seconds, status, sentence, **options)

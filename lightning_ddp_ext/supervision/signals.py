@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ddp_ext.at_exit import end_at_once
+from lightning_ddp_ext.at_exit import Limit
 
 # Seconds in which a process that ends because of another rank prints the cause.
 _SAYS_WHY_WITHIN = 6.0
@@ -145,7 +144,7 @@ def has_handler(signum: signal.Signals) -> bool:
 def defer_sigterm() -> None:
     """Have SIGTERM end this process some seconds from now, unless another handler is set. For the main thread.
 
-    A launcher sends it to the other ranks as soon as one of them has died, and these have yet to say which.
+    A launcher sends it to the other ranks as soon as one of them has died or failed, and these have yet to say which.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _Deferral())
@@ -159,7 +158,7 @@ class _Deferral:
 
     def __init__(self) -> None:
         self._is_requested = self._is_over = False
-        threading.Thread(target=self._wait, name="ddpx-sigterm", daemon=True).start()
+        Limit("ddpx-sigterm").start(_SAYS_WHY_WITHIN, status_of(signal.SIGTERM), lambda: "", is_void=self._is_void)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self._is_requested = True  # before the look: the thread sets and looks the other way round
@@ -167,11 +166,9 @@ class _Deferral:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 
-    def _wait(self) -> None:
-        time.sleep(_SAYS_WHY_WITHIN)
+    def _is_void(self) -> bool:
         self._is_over = True
-        if self._is_requested:
-            end_at_once(status_of(signal.SIGTERM))
+        return not self._is_requested
 
 
 def status_of(signum: int) -> int:

@@ -104,7 +104,8 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, t
 
 
 SCRIPT = """
-        import sys
+    import os
+    import sys
 
     import lightning.pytorch as pl
     import pytorch_lightning

@@ -102,21 +102,22 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
 
 
 def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
-    """A launcher's SIGTERM comes when the Trainer has ended because of a death, and nothing is printed yet."""
-    die = signalled(STEP, 1, signal.SIGKILL)
+    """A launcher's SIGTERM comes when rank 0 has died: to rank 1 in a hook, to rank 2 when its Trainer has ended."""
+    faults = [signalled(STEP, 1, signal.SIGKILL), signalled("on_exception"), L.Callback()]
     try:
-        fit(directory, "run", *([die] if rank == 0 else []))
+        fit(directory, "run", faults[rank], devices=world_size)
     except RankDiedError as error:
-        os.kill(os.getpid(), signal.SIGTERM)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
         print(error)
         threading.Event().wait()
 
 
 def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> None:
     """It follows within a tenth of a second, and would end a process at once; it does so some seconds later."""
-    _, told = launch_ranks(told_and_terminated, 2, tmp_path, env=by_hand_env(2))
-    assert told.exit_code == 143, told.story()
-    assert "\nrank 0 (host " in told.output
+    for told in launch_ranks(told_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
+        assert told.exit_code == 143, told.story()
+        assert "\nrank 0 (host " in told.output
 
 
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 
+from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.ranks import RemoteTraceback
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -124,6 +125,47 @@ def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, 
         is_stuck = bool(faults) or outcome.rank == 0
         assert outcome.exit_code == 1, outcome.story()
         assert bool(re.search(STUCK, outcome.output)) == is_stuck, outcome.story()
+
+
+def save_and_return() -> None:
+    with delaying_forced_end(60.0):
+        hold("saving")
+
+
+def test_a_save_is_finished_after_the_save_deadline(url: str) -> None:
+    """A rank that raised saves in a hook when its time is over: it goes on, and ends as it would have ended before."""
+    faults = in_step(boom, 0), Fault("on_exception", save_and_return, 0)
+    with RankProcesses(fit, 2, url, *faults, save_deadline=0.3) as ranks:
+        ranks.wait_for_output("before that, this rank finishes the checkpoint that it is writing", rank=0)
+        ranks.release(0)
+        (failed,) = ranks.wait(0)
+    assert failed.error is not None, failed.story()
+    assert failed.error.type_name == "BoomError"
+
+
+def wait_for_the_limit(*_: object) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "ddpx-stop-deadline":
+            thread.join()
+
+
+def catch_and_work(rank: int, world_size: int, url: str, next_step: Callable[[], None] | None) -> None:
+    with pytest.raises(LookupError):
+        fit(rank, world_size, url, in_step(boom), Fault("on_exception", collapse_otherwise), save_deadline=0.3)
+    if next_step is None:
+        wait_for_the_limit()
+    else:
+        fit(rank, world_size, url, in_step(next_step))
+
+
+def collapse_otherwise() -> None:
+    raise LookupError("no such run")
+
+
+@pytest.mark.parametrize("next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"])
+def test_a_script_that_catches_what_a_hook_raises_lives_on(next_step: Callable[[], None] | None, url: str) -> None:
+    """Lightning tears nothing down where ``on_exception`` raises; the limit is over with the Trainer's call."""
+    run_ranks(catch_and_work, 2, url, next_step)
 
 
 def collapse() -> None:
