@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+_TO_PRINT = 5.0  # seconds; a machine may be busy
 # Seconds that each piece of work that is under way may delay a forced end.
 _delays: list[float] = []
 _changed = threading.Condition()
@@ -73,9 +74,7 @@ class Limit:
             if lifted.wait(seconds) or is_void():
                 return
             if _delays and after_saves is not None:
-                print_within_a_second(
-                    f"{sentence()}; before that, this rank finishes the checkpoint that it is writing\n"
-                )
+                print_in_time(f"{sentence()}; before that, this rank finishes the checkpoint that it is writing\n")
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return
@@ -104,15 +103,15 @@ def end_at_once(status: int, sentence: str = "") -> NoReturn:
         for child in multiprocessing.active_children():
             if child.daemon:
                 child.kill()
-        print_within_a_second(sentence)
+        print_in_time(sentence)
     os._exit(status)
 
 
-def print_within_a_second(sentence: str) -> None:
+def print_in_time(sentence: str) -> None:
     """Print to stderr, or give up: a stream may be closed, and the reader of a pipe may have stopped."""
     printer = threading.Thread(target=_print, args=[sentence], name="ddpx-print", daemon=True)
     printer.start()
-    printer.join(1.0)
+    printer.join(_TO_PRINT)
 
 
 def _print(sentence: str) -> None:

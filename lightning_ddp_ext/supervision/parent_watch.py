@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once, print_within_a_second, wait_for_delays
+from lightning_ddp_ext.at_exit import end_at_once, print_in_time, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
 # In the environment of a rank that a process of this package has started: that process.
@@ -72,7 +72,7 @@ def _end_after(pid: int, has_ended: bool) -> None:
     else:
         who = "" if context is None else f"[rank {context.world.rank}] "
         which = "" if has_ended else f" (pid {pid})"
-        print_within_a_second(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
+        print_in_time(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
     wait_for_delays()
     end_at_once(1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from lightning_ddp_ext.at_exit import end_at_once, print_within_a_second
+from lightning_ddp_ext.at_exit import end_at_once, print_in_time
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
@@ -104,7 +104,7 @@ class Watchdog:
         # The file system may be what hangs, and the diagnosis is not to wait for it.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
-        print_within_a_second(
+        print_in_time(
             f"[rank {self._who.rank}] nothing has moved for {self._timeout:g} s: {diagnosis.reason}; {outcome}. "
             f"Stacks of all ranks: {path}\n"
         )
