@@ -63,7 +63,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def __init__(self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+        self._strategy: Any = strategy  # ours
         self._rendezvous = rendezvous
 
     @override
@@ -76,7 +76,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-        return supervised(function, *args, harmless=_HARMLESS, **kwargs)
+        return supervised(function, *args, harmless=_HARMLESS, rescue=self._strategy.rescue.save, **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
@@ -96,7 +96,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
     After a signal the ranks have ``stop_within`` seconds to stop together.
     """
 
-    _strategy: pl.strategies.DDPStrategy
+    _strategy: Any  # ours
 
     def __init__(
         self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
@@ -178,7 +178,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # copies them for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
-        work = partial(supervised, function, harmless=_HARMLESS)
+        work = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         results: Any = child.results
         try:
             self._wrapping_function(local_rank, trainer, work, args, kwargs, results, child.global_state)
