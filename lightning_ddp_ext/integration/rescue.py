@@ -67,6 +67,14 @@ class Rescue:
         self.name = name
         self._forget()
 
+    # A strategy is pickled for spawned ranks, without the state of this process.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"strategy": self._strategy, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def _forget(self) -> None:
         self._trainer: Any = None  # that is watched
         self._refusal: str | None = None

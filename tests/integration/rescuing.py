@@ -172,3 +172,88 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
 
 def saver(directory: Path) -> ModelCheckpoint:
     return ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
+
+
+# What is not saved.
+
+
+class Twice(Net):
+    """Whose optimiser calls the closure several times a step; the rank ends in a later call."""
+
+    strike_at: Kill | None = None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.calls = 1 if index != getattr(self, "index", None) else self.calls + 1
+        self.index = index
+        if self.strike_at is not None and index == 2 and self.calls == 2:
+            self.strike_at.strike()
+        return super().training_step(batch, index)
+
+
+class Manual(Net):
+    """Makes its steps itself; the rank ends between the two of a batch."""
+
+    strike_at: Kill | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        optimizer = self.optimizers()
+        for number in range(2):
+            loss = super().training_step(batch, index)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if self.strike_at is not None and (index, number) == (2, 0):
+                self.strike_at.strike()
+        return loss
+
+
+class Sharded(Net):
+    """Whose ranks each have a part of the optimiser's state."""
+
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+class Averaging(L.Callback):
+    """Has other weights validated than are trained."""
+
+    def __init__(self, directory: Path) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._swap(module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._swap(module)
+
+    @torch.no_grad()
+    def _swap(self, module: L.LightningModule) -> None:
+        others = self.kept or [torch.zeros_like(each) for each in module.parameters()]
+        self.kept = [each.clone() for each in module.parameters()]
+        for each, other in zip(module.parameters(), others, strict=True):
+            each.copy_(other)
+
+
+STEP = Kill("step")
+REFUSED = {
+    "several times a step": Plan(STEP, kind=Twice),
+    "manual optimisation": Plan(STEP, kind=Manual),
+    "shard of the optimiser's state": Plan(Kill("on_after_backward", 2), kind=Sharded),
+    "weight averaging": Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging]}),
+    "no step has been finished": Plan(Kill("on_before_backward")),
+    "no step has been finished since": Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}),
+    "model_averaging_period": Plan(Kill("on_after_backward", 2), strategy={"model_averaging_period": 2}),
+    'resume_data="stock"': Plan(Kill("on_after_backward", 2), strategy={"resume_data": "stock"}),
+    "not on a file system with locks": Plan(
+        Kill("on_after_backward", 2), strategy={"rescue_checkpoint": "memory://run/it.ckpt"}
+    ),
+}

@@ -14,7 +14,7 @@ import torch
 
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
-from tests.integration.rescuing import MOMENTS, NAME, Kill, Plan, train
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Plan, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 9
 Weights = list[dict[str, torch.Tensor]]  # by rank
@@ -126,5 +126,16 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, sa
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     assert said in survivor.output, survivor.story()
+    assert "RankDiedError: rank 1 " in survivor.output
+    assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, tmp_path: Path) -> None:
+    """In one line, beside the error."""
+    survivor, _ = launch_ranks(train, 2, REFUSED[reason], tmp_path)
+    assert survivor.exit_code == 1
+    [line] = [line for line in survivor.output.splitlines() if "no checkpoint of the last step: " in line]
+    assert reason.removesuffix(" since") in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
