@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.scripts import run_script
 from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Plan, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
+ROOT = Path(__file__).resolve().parents[2]
 Weights = list[dict[str, torch.Tensor]]  # by rank
 # Three ranks sum gradients in another order after DDP has rebuilt its buckets, which a resumed run does anew.
 OPTIONS: dict[int, dict[str, Any]] = {2: {}, 3: {"find_unused_parameters": True}}
@@ -139,3 +142,38 @@ def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, tmp_path: Path
     assert reason.removesuffix(" since") in line
     assert "RankDiedError: rank 1 " in survivor.output
     assert not (tmp_path / NAME).exists()
+
+
+SCRIPT = """
+    import os, signal, sys
+    import lightning as L
+    import torch
+    import lightning_ddp_ext
+    from tests.integration.rescuing import Net
+
+    class Killed(Net):
+        def on_after_backward(self):
+            restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if restart == self.global_rank == 0 and self.trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_start(self):
+            sys.stdout.write(f"rank {self.global_rank} starts at step {self.trainer.global_step}\\n")
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_ext", max_epochs=2, num_sanity_val_steps=0, **quiet)
+    torch.manual_seed(0)
+    trainer.fit(Killed(), ckpt_path="last")
+    assert trainer.global_step == 24
+"""
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
+    """With ``--max-restarts`` and ``"last"``; at the end no file is left."""
+    launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
+    script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert script.returncode == 0, script.output
+    starts = [int(step) for step in re.findall(r"starts at step (\d+)", script.output)]
+    assert starts in ([0, 0, 5, 5], [0, 0, 6, 6])
+    assert not list(tmp_path.glob("*rescued*"))
