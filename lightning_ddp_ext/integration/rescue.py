@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
@@ -120,7 +119,8 @@ class Rescue:
         strategy = self._strategy
         if strategy._model_averaging_period is not None:
             return "model_averaging_period lets the ranks have different weights"
-        if any(isinstance(each, ZeroRedundancyOptimizer) for each in strategy.optimizers):
+        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}  # to import it is slow
+        if "ZeroRedundancyOptimizer" in kinds:
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if locate(self._path).local is None:
             return f"{self._path} is not on a file system with locks"
