@@ -7,7 +7,7 @@ NEXT   := .venv-next
 WHEEL  := .venv-wheel
 SEED   := 0
 COUNT  := 300
-BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision collectives
+BENCHMARKS := launching rendezvous resume save samplers loaders uneven batchnorm supervision rescue collectives
 BIN    := $(VENV)/bin
 
 VERSION   := $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' lightning_ddp_ext/version.py)
@@ -58,8 +58,8 @@ gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there i
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/python benchmarks/batchnorm.py layers collectives; fi
 
-soak: venv ## 300 faults in real runs, one after another, and as many killed saves (half an hour); SEED= of the first one, COUNT=
-	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py -k 'survived or killed' --verbose
+soak: venv ## 300 faults in real runs, one after another, and as many killed saves and ranks (an hour); SEED= of the first one, COUNT=
+	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py tests/integration/test_rescue.py -k 'survived or killed' --verbose
 
 coverage: venv ## All tests, and which lines they reach
 	$(BIN)/python -m pytest --cov -m "not gpu" $(PARALLEL)

@@ -133,6 +133,10 @@ class LoaderPosition:
 
     # Saving.
 
+    def starts(self) -> list[tuple[int, Any]]:
+        """Return the number of each remembered iterator, and the random state from which its order was drawn."""
+        return [(start.number, start.random) for start in self._starts]
+
     def state_dict(self, done: int) -> dict[str, Any]:
         """Return where this rank is after ``done`` batches of the epoch."""
         start, batches = self._start_before(done)

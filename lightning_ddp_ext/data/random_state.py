@@ -37,7 +37,12 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
     >>> (torch.rand(()), np.random.rand(), random.random()) == drawn
     True
     """
-    return [(_kind_of(each), _state_of(each)) for each in (*_GLOBAL, *generators)]
+    return states_of(*_GLOBAL, *generators)
+
+
+def states_of(*generators: Any) -> list[Any]:
+    """Return the states of generators, as ``record_random_state`` does."""
+    return [(_kind_of(each), _state_of(each)) for each in generators]
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:

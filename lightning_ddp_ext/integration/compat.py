@@ -64,6 +64,37 @@ def end_restart(fit_loop: Any) -> None:
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
 
 
+def validates_next(trainer: Any) -> bool:
+    """Whether Lightning validates after the batch that has just been trained on."""
+    loop = trainer.fit_loop.epoch_loop
+    return bool(_read(loop, "_should_check_val_fx")(fetcher_of(trainer.fit_loop)))
+
+
+def is_in_optimizer_step(trainer: Any) -> bool:
+    """Whether automatic optimisation has begun an optimiser step that has not ended."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    return bool(steps.ready > steps.completed)
+
+
+def is_in_closure(error: BaseException) -> bool:
+    """Whether an error was raised while gradients were computed or clipped: the optimiser has changed nothing."""
+    trace = error.__traceback__
+    while trace is not None:
+        function, module = trace.tb_frame.f_code.co_name, str(trace.tb_frame.f_globals.get("__name__"))
+        if (function, module.rpartition(".")[2]) == ("closure", "automatic"):
+            return True
+        if function == "_after_closure" and ".precision." in module:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """What the Trainer would save now; ``save_checkpoint`` ends in a barrier."""
+    checkpoint: dict[str, Any] = _read(trainer._checkpoint_connector, "dump_checkpoint")(weights_only=False)
+    return checkpoint
+
+
 def end_epoch_after(trainer: Any, batches: int) -> None:
     """Have Lightning take the batch with this number for the epoch's last one, as it does where it knows no length."""
     fetcher = fetcher_of(trainer.fit_loop)

@@ -64,7 +64,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def __init__(self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy = strategy
+        self._strategy: Any = strategy  # ours
         self._rendezvous = rendezvous
 
     @override
@@ -77,8 +77,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-        # The Trainer's call runs hooks and teardown after this one.
-        return supervised(function, *args, harmless=_HARMLESS, handler=sys._getframe(1), **kwargs)
+        # The Trainer's call, which is the handler, runs hooks and teardown after this one.
+        safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
+        return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
         variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
@@ -98,7 +99,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
     After a signal the ranks have ``stop_within`` seconds to stop together.
     """
 
-    _strategy: pl.strategies.DDPStrategy
+    _strategy: Any  # ours
 
     def __init__(
         self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
@@ -180,7 +181,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             # copies them for spawn alone.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
-        work = partial(supervised, function, harmless=_HARMLESS)
+        work = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         results: Any = child.results
         try:
             self._wrapping_function(local_rank, trainer, work, args, kwargs, results, child.global_state)

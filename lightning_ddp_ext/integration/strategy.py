@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
+from lightning_ddp_ext.checkpoint.rank_notes import Moment
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
@@ -35,6 +36,7 @@ from .metrics import BatchedMetrics
 from .named_calls import report_call, report_step
 from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
+from .rescue import Rescue
 from .resume import ResumeData
 from .stopping import StopController
 
@@ -76,6 +78,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, likewise; ``None`` to
+            save nothing. It is removed when a resumed run has ended well.
         save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -120,6 +124,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "last-preempted.ckpt",
+        rescue_checkpoint: PathLike | None = "last-rescued.ckpt",
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
@@ -175,6 +180,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         )
         self.metrics = BatchedMetrics(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
+        self.rescue = Rescue(self, rescue_checkpoint)
         self._frozen: list[torch.nn.Parameter] = []
         self._replaced = ReplacedMethods()
 
@@ -232,6 +238,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
+        self.rescue.complete(checkpoint, checkpoint_path)
         self.data.training.load(checkpoint)
         return checkpoint
 
@@ -264,12 +271,14 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self._start()
+        self.rescue.on_train_start()
         self.data.training.resume.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
         self._start()
         self.data.training.record_random_state("validation")
+        self.rescue.note(Moment.VALIDATION)
 
     on_test_start = on_predict_start = _start
 
@@ -287,6 +296,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_end(self) -> None:
         self.data.training.resume.on_validation_end()
+        self.rescue.on_validation_end()
         self._end_evaluation()
 
     on_test_end = on_predict_end = _end_evaluation
@@ -299,6 +309,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             super().teardown()
         finally:
             self._replaced.put_back()
+            self.rescue.end()
             self.stops.detach()
             self.checkpoints.has_ended_run = True
 
@@ -307,6 +318,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if type(self._layer_sync) is pl.plugins.TorchSyncBatchNorm:
             self._layer_sync = RanksLayerSync()
         super().setup(trainer)
+        self.rescue.start()
 
     # DDP.
 
@@ -329,6 +341,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         form_anew(self, self._frozen)
+        self.rescue.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
     @override
@@ -340,18 +353,28 @@ class DDPExtStrategy(RankDevicesStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         report_step()
         self.stops.on_training_step()
+        self.rescue.on_step()
         with self.data.uneven.step(), self.metrics.step(is_training=True):
             return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.rescue.before_backward()
         with self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+            loss = super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+        self.rescue.after_backward()
+        return loss
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        self.rescue.after_optimizer_step()
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.data.evaluation.step(), self.metrics.step(is_training=False):
+        with self.rescue.validation_step(), self.data.evaluation.step(), self.metrics.step(is_training=False):
             return super().validation_step(*args, **kwargs)
 
     @override

@@ -11,14 +11,15 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from lightning_ddp_ext.checkpoint.rank_notes import Moment
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
 from .compat import TimedValidation, combined_iterator_of, combined_loader_of, fetcher_of, iterators_of
-from .loop_state import Restart, epoch_of, find_restart
+from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state, training_generators
 
-Moment = Literal["epoch", "step", "validation"]
+Recorded = Literal["epoch", "step", "validation"]
 
 
 class TrainingData:
@@ -26,7 +27,7 @@ class TrainingData:
 
     def __init__(self, strategy: Any, resume_data: ResumeData) -> None:
         self._strategy = strategy
-        self._resume_data = resume_data
+        self.resume_data = resume_data
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
@@ -35,7 +36,7 @@ class TrainingData:
             self._seed: int | None = None
             self._has_ended = False  # the newest epoch, at the end of training
         self.resume = Resume(self._strategy)
-        self._random: dict[Moment, list[Any]] = {}  # when the last epoch, step and validation started
+        self._random: dict[Recorded, list[Any]] = {}  # when the last epoch, step and validation started
         self._epoch_started: Any = None  # the combined iterator of the newest epoch
         self._timed_validation = TimedValidation()
 
@@ -43,8 +44,8 @@ class TrainingData:
         """Prepare to continue where a checkpoint was saved, and change the state of its loops for that."""
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
-        if is_fitting and "loops" in checkpoint and self._resume_data != "stock":
-            self.resume = Resume(self._strategy, checkpoint, self._resume_data)
+        if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
+            self.resume = Resume(self._strategy, checkpoint, self.resume_data)
 
     @property
     def seed(self) -> int:
@@ -59,7 +60,7 @@ class TrainingData:
         """The epoch that is trained, or that is trained next, also before Lightning has read its checkpoint."""
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
-    def record_random_state(self, moment: Moment) -> None:
+    def record_random_state(self, moment: Recorded) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
         self._random[moment] = record_random_state(training_generators(self._strategy))
 
@@ -101,11 +102,13 @@ class TrainingData:
         for index, position in enumerate(positions_of(self._strategy.current_trainer)):
             position.start_epoch(epoch, done=resume.done, state=resume.states[index] if resume.states else None)
         self.record_random_state("epoch")
+        self._strategy.rescue.note(Moment.EPOCH)
 
     def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
         batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
+        self._strategy.rescue.on_iterator_start()
         is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
         return self._announce(batches) if is_first else batches
 
@@ -117,8 +120,10 @@ class TrainingData:
         while True:
             self._strategy.stops.before_batch()
             self._timed_validation.before_batch(trainer)
-            if accumulated > 1 and progress.processed % accumulated == 0:
-                self.record_random_state("step")
+            if progress.processed % accumulated == 0:
+                self._strategy.rescue.note(Moment.WINDOW)
+                if accumulated > 1:
+                    self.record_random_state("step")
             try:
                 batch = next(batches)
             except StopIteration:
@@ -149,7 +154,11 @@ class TrainingData:
             ranks = checkpoints.to_rank_zero(own, what)
         else:  # the other ranks do not make this call
             ranks = [own if self._strategy.world_size == 1 else shared_state(own)]
-        checkpoint[KEY] = {
+        checkpoint[KEY] = self.section(restart, stopped, ranks)
+
+    def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
+        """Return what is added to a checkpoint; ``ranks`` has the state of each rank."""
+        return {
             "version": VERSION,
             "seed": self._seed,
             "restart": vars(restart),
@@ -159,7 +168,7 @@ class TrainingData:
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
         """Return the random state with which training continues at a restart: a recorded one, else the current one."""
-        moment: Moment | None = None
+        moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"
         elif restart.at == "validation":

@@ -20,6 +20,7 @@ from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 from lightning_ddp_ext.supervision.survey import Survey
 
 T = TypeVar("T")
+Rescue = Callable[[BaseException], object]
 
 # gloo and NCCL raise plain RuntimeErrors, stores raise DistErrors.
 _BROKEN_CONNECTION = re.compile(
@@ -33,6 +34,7 @@ def supervised(
     *args: Any,
     harmless: tuple[type[BaseException], ...] = (),
     handler: FrameType | None = None,
+    rescue: Rescue = lambda exception: None,
     **kwargs: Any,
 ) -> T:
     """Call ``function``; if it raises, tell the other ranks, or find out which of them is to blame.
@@ -40,6 +42,7 @@ def supervised(
     Every rank runs its part of a job through this. An exception of this rank's own is announced and raised as it is,
     at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
     ``harmless`` ones, which all ranks raise alike as a signal to their caller, pass untouched.
+    ``rescue`` is called with an exception that another rank has caused, before this rank's groups are closed.
 
     After an exception the process must exit in time, unless the call ``handler`` returns, or raises, before: then the
     script may go on.
@@ -47,24 +50,24 @@ def supervised(
     Raises:
         RankFailedError: another rank failed, died or left.
     """
-    try:
-        with supervised_work():
+    with supervised_work():
+        try:
             return function(*args, **kwargs)
-    except harmless:
-        raise
-    except BaseException as exception:
-        explanation = explain(exception, is_caught=True)
-        context = current()
-        if context is not None and runs_under_way() == 0 and context.component(GracefulStop).is_active:
-            context.component(GracefulStop).limit_exit(
-                is_void=lambda: handler is not None and not is_main_thread_in(handler)
-            )
-        if explanation is exception:
+        except harmless:
             raise
-        raise explanation from explanation.__cause__
+        except BaseException as exception:
+            explanation = explain(exception, rescue, is_caught=True)
+            context = current()
+            if context is not None and runs_under_way() == 1 and context.component(GracefulStop).is_active:
+                context.component(GracefulStop).limit_exit(
+                    is_void=lambda: handler is not None and not is_main_thread_in(handler)
+                )
+            if explanation is exception:
+                raise
+            raise explanation from explanation.__cause__
 
 
-def explain(exception: BaseException, *, is_caught: bool = False) -> Any:
+def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
     """The exception itself, then announced to the other ranks; or the error of the rank that caused it.
 
     One that the caller may catch is not announced if every rank raises one: their groups stay as they are.
@@ -73,11 +76,13 @@ def explain(exception: BaseException, *, is_caught: bool = False) -> Any:
     if context is None or isinstance(exception, RendezvousError):
         return exception
     if isinstance(exception, RankFailedError):
+        rescue(exception)
         context.peers.note_raised()
         return exception
     if echoes_another_rank(exception):
         event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
         if event is not None:
+            rescue(exception)  # its connections are cut, and to close them takes longer
             context.close_group()
             error = event.to_error()
             if event.kind == "left":

@@ -119,7 +119,8 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
         return DDPStrategy(**options)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
 
-    return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
+    rescued = {"rescue_checkpoint": directory / "last-rescued.ckpt"}  # and not in the working directory
+    return DDPExtStrategy(init_method=f"file://{directory}/store", **{**rescued, **options})
 
 
 def backend(name: str) -> str:

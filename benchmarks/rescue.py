@@ -1,0 +1,179 @@
+"""The death of a rank: how soon a survivor's checkpoint is there, how soon training goes on, and what it costs a step.
+
+    python benchmarks/rescue.py    # about 15 minutes on 2 cores
+
+Each step's cost is that of noting random states and buffers, switched off and on every 20 steps of one run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from measuring import (
+    Effort,
+    Figures,
+    Table,
+    fork_ranks,
+    main,
+    on_ranks,
+    ratio,
+    scratch_directory,
+    spread,
+    statuses,
+    take_turns,
+)
+from torch import Tensor, nn
+from training import Net, make_trainer
+
+from lightning_ddp_ext import DDPExtStrategy
+
+NAME = "last-rescued.ckpt"
+KILLED_AT = 30
+EVERY = 20  # steps between checkpoints of stock
+
+
+class Mixed(Net):
+    """With BatchNorm, and with noise from NumPy, if asked for."""
+
+    def __init__(self, width: int = 64, *, norm: bool = False, noise: bool = False) -> None:
+        super().__init__(width)
+        self.noise = noise
+        if norm:
+            self.layers = nn.Sequential(*(nn.Sequential(layer, nn.BatchNorm1d(width)) for layer in self.layers))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.noise:
+            batch = batch + torch.from_numpy(np.random.randn(self.width).astype(np.float32))
+        return super().training_step(batch, index)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Switch(L.Callback):
+    """Switches the notes off and on, and takes the time of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[bool, list[float]] = {True: [], False: []}
+        self.is_on, self.began, self.kept = True, 0.0, None
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
+        now, rescue = time.perf_counter(), trainer.strategy.rescue  # type: ignore[attr-defined]
+        if index % EVERY > 1:
+            self.seconds[self.is_on].append(now - self.began)
+        elif index % EVERY == 0:
+            self.kept, rescue._own = rescue._own, self.kept
+            self.is_on = rescue._own is not None
+        self.began = now
+
+
+def cost(steps: int, **options: bool) -> Figures:
+    """Milliseconds of the median step, without and with notes."""
+
+    def work(rank: int, directory: Path) -> Figures:
+        switch = Switch()
+        trainer = make_trainer("ddp_ext", 2, max_steps=steps, callbacks=[switch], default_root_dir=directory)
+        trainer.fit(Mixed(**options))
+        medians = {on: statistics.median(switch.seconds[on][EVERY:]) * 1000 for on in (False, True)}
+        return {"off": medians[False], "on": medians[True]}
+
+    figures: Figures = on_ranks(work, 2)[0]
+    return figures
+
+
+def measure_cost(effort: Effort) -> Table:
+    steps, repeats = effort.choose(3000, quick=200), effort.repeats(7)
+    rows = []
+    for norm, noise in effort.choose(
+        ((False, False), (True, False), (False, True), (True, True)), quick=((True, True),)
+    ):
+        name = " and ".join(["BatchNorm"] * norm + ["NumPy noise"] * noise) or "neither"
+        found = take_turns({name: partial(cost, steps, norm=norm, noise=noise)}, repeats)[name]
+        rows.append([name, spread(found["off"]), ratio(found["on"], found["off"])])
+    return Table("cost", ["a step of width 64 on 2 ranks, with", "ms without notes", "with notes ×"], rows)
+
+
+class Killer(L.Callback):
+    """Kills rank 0 in a backward pass, and notes when."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_after_backward(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        is_first = not (self.directory / "killed").exists()
+        if trainer.global_step >= KILLED_AT and trainer.global_rank == 0 and is_first:
+            (self.directory / "killed").write_text(f"{time.time()} {trainer.global_step}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        again = self.directory / "again"
+        if (self.directory / "killed").exists() and trainer.global_rank == 1 and not again.exists():
+            again.write_text(f"{time.time()} {trainer.global_step}")
+
+
+def kill(width: int) -> Figures:
+    """Seconds from the kill of rank 0 of 2."""
+    with scratch_directory() as directory:
+
+        def work(rank: int) -> None:
+            options = {"default_root_dir": directory, "callbacks": [Killer(directory)], "max_steps": -1}
+            make_trainer(DDPExtStrategy(), 2, **options).fit(Mixed(width))
+
+        statuses(fork_ranks(2, work), seconds=120)
+        ended, killed = time.time(), float((directory / "killed").read_text().split()[0])
+        return {"file": (directory / NAME).stat().st_mtime - killed, "gone": ended - killed}
+
+
+def measure_kill(effort: Effort) -> Table:
+    rows = []
+    # Four layers with two moments of Adam: 504 MiB at width 3318.
+    for width, name in effort.choose(((64, "0.2 MiB"), (3318, "504 MiB")), quick=((64, "0.2 MiB"),)):
+        found = take_turns({name: partial(kill, width)}, effort.repeats(5))[name]
+        rows.append([name, spread(found["file"]), spread(found["gone"])])
+    return Table("kill", ["seconds from the kill of rank 0 of 2, a checkpoint of", "to the file", "to the end"], rows)
+
+
+def restart(kind: str) -> Figures:
+    """Seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
+    with scratch_directory() as directory:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+        subprocess.run([*command, __file__, "--as", kind, str(directory)], check=True, capture_output=True)
+        killed, last = (float(each) for each in (directory / "killed").read_text().split())
+        again, step = (float(each) for each in (directory / "again").read_text().split())
+        return {"seconds": again - killed, "lost": last + 1 - step}
+
+
+def train_once(kind: str, directory: Path) -> None:
+    torch.set_num_threads(1)
+    callback = L.pytorch.callbacks.ModelCheckpoint(directory, every_n_train_steps=EVERY, save_last=True)
+    callbacks = [Killer(directory), *([callback] if kind == "stock" else [])]
+    options = {"max_steps": KILLED_AT + 10, "default_root_dir": directory, "enable_checkpointing": kind == "stock"}
+    trainer = make_trainer("ddp" if kind == "stock" else "ddp_ext", 2, callbacks=callbacks, **options)
+    trainer.fit(Mixed(), ckpt_path="last")
+
+
+def measure_restart(effort: Effort) -> Table:
+    kinds = {"ddp_ext": partial(restart, "ours"), f"stock, a checkpoint every {EVERY} steps": partial(restart, "stock")}
+    rows = [
+        [name, spread(found["seconds"]), f"{statistics.median(found['lost']):.0f}"]
+        for name, found in take_turns(kinds, effort.repeats(5)).items()
+    ]
+    return Table("restart", ["under torchrun", "seconds from the kill to the next step", "steps trained again"], rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as"]:
+        train_once(sys.argv[2], Path(sys.argv[3]))
+    else:
+        main(__doc__, {"cost": measure_cost, "kill": measure_kill, "restart": measure_restart})

@@ -1,0 +1,456 @@
+"""Save what a rank has after another rank died or failed, so that training continues with the next step.
+
+Parameters and optimiser need no copy: with automatic optimisation an aborted collective raises before they change.
+Each rank notes its random states, and one also the buffers; a survivor puts them into an ordinary checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import os
+import pickle
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.at_exit import delaying_forced_end
+from lightning_ddp_ext.checkpoint.location import PathLike, locate
+from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
+from lightning_ddp_ext.checkpoint.rank_notes import (
+    BUFFERS,
+    LOADERS,
+    RANDOM,
+    VALIDATING,
+    Moment,
+    RankNotes,
+    lock_of,
+    open_notes,
+    save_if_furthest,
+)
+from lightning_ddp_ext.data.raw_random_state import RawRandomState, decode, seeded_state
+from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.ranks import Ranks, reason_of
+from lightning_ddp_ext.rendezvous.process_context import current
+
+from .checkpoint_io import RankZeroCheckpointIO
+from .checkpoint_paths import place_of
+from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
+from .lightning_tree import TrainerStatus, pl, rank_zero_warn
+from .loop_state import Restart, Stopped, find_restart
+from .resume import KEY, positions_of, training_generators
+
+# What may have happened to a rank: the others are then in a state from which training can continue.
+_SURVIVED = ("died", "failed", "hung")
+
+
+class Refused(Exception):
+    """Why nothing is saved."""
+
+
+class Rescue:
+    """What a strategy does so that the end of a rank loses no optimiser step.
+
+    Args:
+        strategy: it hands each hook of training on.
+        name: of the file beside the other checkpoints, or a path; ``None`` to save nothing.
+    """
+
+    def __init__(self, strategy: Any, name: PathLike | None) -> None:
+        self._strategy = strategy
+        self.name = name
+        self._forget()
+
+    # A strategy is pickled for spawned ranks, without the state of this process.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"strategy": self._strategy, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def _forget(self) -> None:
+        self._trainer: Any = None  # that is watched
+        self._refusal: str | None = None
+        self._notes: dict[int, RankNotes] = {}  # of the ranks on this host
+        self._own: RankNotes | None = None
+        self._first_step: int | None = None
+        self._weights: Any = None  # how the last optimiser step left them
+        self._evaluations = 0  # of the closure in this batch
+        self._stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
+        self._generators: list[Any] = []  # besides the global ones
+        self._has_new_iterator = False
+        self._validated = -1  # after how many batches the last validation ended
+
+    def start(self) -> None:
+        """Begin to note states, if the Trainer fits on several ranks. Collective: every rank must call it."""
+        self._close()
+        strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
+        is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
+        if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
+            return
+        self._trainer, self._peers = trainer, context.peers
+        self._path = str(place_of(self.name, trainer))
+        self._refusal = self._why_never()
+        if self._refusal is not None:
+            return
+        rank = strategy.global_rank
+        gather = Ranks(rank, strategy.world_size, strategy.root_device).gather
+        self._run: str = gather(secrets.token_hex(8))[0]
+        try:
+            self._notes = open_notes(gather, rank)
+        except OSError as error:
+            self._refusal = f"the ranks cannot note their states ({error})"
+            return
+        self._own = self._notes[rank]
+        self._is_on_gpu = strategy.root_device.type != "cpu"
+        self._random = RawRandomState()
+        self._buffers = NotedBuffers(strategy.lightning_module)
+        self._notes_buffers = rank == min(self._notes)  # rank 0, or the first rank of another host
+        self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
+
+    def _why_never(self) -> str | None:
+        strategy = self._strategy
+        if strategy._model_averaging_period is not None:
+            return "model_averaging_period lets the ranks have different weights"
+        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}  # to import it is slow
+        if "ZeroRedundancyOptimizer" in kinds:
+            return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
+        if locate(self._path).local is None:
+            return f"{self._path} is not on a file system with locks"
+        if strategy.data.training.resume_data == "stock":
+            return 'with resume_data="stock" training would not continue with the next step'
+        return None
+
+    def end(self) -> None:
+        """End the notes; after a run that was resumed and has ended well, remove what failures have left."""
+        trainer = self._trainer
+        self._close()
+        if trainer is None or trainer.ckpt_path is None or not trainer.is_global_zero:
+            return
+        if trainer.state.status != TrainerStatus.INTERRUPTED and locate(self._path).local is not None:
+            for path in (self._path, lock_of(self._path), *_paths_of_hosts(self._path)):
+                Path(path).unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        for notes in self._notes.values():
+            notes.close()
+        self._forget()
+
+    # Hooks of training.
+
+    def on_train_start(self) -> None:
+        """Record from which step training starts."""
+        self._first_step = self._strategy.current_trainer.global_step
+
+    def note(self, moment: Moment) -> None:
+        """Note this rank's random states, and the buffers where they have changed."""
+        if self._own is None:
+            return
+        if moment == Moment.EPOCH:
+            self._generators = training_generators(self._strategy)
+        batches = self._progress.total.ready
+        shelf = VALIDATING if moment == Moment.VALIDATED else RANDOM
+        self._own.write(shelf, batches, moment, self._random.read(self._generators))
+        if self._notes_buffers and (content := self._buffers.read(even_if_same=moment == Moment.BACKWARD)):
+            self._own.write(BUFFERS, batches, moment, content)
+
+    def on_iterator_start(self) -> None:
+        """Note a new iterator over training data, once its first batch has been read."""
+        self._has_new_iterator = True
+
+    def on_train_batch_start(self) -> None:
+        """Begin a batch; note in which random states new iterators have drawn."""
+        if self._own is not None:
+            self._evaluations = 0
+            self._stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
+            if self._has_new_iterator:
+                self._has_new_iterator = False
+                positions = positions_of(self._trainer)
+                self._own.write(LOADERS, positions[0].epoch, 0, pickle.dumps([each.starts() for each in positions]))
+
+    def on_step(self) -> None:
+        """Count a forward pass; raise if a rank has failed, before the next collective does.
+
+        Raises:
+            RankFailedError: one of its kinds.
+        """
+        if self._own is not None:
+            self._evaluations += 1
+            self._raise_cause()
+
+    @contextmanager
+    def validation_step(self) -> Iterator[None]:
+        """Note what the step and the making of its iterator have drawn; raise if a rank has failed.
+
+        Raises:
+            RankFailedError: one of its kinds.
+        """
+        if self._own is not None:
+            self._raise_cause()
+        self.note(Moment.VALIDATED)
+        yield
+        self.note(Moment.VALIDATED)
+
+    def on_validation_end(self) -> None:
+        """Record that a validation of training has ended."""
+        if self._own is not None and not self._trainer.sanity_checking:
+            self.note(Moment.VALIDATED)
+            self._validated = self._progress.total.ready
+
+    def before_backward(self) -> None:
+        """Note what the next step needs, in a pass that averages gradients; on a GPU after it."""
+        if self._own is not None and not self._is_on_gpu and self._averages_gradients:
+            self.note(Moment.BACKWARD)
+
+    def after_backward(self) -> None:
+        """On a GPU, raise if a rank has failed, before the optimiser uses the gradients of an aborted collective.
+
+        Its step would be queued behind the collective, and run on partial sums after the abort.
+
+        Raises:
+            RankFailedError: one of its kinds.
+        """
+        if self._own is not None and self._is_on_gpu and self._averages_gradients:
+            torch.cuda.current_stream(self._strategy.root_device).synchronize()
+            self._raise_cause()
+            self.note(Moment.BACKWARD)
+
+    def after_optimizer_step(self) -> None:
+        """Record how an optimiser step has left the weights."""
+        if self._own is not None:
+            self._weights = self._fingerprint()
+
+    @property
+    def _averages_gradients(self) -> bool:
+        return bool(getattr(self._strategy.model, "require_backward_grad_sync", True))
+
+    def _fingerprint(self) -> tuple[int, int]:
+        """Return what is another once a callback has exchanged the weights, at no cost."""
+        return self._parameter._version, self._parameter.data_ptr()
+
+    def _raise_cause(self) -> None:
+        if self._peers.cause is not None:
+            raise self._peers.cause.to_error()
+
+    # After a failure.
+
+    def save(self, exception: BaseException) -> None:
+        """Save the last finished step unless another survivor has, and print a line.
+
+        Args:
+            exception: by which this rank ends because of another one.
+        """
+        cause = None if self._trainer is None else self._peers.cause
+        if cause is None or cause.kind not in _SURVIVED or cause.rank == self._strategy.global_rank:
+            return
+        try:
+            with delaying_forced_end(self._seconds):
+                line = self._save(exception)
+        except Exception as error:
+            line = f"no checkpoint of the last step: {error if isinstance(error, Refused) else reason_of(error)}"
+        self._close()
+        if line:
+            sys.stderr.write(f"[rank {self._strategy.global_rank}] {line}\n")
+            sys.stderr.flush()
+
+    @property
+    def _seconds(self) -> float:
+        return float(self._strategy.stops.deadline.total_seconds())
+
+    def _save(self, exception: BaseException) -> str:
+        trainer = self._trainer
+        refusal = self._refusal or self._why_not(exception)
+        if refusal is not None:
+            raise Refused(refusal)
+        loops = copy.deepcopy(trainer.fit_loop.state_dict())
+        stopped = self._correct(loops)
+        accumulated, has_ended = trainer.accumulate_grad_batches, trainer.fit_loop._data_fetcher.done
+        restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
+        batches = _batches_at(restart, loops["epoch_loop.batch_progress"])
+
+        def write(is_furthest: bool) -> None:
+            if len(self._notes) < self._strategy.world_size:
+                self._leave_notes()
+            if is_furthest:
+                io, checkpoint = self._strategy.checkpoint_io, self._checkpoint(loops, restart, stopped, batches)
+                if isinstance(io, RankZeroCheckpointIO):
+                    io.saver.deadline = self._seconds
+                io.save_checkpoint(checkpoint, self._path)
+                if isinstance(io, RankZeroCheckpointIO):
+                    io.wait()
+
+        if not save_if_furthest(self._path, self._run, batches, write, self._seconds):
+            return ""
+        return (
+            f"step {trainer.global_step} is saved to {self._path}; continue with trainer.fit(..., ckpt_path='last') "
+            f"or ckpt_path={self._path!r}"
+        )
+
+    def _why_not(self, exception: BaseException) -> str | None:
+        trainer = self._trainer
+        if trainer.sanity_checking or self._first_step in (None, trainer.global_step):
+            return "no step has been finished since the start"
+        current = self._progress.current
+        if current.ready > current.processed:
+            if not trainer.lightning_module.automatic_optimization:
+                return "the failure came in the middle of a batch of manual optimisation"
+            if is_in_optimizer_step(trainer) and self._evaluations > 1:
+                return "the optimiser calls its closure several times a step"
+            if is_in_optimizer_step(trainer) and not is_in_closure(exception):
+                return "the next one had begun to change the weights"
+        elif self._weights != self._fingerprint():
+            return "the weights are not those that the optimiser left, as after a swap by weight averaging"
+        return None
+
+    def _correct(self, loops: dict[str, Any]) -> Stopped | None:
+        """Change the loops' state to one that is saved between two batches, or before a validation that is due."""
+        batch, loop = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
+        epoch, counts, total = loops["epoch_progress"]["current"], batch["current"], batch["total"]
+        done, is_last = counts["processed"], batch["is_last_batch"]
+        if counts["ready"] > done or not done:
+            return None
+        loop["_batches_that_stepped"] = self._stepped
+        if epoch["started"] > epoch["processed"]:
+            total["completed"] += done - counts["completed"]
+            counts["completed"] = done
+            validates = validates_next(self._trainer)
+            if validates and self._validated != total["ready"]:
+                return "validation"
+            if validates and is_last:
+                return None  # Lightning leaves the validation out, and counts the step after it
+        if is_last or done % self._trainer.accumulate_grad_batches == 0:
+            loop["_batches_that_stepped"] += 1
+        return "batch"
+
+    def _checkpoint(
+        self, loops: dict[str, Any], restart: Restart, stopped: Stopped | None, batches: int
+    ) -> dict[str, Any]:
+        trainer = self._trainer
+        states, seeded = self._states_of_ranks(restart, batches)
+        known = [note for note in self._notes[min(self._notes)].read(BUFFERS) if note.batches <= batches]
+        if not self._buffers.restore(known[0].content if known else b""):
+            raise Refused("a buffer has changed that was not noted")
+        checkpoint = dump_checkpoint(trainer)
+        checkpoint["loops"]["fit_loop"] = loops
+        checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
+        checkpoint[KEY]["rescued"] = {"run": self._run, "batches": batches, "seeded": seeded}
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.state_key in checkpoint["callbacks"]:
+                forget_missing_files(checkpoint["callbacks"][callback.state_key], callback.mode)
+        return checkpoint
+
+    def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the state of each rank, and the ranks whose random states only follow from the seed."""
+        positions = positions_of(self._trainer) if restart.is_within else []
+        if any(position.kind == "state" for position in positions):
+            raise Refused("each rank's training loader keeps a state that only this rank has")
+        loaders = [position.state_dict(restart.done) for position in positions]
+        states, seeded = [], []
+        for rank in range(self._strategy.world_size):
+            state = _state_in(self._read_notes(rank), restart, batches, loaders)
+            if state is None:
+                if any(position.is_by_rank for position in positions):
+                    raise Refused(f"the order in which rank {rank} reads its samples is not known on this host")
+                random = seeded_state(self._strategy.data.training.seed, rank, restart.epoch, batches)
+                state = {"random": random, "loaders": [{**each, "random": []} for each in loaders]}
+                seeded.append(rank)
+            states.append(state)
+        return states, seeded
+
+    def _read_notes(self, rank: int) -> dict[str, Any]:
+        """Return the notes of a rank in plain values and tensors; empty for one of another host."""
+        notes = self._notes.get(rank)
+        if notes is None:
+            return {}
+        return {
+            "random": [(each.batches, each.moment, decode(each.content)) for each in notes.read(RANDOM, VALIDATING)],
+            "loaders": [(each.batches, pickle.loads(each.content)) for each in notes.read(LOADERS)],
+        }
+
+    # Several hosts: the survivors of each one leave the notes of its ranks beside the checkpoint.
+
+    def _leave_notes(self) -> None:
+        path = f"{self._path}.of-rank-{min(self._notes)}"
+        torch.save({"run": self._run, "ranks": {rank: self._read_notes(rank) for rank in self._notes}}, f"{path}.part")
+        os.replace(f"{path}.part", path)
+
+    def complete(self, checkpoint: dict[str, Any], path: PathLike) -> None:
+        """Put the notes that survivors of other hosts have left into a checkpoint that one of them has saved."""
+        section = checkpoint.get(KEY) or {}
+        rescued = section.get("rescued")
+        if not rescued or not rescued["seeded"]:
+            return
+        restart = Restart(**section["restart"])
+        seeded = set(rescued["seeded"])
+        for other in _paths_of_hosts(os.fspath(path)):
+            content = torch.load(other, weights_only=True)
+            for rank in seeded.intersection(content["ranks"]) if content["run"] == rescued["run"] else ():
+                loaders = section["ranks"][rank]["loaders"]
+                section["ranks"][rank] = (
+                    _state_in(content["ranks"][rank], restart, rescued["batches"], loaders) or section["ranks"][rank]
+                )
+                seeded.discard(rank)
+        if seeded:
+            rank_zero_warn(
+                f"{os.fspath(path)} has no random states of {listed(f'rank {rank}' for rank in sorted(seeded))}, whose "
+                "host has left none: they start from states that follow from seed, rank, epoch and position"
+            )
+
+
+def rescue_of(strategy: Any) -> Callable[[BaseException], object]:
+    """Return what a strategy does on a rank that ends because of another one."""
+    rescue: Rescue = strategy.rescue
+    return rescue.save
+
+
+def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
+    """Return the batches of all epochs that are done at a restart."""
+    total: int = batch["total"]["processed"]
+    is_dropped = restart.at == "batch_end" or restart.has_started
+    return total - batch["current"]["processed"] + restart.done if is_dropped else total
+
+
+def _state_in(
+    notes: Mapping[str, Any], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the state of a rank at a restart, from its notes, the newest first; ``None`` where these have none."""
+    moment = {"batch_end": Moment.WINDOW, "validation": Moment.VALIDATION}.get(restart.at, Moment.VALIDATED)
+    latest = Moment.EPOCH if restart.has_started else moment
+    states = [random for done, when, random in notes.get("random", ()) if done == batches and when <= latest]
+    starts = next((starts for epoch, starts in notes.get("loaders", ()) if epoch == restart.epoch), None)
+    if not states or (loaders and starts is None):
+        return None
+    own = []
+    for loader, started in zip(loaders, starts or (), strict=False):
+        own.append({**loader, "random": dict(started).get(loader["number"], [])})
+    return {"random": states[0], "loaders": own}
+
+
+def _paths_of_hosts(path: str) -> list[str]:
+    return [found for found in glob.glob(f"{glob.escape(path)}.of-rank-*") if not found.endswith(".part")]
+
+
+def forget_missing_files(state: dict[str, Any], mode: str) -> None:
+    """Take files out of a ``ModelCheckpoint``'s state that were not finished, as rank 0 died while it wrote them."""
+
+    def is_missing(path: str) -> bool:
+        location = Path(path)
+        return bool(path) and location.parent.is_dir() and not location.exists()
+
+    best = {path: score for path, score in state.get("best_k_models", {}).items() if not is_missing(path)}
+    if len(best) < len(state.get("best_k_models", {})):
+        ordered = sorted(best, key=lambda path: float(best[path]), reverse=mode == "max") or [""]
+        state["best_k_models"] = best
+        state["best_model_path"], state["kth_best_model_path"] = ordered[0], ordered[-1]
+        state["best_model_score"] = best.get(ordered[0])
+        state["kth_value"] = best.get(ordered[-1], torch.tensor(float("inf" if mode == "min" else "-inf")))
+    for name in ("best_model_path", "last_model_path"):
+        if is_missing(state.get(name, "")):
+            state[name] = ""

@@ -1,0 +1,179 @@
+"""A rank that dies costs no step: a survivor saves, and the same command goes on to the bits of an unbroken run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.outcomes import Outcome, stories
+from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.scripts import run_script
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Plan, train
+
+FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
+ROOT = Path(__file__).resolve().parents[2]
+Weights = list[dict[str, torch.Tensor]]  # by rank
+# Three ranks sum gradients in another order after DDP has rebuilt its buckets, which a resumed run does anew.
+OPTIONS: dict[int, dict[str, Any]] = {2: {}, 3: {"find_unused_parameters": True}}
+
+CHAINS: dict[str, tuple[int, dict[str, Any], list[Kill]]] = {
+    "each rank, in and between steps": (
+        2,
+        {},
+        [Kill("on_after_backward", 9, [0]), Kill("on_train_batch_end", 1), Kill("on_before_optimizer_step", 3, [0])],
+    ),
+    "in validations, and at the end of epochs": (
+        2,
+        {},
+        [Kill("on_validation_batch_start", 1, [0]), Kill("on_train_epoch_end"), Kill("on_validation_end", 0, [0])],
+    ),
+    "in validations within an epoch": (
+        2,
+        {"val_check_interval": 5},
+        [Kill("on_validation_start", 1), Kill("on_validation_batch_end", 2, [0]), Kill("on_train_batch_end", 3, [0])],
+    ),
+    "with accumulated gradients": (
+        2,
+        {"accumulate_grad_batches": 5},
+        [Kill("on_train_batch_end", 6), Kill("on_after_backward", 1, [0]), Kill("on_before_backward", 11)],
+    ),
+    "two at once, rank 0 in a save, and an exception": (
+        3,
+        {},
+        [
+            Kill("on_before_backward", 4, [0, 2]),
+            Kill("writing", 3, [0]),
+            Kill("on_after_backward", 2, [1], "exception"),
+        ],
+    ),
+}
+
+
+def drawn(seed: int) -> tuple[int, dict[str, Any], list[Kill]]:
+    """Three kills at random moments."""
+    chance = random.Random(seed)
+    world_size = chance.choice((2, 3))
+    options = chance.choice(({}, {"val_check_interval": 5}, {"accumulate_grad_batches": 5}))
+    kills = []
+    for _ in range(3):
+        moment = chance.choice(list(MOMENTS))
+        ranks = [0] if moment == "writing" else chance.sample(range(world_size), chance.randrange(1, world_size))
+        kills.append(Kill(moment, chance.randrange(MOMENTS[moment]), ranks))
+    return world_size, options, kills
+
+
+@pytest.fixture(scope="session")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]:
+    """What runs end with that nothing happens to, each made once."""
+
+    @functools.cache
+    def run(world_size: int, **options: Any) -> Weights:
+        plan = Plan(strategy=OPTIONS[world_size], trainer=options)
+        return run_ranks(train, world_size, plan, tmp_path_factory.mktemp("unbroken"))
+
+    return run
+
+
+@pytest.mark.parametrize("chain", [*CHAINS.values(), *map(drawn, range(FIRST, FIRST + COUNT))], ids=str)
+def test_a_chain_of_kills_is_survived(
+    chain: tuple[int, dict[str, Any], list[Kill]], unbroken: Callable[..., Weights], tmp_path: Path
+) -> None:
+    """No step that a survivor has finished is lost in any, and the end is that of a run that nothing happened to."""
+    world_size, options, kills = chain
+    for kill in kills:
+        plan = Plan(kill, strategy=OPTIONS[world_size], trainer=options)
+        outcomes = launch_ranks(train, world_size, plan, tmp_path)
+        if any(outcome.exit_code for outcome in outcomes):
+            assert finished(tmp_path, outcomes, kill) <= saved(tmp_path), stories(outcomes)
+    ended = run_ranks(train, world_size, Plan(strategy=OPTIONS[world_size], trainer=options), tmp_path)
+    torch.testing.assert_close(ended, unbroken(world_size, **options), rtol=0, atol=0)
+    assert not list(tmp_path.glob(f"*{NAME}*"))
+    assert not list(tmp_path.glob(f".{NAME}*"))
+
+
+def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
+    """The last step that a survivor has finished."""
+    return max(int((directory / f"{each.rank}.steps").read_text()) for each in outcomes if each.rank not in kill.ranks)
+
+
+def saved(directory: Path) -> int:
+    """The step of the newest checkpoint, all of whose files are there that it names."""
+    newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    checkpoint = torch.load(newest, weights_only=True)
+    [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
+    assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
+    return int(checkpoint["global_step"])
+
+
+def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
+    """The lock ends with its holder."""
+    outcomes = launch_ranks(train, 3, Plan(Kill("on_after_backward", 5, [0]), rescue="killed"), tmp_path)
+    assert sorted(outcome.exit_code for outcome in outcomes) == [-9, -9, 1], stories(outcomes)
+    assert saved(tmp_path) >= 5
+
+
+@pytest.mark.parametrize(
+    ("rescue", "said"), [("full", "No space left on device"), ("stuck", "finishes the checkpoint")]
+)
+def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, said: str, tmp_path: Path) -> None:
+    """Each survivor says which rank died, within ``save_deadline``."""
+    plan = Plan(Kill("on_after_backward", 5), rescue, {"save_deadline": 1})
+    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
+    assert survivor.exit_code == 1
+    assert said in survivor.output, survivor.story()
+    assert "RankDiedError: rank 1 " in survivor.output
+    assert not (tmp_path / NAME).exists()
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, tmp_path: Path) -> None:
+    """In one line, beside the error."""
+    survivor, _ = launch_ranks(train, 2, REFUSED[reason], tmp_path)
+    assert survivor.exit_code == 1
+    [line] = [line for line in survivor.output.splitlines() if "no checkpoint of the last step: " in line]
+    assert reason.removesuffix(" since") in line
+    assert "RankDiedError: rank 1 " in survivor.output
+    assert not (tmp_path / NAME).exists()
+
+
+SCRIPT = """
+    import os, signal, sys
+    import lightning as L
+    import torch
+    import lightning_ddp_ext
+    from tests.integration.rescuing import Net
+
+    class Killed(Net):
+        def on_after_backward(self):
+            restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if restart == self.global_rank == 0 and self.trainer.global_step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def on_train_start(self):
+            sys.stdout.write(f"rank {self.global_rank} starts at step {self.trainer.global_step}\\n")
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_ext", max_epochs=2, num_sanity_val_steps=0, **quiet)
+    torch.manual_seed(0)
+    trainer.fit(Killed(), ckpt_path="last")
+    assert trainer.global_step == 24
+"""
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
+    """With ``--max-restarts`` and ``"last"``; at the end no file is left."""
+    launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
+    script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert script.returncode == 0, script.output
+    starts = [int(step) for step in re.findall(r"starts at step (\d+)", script.output)]
+    assert starts in ([0, 0, 5, 5], [0, 0, 6, 6])
+    assert not list(tmp_path.glob("*rescued*"))
