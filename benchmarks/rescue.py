@@ -83,7 +83,9 @@ def cost(steps: int, **options: bool) -> Figures:
 
     def work(rank: int, directory: Path) -> Figures:
         switch = Switch()
-        trainer = make_trainer("ddp_ext", 2, max_steps=steps, callbacks=[switch], default_root_dir=directory)
+        trainer = make_trainer(
+            DDPExtStrategy(rescue_checkpoint=NAME), 2, max_steps=steps, callbacks=[switch], default_root_dir=directory
+        )
         trainer.fit(Mixed(**options))
         medians = {on: statistics.median(switch.seconds[on][EVERY:]) * 1000 for on in (False, True)}
         return {"off": medians[False], "on": medians[True]}
@@ -128,7 +130,7 @@ def kill(width: int) -> Figures:
 
         def work(rank: int) -> None:
             options = {"default_root_dir": directory, "callbacks": [Killer(directory)], "max_steps": -1}
-            make_trainer(DDPExtStrategy(), 2, **options).fit(Mixed(width))
+            make_trainer(DDPExtStrategy(rescue_checkpoint=NAME), 2, **options).fit(Mixed(width))
 
         statuses(fork_ranks(2, work), seconds=120)
         ended, killed = time.time(), float((directory / "killed").read_text().split()[0])
@@ -159,7 +161,9 @@ def train_once(kind: str, directory: Path) -> None:
     callback = L.pytorch.callbacks.ModelCheckpoint(directory, every_n_train_steps=EVERY, save_last=True)
     callbacks = [Killer(directory), *([callback] if kind == "stock" else [])]
     options = {"max_steps": KILLED_AT + 10, "default_root_dir": directory, "enable_checkpointing": kind == "stock"}
-    trainer = make_trainer("ddp" if kind == "stock" else "ddp_ext", 2, callbacks=callbacks, **options)
+    trainer = make_trainer(
+        "ddp" if kind == "stock" else DDPExtStrategy(rescue_checkpoint=NAME), 2, callbacks=callbacks, **options
+    )
     trainer.fit(Mixed(), ckpt_path="last")
 
 

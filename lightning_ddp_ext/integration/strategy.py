@@ -78,8 +78,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, likewise; ``None`` to
-            save nothing. It is removed when a resumed run has ended well.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, likewise, such as
+            ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a resumed run has ended well.
         save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -124,7 +124,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "last-preempted.ckpt",
-        rescue_checkpoint: PathLike | None = "last-rescued.ckpt",
+        rescue_checkpoint: PathLike | None = None,
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,

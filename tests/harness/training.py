@@ -119,8 +119,7 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
         return DDPStrategy(**options)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
 
-    rescued = {"rescue_checkpoint": directory / "last-rescued.ckpt"}  # and not in the working directory
-    return DDPExtStrategy(init_method=f"file://{directory}/store", **{**rescued, **options})
+    return DDPExtStrategy(init_method=f"file://{directory}/store", **options)
 
 
 def backend(name: str) -> str:

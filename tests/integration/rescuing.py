@@ -153,9 +153,8 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     if kill is not None and rank in kill.ranks and kill.moment == "step":
         net.strike_at = kill
     io = StruckIO(plan, rank, directory)
-    strategy = make_strategy(
-        "ours", directory, rank=rank, world_size=world_size, checkpoint_io=io, **{"timeout": 60, **plan.strategy}
-    )
+    chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
+    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size, checkpoint_io=io, **chosen)
     own = [make(directory) for make in plan.trainer.get("callbacks", ())]
     options = {
         "devices": world_size,

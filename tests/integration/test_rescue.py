@@ -148,7 +148,7 @@ SCRIPT = """
     import os, signal, sys
     import lightning as L
     import torch
-    import lightning_ddp_ext
+    from lightning_ddp_ext import DDPExtStrategy
     from tests.integration.rescuing import Net
 
     class Killed(Net):
@@ -161,7 +161,8 @@ SCRIPT = """
             sys.stdout.write(f"rank {self.global_rank} starts at step {self.trainer.global_step}\\n")
 
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp_ext", max_epochs=2, num_sanity_val_steps=0, **quiet)
+    strategy = DDPExtStrategy(rescue_checkpoint="last-rescued.ckpt")
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, **quiet)
     torch.manual_seed(0)
     trainer.fit(Killed(), ckpt_path="last")
     assert trainer.global_step == 24
