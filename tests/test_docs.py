@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import inspect
 import os
 import pickle
+import pkgutil
 import re
 import shutil
 import signal
@@ -44,13 +47,24 @@ TEXTS = {str(path.relative_to(DOCS)): page_of(str(path.relative_to(DOCS))) for p
 TEXTS["README.md"] = README = (ROOT / "README.md").read_text()
 PAGES = {name: blocks(text) for name, text in TEXTS.items()}
 [ABOVE] = [code for title, code in PAGES["index.md"] if title == "above"]  # what a page's `model` and `loader` are
-# A block with a title is a script of its own; what the README has, too, is run by test_readme.
+# A block with a title is a script of its own; the README's is `test_first_example_runs`.
 SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title and code not in README + ABOVE}
 
 
 def runnable(code: str) -> str:
     """The block below the lines that the documentation's first page gives, if it needs them."""
     return ABOVE + code if re.search(r"\b(model|loader)\b", code) else code
+
+
+@pytest.mark.lowest
+def test_first_example_runs(tmp_path: Path) -> None:
+    """The README's example, which the quickstart repeats, trains on two ranks."""
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+    assert code in TEXTS["start/quickstart.md"]
+    completed = run_script(code, cwd=tmp_path)
+    assert completed.returncode == 0, completed.output
+    assert "process group: gloo, 2 ranks, env://" in completed.output
+    assert "`Trainer.fit` stopped: `max_epochs=1` reached." in completed.output
 
 
 def run_blocks(rank: int, world_size: int, directory: Path) -> None:
@@ -150,10 +164,33 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
     assert (tmp_path / "site/images/ring.svg").read_text().count(">rank ") == 8
 
 
+def test_examples_in_docstrings_are_right() -> None:
+    """Each example prints what the docstring says."""
+    names = [module.name for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    results = [doctest.testmod(module) for module in modules]
+    assert sum(result.attempted for result in results) > 50
+    assert sum(result.failed for result in results) == 0
+
+
 def subclasses(cls: type[Exception]) -> Iterator[str]:
     for child in cls.__subclasses__():
         yield child.__name__
         yield from subclasses(child)
+
+
+def test_errors_in_readme_exist() -> None:
+    """Every error that the README shows is one of the package's."""
+    shown = set(re.findall(r"^(\w+Error): ", README, re.MULTILINE))
+    assert shown
+    assert shown <= set(subclasses(DDPExtError))
+
+
+def test_links_lead_to_files_of_the_repository() -> None:
+    """The site's links are checked by its build, those of the README here."""
+    linked = re.findall(r"\]\(([^)#]+)", README)
+    assert linked
+    assert [name for name in linked if not (ROOT / name).is_file()] == []
 
 
 def test_every_error_has_a_cause_and_a_fix_under_its_anchor() -> None:

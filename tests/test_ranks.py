@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.harness.ranks import launch_ranks, run_ranks
+from tests.harness.ranks import run_ranks
 from tests.harness.training import At, Net
-from tests.supervision.model import boom, by_hand, die, interrupt, make_trainer, who
+from tests.supervision.model import boom, by_hand, make_trainer
 
 
 class Growing(Exception):
@@ -34,29 +32,21 @@ WORKS: list[tuple[Callable[[], Any], str, str]] = [
 ]
 
 
-def fit(rank: int, world_size: int, directory: Path, do: Callable[[Callable[..., Any]], object]) -> None:
-    """Call ``do`` with the strategy's ``on_rank_zero`` in the second step."""
-    at = At("on_train_batch_start", lambda trainer: do(trainer.strategy.on_rank_zero), earlier=1)  # type: ignore[attr-defined]
-    make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
-
-
-def fit_and_work(rank: int, world_size: int, directory: Path, work: Callable[[], Any]) -> None:
-    fit(rank, world_size, directory, lambda on_rank_zero: on_rank_zero(work, what="a test"))
-
-
 def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
+    """What the strategy's ``on_rank_zero`` returns and raises in the second step."""
     outcomes = []
     results = iter([[1, 2]])
 
-    def work_all(on_rank_zero: Callable[..., Any]) -> None:
+    def work_all(trainer: Any) -> None:
         for work in (lambda: next(results), *(work for work, *_ in WORKS)):
             try:
-                outcomes.append((repr(on_rank_zero(work, what="a test")), "", []))
+                outcomes.append((repr(trainer.strategy.on_rank_zero(work, what="a test")), "", []))
             except Exception as error:
                 notes = getattr(error, "__notes__", [])
                 outcomes.append((f"{type(error).__name__}: {error}", str(error.__cause__), notes))
 
-    fit(rank, world_size, directory, work_all)
+    at = At("on_train_batch_start", work_all, earlier=1)
+    make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
     return outcomes
 
 
@@ -69,18 +59,3 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
     assert all(notes == ["raised on rank 0 during a test"] for *_, notes in other[1:])
     assert all(not notes for *_, notes in first[1:])
     assert "in boom\n" in other[1][1]
-
-
-@pytest.mark.parametrize(
-    ("work", "said"),
-    [
-        (die, "RankDiedError: {} died: its process ended unexpectedly"),
-        (interrupt, "RankFailedError: {} failed, so this rank stops: KeyboardInterrupt"),
-    ],
-)
-def test_no_rank_waits_for_rank_zero(work: Callable[[], Any], said: str, tmp_path: Path) -> None:
-    """Each raises an error as its own; a death or an interrupt in the work is an end like any other."""
-    first, other = launch_ranks(fit_and_work, 2, tmp_path, work)
-    assert other.error is not None, other.story()
-    assert f"{other.error.type_name}: {other.error.message}".startswith(said.format(who(0, first.pid)))
-    assert other.exit_code == 1

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
@@ -23,7 +22,6 @@ from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDis
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import Make, dealt, in_turn
-from tests.harness.ranks import run_ranks
 
 law = settings(max_examples=100, derandomize=True, deadline=None)
 
@@ -210,24 +208,6 @@ def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
     sampler.resume_at(3, 10)
     next(iter(sampler))
     assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
-
-
-def built_before_the_group(rank: int, world_size: int, path: str) -> tuple[list[int], list[int], list[int]]:
-    sampler, shared = ScalableDistributedSampler(range(10), shuffle=False), SharedSampler(SequentialSampler(range(4)))
-    alone = list(sampler)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
-    together, dealt_out = list(sampler), list(shared)
-    dist.barrier()  # a rank that leaves while the other one connects would break its connection
-    dist.destroy_process_group()
-    return alone, together, dealt_out
-
-
-def test_ranks_are_those_of_the_group_at_the_time_of_use(tmp_path: Any) -> None:
-    """A sampler that is built before the process group shares out once the group is there."""
-    assert run_ranks(built_before_the_group, 2, str(tmp_path / "group")) == [
-        (list(range(10)), [0, 2, 4, 6, 8], [0, 2]),
-        (list(range(10)), [1, 3, 5, 7, 9], [1, 3]),
-    ]
 
 
 def one_sample(*arguments: Any, **options: Any) -> ScalableDistributedSampler:

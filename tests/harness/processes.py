@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -24,12 +23,6 @@ def marked(mark: str) -> list[psutil.Process]:
             if beginning in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
                 found.append(psutil.Process(pid))
     return found
-
-
-def widen(pipe: int) -> None:
-    """Have a pipe hold what is written while nobody reads; users other than root have a limit for all of theirs."""
-    with contextlib.suppress(PermissionError):
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
 
 
 def wait_until_gone(

@@ -24,7 +24,6 @@ import itertools
 import os
 import re
 import runpy
-import selectors
 import signal
 import subprocess
 import sys
@@ -40,7 +39,7 @@ import psutil
 
 from tests.harness.environment import Environment, by_hand_env, environment_of, free_port
 from tests.harness.outcomes import output_of_all
-from tests.harness.processes import MARK, PIPE_SIZE, marked, name_of, wait_until_gone, widen
+from tests.harness.processes import MARK, PIPE_SIZE, marked, name_of, wait_until_gone
 from tests.harness.ranks import launch_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -130,12 +129,10 @@ class Script:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._printed = b""
-        self._selector = selectors.DefaultSelector()
-        pipe = self._process.stdout
-        assert pipe is not None
-        widen(pipe.fileno())
-        self._selector.register(pipe, selectors.EVENT_READ, "output")
+        self._printed, self._is_open = b"", True
+        self._has_news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -150,8 +147,6 @@ class Script:
     @property
     def output(self) -> str:
         """What has been printed so far, to stdout and stderr in the order in which it came."""
-        while self._read(0.0):
-            pass
         return self._printed.decode(errors="replace")
 
     def wait_for_line(self, pattern: str) -> re.Match[str]:
@@ -159,8 +154,13 @@ class Script:
 
         Fails at the time limit, or at once if all of the script's output has come without it.
         """
-        while not (found := re.search(pattern, self.output, re.MULTILINE)):
-            assert self._read(self._deadline), self._told(f"no line with {pattern!r} within {self._time_limit} s")
+        with self._has_news:
+            self._has_news.wait_for(
+                lambda: not self._is_open or re.search(pattern, self.output, re.MULTILINE),
+                self._deadline - time.monotonic(),
+            )
+        found = re.search(pattern, self.output, re.MULTILINE)
+        assert found, self._told(f"no line with {pattern!r} within {self._time_limit} s")
         return found
 
     def wait(self) -> Script:
@@ -168,19 +168,12 @@ class Script:
 
         Fails at the time limit, with the stacks of all of its processes, which are ended.
         """
-        if self._process.poll() is None:
-            ended, closed_at_end = os.pipe()
-            waiter = threading.Thread(target=lambda: (self._process.wait(), os.close(closed_at_end)), daemon=True)
-            self._selector.register(ended, selectors.EVENT_READ)
-            waiter.start()
-            while waiter.is_alive() and self._read(self._deadline):
-                pass
-            self._selector.unregister(ended)
-            os.close(ended)
-        if self._process.returncode is None:
+        try:
+            self._process.wait(max(0.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             self._end_with_stacks()
-            raise AssertionError(self._told(f"the script had not ended after {self._time_limit} s"))
-        self._read_rest()
+            raise AssertionError(self._told(f"the script had not ended after {self._time_limit} s")) from None
+        self._reader.join(_SECONDS_TO_PRINT)
         return self
 
     def expect_no_survivors(self, seconds: float = _SECONDS_TO_END) -> None:
@@ -193,34 +186,18 @@ class Script:
         self._process.kill()  # marked() would not see it before it has begun to run the command
         self._process.wait()
         left = wait_until_gone(lambda: marked(self._mark), _SECONDS_TO_END, kill=True)
-        self._read_rest()
-        for key in list(self._selector.get_map().values()):
-            self._forget(key.fileobj)
-        self._selector.close()
         assert not left, f"SIGKILL did not end {left}"
+        self._reader.join()
 
-    def _read(self, deadline: float) -> bool:
-        """Read what has come, or wait for it or for the end; whether anything has come before the deadline."""
-        if not self._selector.get_map():
-            return False
-        ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-        for key, _ in ready:
-            if key.data is not None:
-                data = os.read(key.fd, PIPE_SIZE)
-                self._printed += data
-                if not data:
-                    self._forget(key.fileobj)
-        return bool(ready)
-
-    def _read_rest(self) -> None:
-        """Read to the end; not for long, as a process that survives may hold a pipe."""
-        deadline = time.monotonic() + _SECONDS_TO_PRINT
-        while self._read(deadline):
-            pass
-
-    def _forget(self, pipe: Any) -> None:
-        self._selector.unregister(pipe)
-        pipe.close()
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as pipe:
+            while self._is_open:
+                printed = os.read(pipe.fileno(), PIPE_SIZE)
+                with self._has_news:
+                    self._printed += printed
+                    self._is_open = bool(printed)
+                    self._has_news.notify()
 
     def _end_with_stacks(self) -> None:
         for process in marked(self._mark):
@@ -228,6 +205,7 @@ class Script:
                 process.send_signal(signal.SIGABRT)  # Python writes its stacks (PYTHONFAULTHANDLER) and dies
                 process.send_signal(signal.SIGCONT)  # a stopped process would never hear of it
         wait_until_gone(lambda: marked(self._mark), _SECONDS_TO_END)
+        self._reader.join(_SECONDS_TO_PRINT)
 
     def _told(self, what: str) -> str:
         return f"{what}\n--- output of the script ---\n{self.output.rstrip() or '(nothing)'}"

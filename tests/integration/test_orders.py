@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_ddp_ext import DistributedBatchSamplerWrapper, SamplerEpochSeeding, ScalableDistributedSampler
 from tests.data.data import p_of
@@ -77,36 +76,6 @@ def samples(runs: Iterable[Batches], epoch: int) -> list[int]:
     return [sample for run in runs for batch in run[epoch] for sample in batch]
 
 
-class Careless(Sampler[int]):
-    """Draws from Python's generator, which nobody has made equal on all ranks."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(random.sample(range(40), 40))
-
-
-def share_out(kind: Kind, directory: Path) -> dict[str, Batches]:
-    torch.manual_seed(os.getpid())
-    random.seed(os.getpid())
-    options: dict[str, Any] = {"Python's": {"sampler": Careless()}, "shuffled": {"shuffle": True}}
-    return {name: fit(kind, directory, loader(40, **each)) for name, each in options.items()}
-
-
-def test_ranks_share_out_one_order_whatever_their_seeds(tmp_path: Path) -> None:
-    """Of samplers with random numbers of their own, too; with stock each rank has its own, and samples are lost."""
-    env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
-    ours, stock = (on_ranks(kind, share_out, tmp_path, env=env) for kind in ("ours", "stock"))  # type: ignore[arg-type]
-    for name in ("Python's", "shuffled"):
-        for epoch in range(3):
-            assert sorted(samples([run[name] for run in ours], epoch)) == list(range(40))
-            assert len(set(samples([run[name] for run in stock], epoch))) < 40
-    for run in ours:
-        for batches in run.values():
-            assert batches[0] != batches[1] != batches[2]
-
-
 def each_once() -> DataLoader[Any]:
     """36 draws an epoch of 39 samples, and of one that weighs nothing."""
     sampler = WeightedRandomSampler([1.0] * 39 + [0.0], 36, replacement=False)
@@ -121,19 +90,22 @@ class Even(RandomSampler):
 
 
 def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
-    """What is drawn each once, by weight, and by other samplers than the one that yields all samples."""
+    """What is drawn each once, by weight, by other samplers than the one that yields all samples, or shuffled."""
     torch.manual_seed(os.getpid())
     others = RandomSampler(range(40), True, 36), RandomSampler(range(40), num_samples=36), Even(range(40))
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]
+    own.append(fit(kind, directory, loader(40, shuffle=True), max_epochs=1))
     own.append(fit(kind, directory, loader(40, batch_sampler=Backwards(others[0], 2, False)), max_epochs=1))
     by_weight = loader(4, batch_size=100, sampler=WeightedRandomSampler([1.0, 3.0, 0.0, 6.0], 4000))
     return fit(kind, directory, each_once), fit(kind, directory, by_weight, max_epochs=1), *own
 
 
 def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
-    """Each epoch has one draw, by the weights, whose parts the ranks read."""
-    whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path), strict=True)
-    replaced, part, even, batched = (samples(each, 0) for each in others)
+    """Each epoch has one draw, by the weights, whose parts the ranks read, also where their seeds differ."""
+    env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
+    whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
+    replaced, part, even, shuffled, batched = (samples(each, 0) for each in others)
+    assert sorted(shuffled) == list(range(40))
     assert len(replaced) == len(batched) == len(part) == len({*part}) == 36 > max(len({*replaced}), len({*batched}))
     assert ({*even}, len(even)) == ({*range(0, 40, 2)}, 40)
     epochs = [samples(whole, epoch) for epoch in range(3)]

@@ -178,14 +178,6 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
     assert output.count(results) == len(methods) * ("test" in calls)
 
 
-@pytest.mark.nightly
-def test_torch_distributed_launch(tmp_path: Path) -> None:
-    """The older launcher starts ranks as torchrun does, if it leaves the script's arguments alone."""
-    runs = Runs(tmp_path, *METHODS)
-    words = ("--use-env", "--nproc-per-node=2", f"--master-port={free_port()}", SCRIPT, runs.argument())
-    runs.expect_trained(run_launcher("torch.distributed.launch", *words))
-
-
 def test_torchrun(tmp_path: Path) -> None:
     """The init method says where ranks meet, also anew after rank 0 was killed; before that the other one names it."""
     runs = Runs(tmp_path, "env", "tcp", "file")

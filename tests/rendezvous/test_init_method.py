@@ -102,23 +102,6 @@ def test_wrong_values_are_refused(make: Callable[[], object], expected: str) -> 
     assert refusal(make) == expected
 
 
-@pytest.mark.parametrize(
-    ("argument", "variable", "expected"),
-    [
-        (None, "", None),
-        ("env://", "", Env()),
-        (None, "tcp://h:1", Tcp("h", 1)),
-        ("tcp://h:1", "TCP://h:1/", Tcp("h", 1)),
-        (File("/a/"), "file:///a/", File("/a/")),
-    ],
-)
-def test_argument_or_environment_chooses(
-    argument: str | InitMethod | None, variable: str, expected: InitMethod | None
-) -> None:
-    """Either will do, and both if they agree."""
-    assert choose(argument, {"DDPX_INIT_METHOD": variable}) == expected
-
-
 def test_a_run_id_names_the_file_in_a_directory(tmp_path: Path) -> None:
     """A trailing slash and an existing directory make a directory."""
     assert File(f"{tmp_path}/run").file_for("7") == f"{tmp_path}/run"

@@ -73,23 +73,6 @@ def lines_of(stderr: str) -> list[str]:
     ]
 
 
-def told(pid: int) -> str:
-    """The line of rank 0 when rank 1 has failed."""
-    return f"[rank 0] RankFailedError: {who(1, pid)} failed, so this rank stops: BoomError: no such layer"
-
-
-def test_the_traceback_is_printed_once() -> None:
-    """The run fails, the other rank prints one line, and the rank that failed its traceback."""
-    with train("fails") as script:
-        pid = wait_for_rank_one(script)
-        (done,) = script.wait()
-    lines = lines_of(done.output)
-    assert done.exit_code == 1
-    assert [line for line in lines if line.startswith("[rank")] == [told(pid)], done.output
-    assert lines.count('    raise BoomError("no such layer")') == 1, done.output
-    assert lines.count("tests.supervision.model.BoomError: no such layer") == 1, done.output
-
-
 def test_a_kill_of_a_rank_ends_all_and_is_named() -> None:
     """The launching rank names the one that died, whose workers end, too."""
     with train("endless", "with-workers") as script:
