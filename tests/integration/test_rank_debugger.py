@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from debugpy.common.messaging import JsonIOStream, JsonMessageChannel
 
 from lightning_ddp_ext import ConfigurationError, HangWatchdog, RankDebugger
 from tests.harness.outcomes import Outcome
@@ -57,47 +59,27 @@ def train_at_prompt(directory: Path) -> list[Outcome]:
 
 
 class Editor:
-    """The side of the Debug Adapter Protocol that VS Code and PyCharm have."""
+    """What VS Code and PyCharm do, with debugpy's own half of the Debug Adapter Protocol."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=90)
-        self._file = self._socket.makefile("rwb")
-        self._sent = 0
-        self._unread: list[dict[str, Any]] = []
+        self._events: dict[str, SimpleQueue[Any]] = defaultdict(SimpleQueue)
+        connected = socket.create_connection(("127.0.0.1", port))
+        self._channel = JsonMessageChannel(JsonIOStream.from_socket(connected), self)
+        self._channel.start()
+        self.close = self._channel.close
 
-    def send(self, command: str, **arguments: Any) -> int:
-        self._sent += 1
-        body = {"seq": self._sent, "type": "request", "command": command, "arguments": arguments}
-        content = json.dumps(body).encode()
-        self._file.write(b"Content-Length: %d\r\n\r\n" % len(content) + content)
-        self._file.flush()
-        return self._sent
+    def event(self, event: Any) -> None:
+        """Called by the channel."""
+        self._events[event.event].put(event.body)
 
-    def request(self, command: str, **arguments: Any) -> dict[str, Any]:
-        response = self._wait_for("request_seq", self.send(command, **arguments))
-        assert response["success"], response
-        body: dict[str, Any] = response.get("body", {})
-        return body
+    def wait_for(self, event: str) -> Any:
+        return self._events[event].get(timeout=90)
 
-    def event(self, name: str) -> dict[str, Any]:
-        body: dict[str, Any] = self._wait_for("event", name).get("body", {})
-        return body
+    def send(self, command: str, **arguments: Any) -> Any:
+        return self._channel.send_request(command, arguments)
 
-    def close(self) -> None:
-        self._file.close()
-        self._socket.close()
-
-    def _wait_for(self, key: str, value: object) -> dict[str, Any]:
-        while not (found := [message for message in self._unread if message.get(key) == value]):
-            self._unread.append(self._read())
-        self._unread.remove(found[0])
-        return found[0]
-
-    def _read(self) -> dict[str, Any]:
-        length = int(self._file.readline().split(b":")[1])
-        assert self._file.readline() == b"\r\n"
-        message: dict[str, Any] = json.loads(self._file.read(length))
-        return message
+    def request(self, command: str, **arguments: Any) -> Any:
+        return self._channel.request(command, arguments)
 
 
 @contextmanager
@@ -106,9 +88,9 @@ def attached(port: int) -> Iterator[Editor]:
     editor = Editor(port)
     editor.request("initialize", adapterID="test", pathFormat="path")
     editor.send("attach", justMyCode=True)
-    editor.event("initialized")
+    editor.wait_for("initialized")
     yield editor
-    editor.event("terminated")
+    editor.wait_for("terminated")
     editor.close()
 
 
@@ -118,7 +100,7 @@ def read_secret(editor: Editor) -> str:
     line = start + next(number for number, text in enumerate(lines) if "an editor stops here" in text)
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[{"line": line}])
     editor.request("configurationDone")
-    thread = editor.event("stopped")["threadId"]
+    thread = editor.wait_for("stopped")["threadId"]
     frame = editor.request("stackTrace", threadId=thread)["stackFrames"][0]
     assert (frame["name"], frame["line"]) == ("training_step", line)
     scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
