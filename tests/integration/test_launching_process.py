@@ -27,38 +27,46 @@ SCRIPT = """
     import sys
 
     import lightning as L
+    import pytorch_lightning
     import torch
-    import lightning_ddp_ext
-    from tests.harness.training import Net, make_trainer, weights
+
+    from tests.harness.training import At, Net, make_trainer, weights
+    from tests.integration.definitions import changed, definitions
+
+    torch.optim.SGD([torch.zeros(1)])  # torch changes SGD.step when it makes the first one
+    BEFORE = definitions()
+    import lightning_ddp_ext as ddpx
 
 
     def tell(what, **facts):
-        sys.stdout.write(json.dumps({"what": what, **facts}) + "\\n")
+        sys.stdout.write(json.dumps({"what": what, "other definitions": changed(BEFORE), **facts}) + "\\n")
         sys.stdout.flush()
 
 
-    class Variables(L.Callback):
-        def on_fit_start(self, trainer, module):
-            tell("variables", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
-
-
-    def train(what, strategy, **options):
+    def train(what, strategy, *callbacks, **options):
         L.seed_everything(5)
         before, model = dict(os.environ), Net()
-        trainer = make_trainer(strategy, **options)
+        look = lambda trainer: tell(f"in {what}", rank=trainer.global_rank, RANK=os.environ.get("RANK"))
+        trainer = make_trainer(strategy, callbacks=[At("on_train_batch_start", look), *callbacks], **options)
         trainer.fit(model)
         after = dict(os.environ)
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         digest = {name: value.double().sum().item().hex() for name, value in weights(model).items()}
         found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        tell(what, rank=trainer.global_rank, changed=changed, weights=digest, found=found)
+        tell(what, rank=trainer.global_rank, changed=names, weights=digest, found=found)
+
+
+    def train_with_callbacks(what, strategy):
+        ours = ddpx.SyncBatchNormConversion(), ddpx.SamplerEpochSeeding(), ddpx.RankZeroCheckpoint("checkpoints")
+        train(what, strategy, *ours, enable_checkpointing=True)
 
 
     if __name__ == "__main__":
         tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"))
-        train("first", "ddp_ext", callbacks=[Variables()])
-        train("second", "ddp_ext")
+        train("first", "ddp_ext")
+        train_with_callbacks("second", "ddp_ext")
         train("stock", "ddp")
+        train_with_callbacks("stock with callbacks", "ddp")
 """
 
 
@@ -72,24 +80,28 @@ def reports(done: Script, what: str) -> list[dict[str, Any]]:
 def test_a_script_and_its_trainers() -> None:
     """A plain script, in a shell where somebody has exported a RANK, starts its ranks once for all that it does.
 
-    Stock ones among its Trainers use the same ranks; a variable may say where these meet.
+    Stock ones among its Trainers use the same ranks; a variable may say where these meet. No class and no module of
+    Lightning or torch is changed, by the import, and in and after each run.
     """
     url = f"tcp://127.0.0.1:{free_port()}"
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     done = run_script(SCRIPT, env=env)
     assert done.returncode == 0, done.output
-    trained = {what: reports(done, what) for what in ("first", "second", "stock")}
+    trained = {what: reports(done, what) for what in ("first", "second", "stock", "stock with callbacks")}
     for what, (one, other) in trained.items():
         assert (one["rank"], other["rank"]) == (0, 1), what
         assert one["found"] == other["found"], what
-        assert one["weights"] == trained["stock"][0]["weights"], what
+        assert one["weights"] == other["weights"], what
+    assert trained["first"][0]["weights"] == trained["stock"][0]["weights"]
     assert done.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
     started = [(report["rank"], report["seed"]) for report in reports(done, "start")]
     assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
     # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
     assert [trained[what][0]["changed"] for what in ("first", "second")] == [["LOCAL_RANK", "OMP_NUM_THREADS"], []]
-    variables = [report["RANK"] for report in reports(done, "variables")]
+    variables = [report["RANK"] for report in reports(done, "in first")]
     assert variables == ["0", None], "a stray RANK is neither followed nor taken away"
+    looks = re.findall(r'"other definitions": (.*?), "rank"', done.output)
+    assert looks == ["[]"] * 2 * (1 + 2 * len(trained)), looks
 
 
 class Variables(L.Callback):

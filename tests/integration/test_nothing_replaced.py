@@ -1,11 +1,10 @@
-"""What training leaves of itself in Lightning and torch, in a Trainer and in the objects of its user: nothing."""
+"""What training leaves of itself in a Trainer, in its process and in the objects of its user: nothing."""
 
 from __future__ import annotations
 
 import copy
 import faulthandler
 import pickle
-import re
 import signal
 import warnings
 from contextlib import suppress
@@ -25,7 +24,6 @@ from lightning_ddp_ext import (
     SyncBatchNormConversion,
 )
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.scripts import run_script
 from tests.harness.training import (
     KINDS,
     At,
@@ -101,51 +99,6 @@ def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, t
         owners = {name.partition(".")[0].lower() for names in within for name in names}
         assert [owner for owner in owners if any(word in owner for word in DATA)] == []
         assert around == [set()] * 8
-
-
-SCRIPT = """
-        import sys
-
-    import lightning.pytorch as pl
-    import pytorch_lightning
-    import torch
-
-    from tests.harness.training import At, Net, make_trainer
-    from tests.integration.definitions import changed, definitions
-
-    torch.optim.SGD([torch.zeros(1)])  # torch changes SGD.step when it makes the first one
-    BEFORE = definitions()
-    import lightning_ddp_ext as ddpx
-
-
-    def tell(what, *_):
-        sys.stdout.write(f"{what}: {changed(BEFORE)}\\n")
-        sys.stdout.flush()
-
-
-    def train(what, strategy):
-        ours = [ddpx.SyncBatchNormConversion(), ddpx.SamplerEpochSeeding(), ddpx.RankZeroCheckpoint("checkpoints")]
-        callbacks = [At("on_train_batch_start", lambda trainer: tell(f"in {what}")), *ours]
-        make_trainer(strategy, max_epochs=1, enable_checkpointing=True, callbacks=callbacks).fit(Net())
-        tell(f"after {what}")
-
-
-    if __name__ == "__main__":
-        tell("after import")
-        if "LOCAL_RANK" not in os.environ:
-            train("fork", "ddp_ext_fork")
-        train("ours", "ddp_ext")
-        train("stock", "ddp")
-"""
-
-
-def test_no_class_and_no_module_of_lightning_or_torch_is_changed(tmp_path: Path) -> None:
-    """By the import, in and after a run by each kind of launcher, and with our callbacks on a stock strategy."""
-    done = run_script(SCRIPT, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.output
-    told = re.findall(r"^((?:in|after) \w+): (.*)$", done.output, re.MULTILINE)
-    twice = ["after import", "in fork", "in ours", "after ours", "in stock", "after stock"]
-    assert sorted(told) == sorted((what, "[]") for what in (*twice, *twice, "after fork")), done.output
 
 
 BATCH_END = "on_train_batch_end"

@@ -33,34 +33,22 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("env", "options", "name"),
+    ("env", "options", "name", "is_told"),
     [
-        (by_torchrun(), {}, "torchrun"),
-        (by_srun(), {}, "SLURM"),
-        (by_mpirun(), {}, "Open MPI"),
-        (by_hand_env(2), {}, "RANK, WORLD_SIZE and LOCAL_RANK"),
-        ({}, BY_ARGUMENTS, "arguments"),
+        (by_torchrun(), {}, "torchrun", True),
+        (by_srun(), {}, "SLURM", True),
+        (by_mpirun(), {}, "Open MPI", False),
+        (by_hand_env(2), {}, "RANK, WORLD_SIZE and LOCAL_RANK", False),
+        ({}, BY_ARGUMENTS, "arguments", False),
     ],
 )
-def test_a_rank_starts_no_ranks(env: Environment, options: Options, name: str) -> None:
-    """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one."""
-    methods = ("spawn", "fork", "forkserver")
-    assert run_ranks(refusals, 1, [{**options, "start_method": method} for method in methods], env=env)[0] == [
-        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process was started as one of "
-        f"them already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
-        for method in methods
-    ]
-
-
-@pytest.mark.parametrize(
-    ("env", "options"), [(by_mpirun(), {}), (by_hand_env(2), {}), ({}, BY_ARGUMENTS)], ids=["mpi", "hand", "arguments"]
-)
-def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
-    env: Environment, options: Options, tmp_path: Path
+def test_what_a_lone_rank_cannot_do(
+    env: Environment, options: Options, name: str, is_told: bool, tmp_path: Path
 ) -> None:
-    """Where no launcher has said where the ranks meet, or what their run is called, each would choose its own."""
-    env = {**env, "PMIX_NAMESPACE": None}
-    methods: list[Options] = [{}, {"init_method": "env://"}, {"init_method": f"file://{tmp_path}/"}]
+    """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one.
+
+    Where no launcher has said where the ranks meet, or what their run is called, each would choose its own.
+    """
     address = (
         "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that "
         "are started one by one (got MASTER_ADDR=None, MASTER_PORT=None); export both, the same on every rank, or "
@@ -70,8 +58,18 @@ def test_an_address_or_a_run_id_that_nobody_has_given_is_asked_for(
         f"ConfigurationError: init_method 'file://{tmp_path}/' is a directory and needs a run id to name a file in it "
         "(got none); set DDPX_RUN_ID, the same on every rank, or name a file"
     )
-    found = run_ranks(refusals, 1, [{**options, **method} for method in methods], env=env)[0]
-    assert found == [address, address, run_id]
+    start_methods = ("spawn", "fork", "forkserver")
+    choices: list[Options] = [{"start_method": method} for method in start_methods]
+    expected = [
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process was started as one of "
+        f"them already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
+        for method in start_methods
+    ]
+    if not is_told:
+        choices += [{}, {"init_method": "env://"}, {"init_method": f"file://{tmp_path}/"}]
+        expected += [address, address, run_id]
+    env = {**env, "PMIX_NAMESPACE": None}
+    assert run_ranks(refusals, 1, [{**options, **choice} for choice in choices], env=env) == [expected]
 
 
 def test_arguments_that_contradict_the_launcher() -> None:

@@ -12,27 +12,14 @@ import torch.distributed as dist
 
 from lightning_ddp_ext import DDPExtStrategy, NCCLOptions
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rendezvous.nccl_options import variables_of
 from lightning_ddp_ext.rendezvous.process_context import leave
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import Net, make_trainer
 
 NAMES = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
-
-def test_settings_become_variables() -> None:
-    """Each has the name of its variable; what is left out is not set, and the interface is also gloo's."""
-    options = NCCLOptions(p2p_level="NVL", ib_disable=False, p2p_disable=True, buffsize=2**23, algo="Ring,Tree")
-    assert variables_of(options, "eth1") == {
-        "NCCL_P2P_LEVEL": "NVL",
-        "NCCL_IB_DISABLE": "0",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_BUFFSIZE": "8388608",
-        "NCCL_ALGO": "Ring,Tree",
-        "NCCL_SOCKET_IFNAME": "eth1",
-        "GLOO_SOCKET_IFNAME": "eth1",
-    }
-    assert variables_of(None, None) == variables_of(NCCLOptions(), None) == {}
+# Settings of each type, and their variables.
+OTHERS = NCCLOptions(p2p_level="NVL", ib_disable=False, p2p_disable=True, buffsize=2**23)
+VARIABLES = {"NCCL_P2P_LEVEL": "NVL", "NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "1", "NCCL_BUFFSIZE": "8388608"}
 
 
 @pytest.mark.parametrize(
@@ -54,6 +41,7 @@ class Reads(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.values = [os.environ.get(name) for name in NAMES]
+        self.variables = {name: os.environ.get(name) for name in VARIABLES}
         self.group = dist.group.WORLD
 
 
@@ -66,6 +54,7 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
 
     first = fit(NCCLOptions(debug="WARN"))
     assert first.values == ["WARN", "lo", "lo"]
+    assert fit(OTHERS).variables == VARIABLES
     second, third = fit(None), fit(None)
     assert second.values == third.values == [None, "lo", "lo"]
     assert second.group is not first.group, "other settings need a new group"

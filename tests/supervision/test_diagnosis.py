@@ -43,12 +43,6 @@ CASES: dict[str, tuple[Findings, str | None]] = {
         "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
         "rank 0 has been in backward, train.py:7 for 61 s",
     ),
-    "one does not answer": (
-        Findings([report(0, [flight(5, 5)])], [Silence(who(1), 5.0), Silence(who(2), 5.0, is_stopped=True)]),
-        "rank 1 (host host1, pid 101) has not answered for 5 s; rank 2 (host host2, pid 102) has not answered for 5 s "
-        "and its process is stopped (SIGSTOP); rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 "
-        "for 61 s",
-    ),
     "one does not answer while others move": (
         Findings([report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]),
         None,
