@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.harness.ranks import run_ranks
 from tests.harness.training import At, Net
-from tests.supervision.model import boom, by_hand, make_trainer
+from tests.supervision.model import boom, by_hand, make_trainer, throw
 
 
 class Growing(Exception):
@@ -17,10 +17,6 @@ class Growing(Exception):
 
     def __init__(self, layer: str) -> None:
         super().__init__(f"no layer {layer}")
-
-
-def throw(error: Exception) -> None:
-    raise error
 
 
 LOCK = "TypeError: cannot pickle '_thread.lock' object"

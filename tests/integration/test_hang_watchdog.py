@@ -23,12 +23,9 @@ from lightning_ddp_ext.errors import RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
+from tests.supervision.model import wait_for_ever
 
 HERE = re.escape(__file__)
-
-
-def wait_for_ever() -> None:
-    threading.Event().wait()
 
 
 def reduce_in_another_group() -> None:

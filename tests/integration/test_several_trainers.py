@@ -16,7 +16,6 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
 from tests.harness.training import (
-    At,
     Kind,
     Net,
     Recorder,
@@ -27,6 +26,7 @@ from tests.harness.training import (
     stock_group,
     weights,
 )
+from tests.supervision.model import BoomError, Fault, boom
 
 BY_HAND = by_hand_env(2)
 
@@ -63,23 +63,15 @@ def test_trainers_in_turn_give_the_numbers_of_stock(tmp_path: Path) -> None:
     assert_same(ours, stock)
 
 
-class Pruned(Exception):
-    """A user's own end of a trial, on all ranks."""
-
-
-def prune(trainer: L.Trainer) -> None:
-    raise Pruned
-
-
 def trials(kind: Kind, directory: Path) -> list[Any]:
     """What a script can do with its ranks after it has caught what all of them raised, in each of these hooks."""
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
-        trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[At(hook, prune)]), directory / hook
+        trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)]), directory / hook
         group = dist.group.WORLD
         try:
             trainer.fit(Net())
-        except Pruned:
+        except BoomError:
             if hook != "setup":
                 trainer.save_checkpoint(path)
                 found.append(path.exists())

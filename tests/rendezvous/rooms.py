@@ -36,7 +36,7 @@ def request(
     where: Tcp | str,
     *,
     init_timeout: float = 20.0,
-    timeout: float | None = None,
+    init_method: str | None = None,
     **fields: Any,
 ) -> Request:
     """What a Trainer on CPU would ask for; ``fields`` are those of ``Request``."""
@@ -46,10 +46,10 @@ def request(
     return Request(
         world=world,
         endpoint=FileEndpoint(where) if isinstance(where, str) else TcpEndpoint(where),
-        init_method=url(where),
+        init_method=init_method or url(where),
         backend="gloo",
         device=torch.device("cpu"),
-        timeout=None if timeout is None else timedelta(seconds=timeout),
+        timeout=None,
         init_timeout=timedelta(seconds=init_timeout),
         **fields,
     )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import MissingRanksError, RankDiedError, RankFailedError, RendezvousError
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
+from lightning_ddp_ext.rendezvous.endpoint import TcpEndpoint
 from lightning_ddp_ext.rendezvous.handshake import Handshake
 from lightning_ddp_ext.rendezvous.init_method import Tcp
 from lightning_ddp_ext.rendezvous.process_context import join
@@ -59,7 +60,7 @@ def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) 
 
 
 def announce_connected_ranks() -> None:
-    """On rank 0, tell the test of each rank that has been heard, and knows it."""
+    """On rank 0, tell the test where it listens, and of each rank that has been heard, and knows it."""
     reply = Channel.reply
 
     def reply_and_tell(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
@@ -68,6 +69,7 @@ def announce_connected_ranks() -> None:
             announce("connected")
 
     Channel.reply = reply_and_tell  # type: ignore[method-assign]
+    TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
 def stop_in_front_of(name: str | None) -> None:

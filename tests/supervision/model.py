@@ -29,6 +29,10 @@ class BoomError(ValueError):
     """What goes wrong in these tests; no other code raises it."""
 
 
+def throw(error: Exception) -> None:
+    raise error
+
+
 def boom() -> None:
     raise BoomError("no such layer")
 

@@ -16,6 +16,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.supervision.failure import echoes_another_rank
 from tests.harness.ranks import RankProcesses, free_port, hold
+from tests.supervision.model import throw
 
 
 def finding(work: Callable[[], object]) -> tuple[str, bool]:
@@ -81,10 +82,6 @@ class Fatal(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return index
-
-
-def throw(error: Exception) -> None:
-    raise error
 
 
 OWN: dict[str, Callable[[], object]] = {
