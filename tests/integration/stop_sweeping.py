@@ -177,6 +177,11 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
     return Stopped, [At(name, lambda _: os.kill(os.getpid(), signal.Signals[case.signal]), earlier=case.earlier)]
 
 
+def made(case: Case, place: Path) -> Any:
+    """The case's callback."""
+    return callbacks.OnExceptionCheckpoint(place) if case.kind == "on_exception" else KINDS[case.kind]()
+
+
 def play(case: Case, rank: int, directory: Path, wholes: dict[str, Any]) -> str:
     """What is wrong with a case on this rank; empty: nothing."""
     place, status = directory / str(case), 128 + signal.Signals[case.signal]
@@ -192,7 +197,7 @@ def play(case: Case, rank: int, directory: Path, wholes: dict[str, Any]) -> str:
     training = Training(shuffled(6 * case.ranks), directory, case.ranks, options)
 
     def run(at: Path, module: Any = Stopped, more: Sequence[L.Callback] = ()) -> tuple[Run, str]:
-        own = callbacks.OnExceptionCheckpoint(at) if case.kind == "on_exception" else KINDS[case.kind]()
+        own = made(case, at)
         done = training.run(kind=module, callbacks=[own, *more], default_root_dir=at, ckpt_path="last")
         if case.ranks > 1:
             dist.barrier()  # one rank's run must not look for what the other one's removes
@@ -222,7 +227,7 @@ def evaluate(
 ) -> str:
     """What is wrong with the end of an evaluation."""
     L.seed_everything(7, verbose=False)
-    own = {**options, "devices": case.ranks, "callbacks": [KINDS[case.kind](), *signalling], "default_root_dir": place}
+    own = {**options, "devices": case.ranks, "callbacks": [made(case, place), *signalling], "default_root_dir": place}
     trainer, ended = make_trainer(make_strategy("ours", place.parent), **own), None
     try:
         getattr(trainer, case.function)(
@@ -232,7 +237,7 @@ def evaluate(
         ended = end.code
     if case.ranks > 1:
         dist.barrier()
-    return "" if ended in (status, None) and not list(place.rglob("*.ckpt")) else f"ends with {ended}"
+    return "" if ended in (status, None) and not list(place.rglob("*preempted*")) else f"ends with {ended}"
 
 
 def play_all(rank: int, ranks: int, directory: Path, cases: Sequence[Case]) -> None:
