@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +24,7 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
 _LOOK_EVERY = 0.5
+_PR_SET_PDEATHSIG = 1  # of prctl.h
 
 # A process whose parent ends gets another one, so the first look counts.
 _parent = os.getppid()
@@ -36,7 +39,14 @@ def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
     """
     if pid not in _watched:
         _watched.add(pid)
+        _refuse_parent_death_signal()
         threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
+
+
+def _refuse_parent_death_signal() -> None:
+    """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two mean to end unsaved."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:

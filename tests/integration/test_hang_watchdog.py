@@ -23,9 +23,10 @@ from lightning_ddp_ext.errors import RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, hold, launch_ranks
 from tests.harness.training import Batch, Kind, Net, data, make_strategy, make_trainer, stock_group
+from tests.supervision import model as waiting
 from tests.supervision.model import wait_for_ever
 
-HERE = re.escape(__file__)
+HERE, MODEL = re.escape(__file__), re.escape(waiting.__file__)
 
 
 def reduce_in_another_group() -> None:
@@ -224,7 +225,7 @@ def test_ranks_that_nobody_can_ask_report_themselves(tmp_path: Path) -> None:
     """With a stock strategy, which has no channel, and with one rank."""
     (tmp_path / "one").mkdir()
     alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0), env=by_hand_env(1))
-    place = rf"has not moved for 1 s; it is in train_dataloader_next, {HERE}:\d+"
+    place = rf"has not moved for 1 s; it is in train_dataloader_next, {MODEL}:\d+"
     expect_report(alone, 0, f"WHO {place}", tmp_path / "one")
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock", env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]
