@@ -416,11 +416,10 @@ def forget_missing_files(state: dict[str, Any], mode: str) -> None:
 
     best = {path: score for path, score in state.get("best_k_models", {}).items() if not is_missing(path)}
     if len(best) < len(state.get("best_k_models", {})):
-        ordered = sorted(best, key=lambda path: float(best[path]), reverse=mode == "max") or [""]
-        state["best_k_models"] = best
-        state["best_model_path"], state["kth_best_model_path"] = ordered[0], ordered[-1]
-        state["best_model_score"] = best.get(ordered[0])
-        state["kth_value"] = best.get(ordered[-1], torch.tensor(float("inf" if mode == "min" else "-inf")))
+        choose = min if mode == "min" else max
+        state["best_k_models"] = best  # the callback finds the worst one when it has as many as it keeps
+        state["best_model_path"] = choose(best, key=best.__getitem__, default="")
+        state["best_model_score"] = best.get(state["best_model_path"])
     for name in ("best_model_path", "last_model_path"):
         if is_missing(state.get(name, "")):
             state[name] = ""
