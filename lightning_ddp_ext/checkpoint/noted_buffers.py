@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from typing import Any
+import pickle
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ class NotedBuffers:
             if buffer is not None and name not in owner._non_persistent_buffers_set
         ]
         self._first = self._last = self._versions()
-        self._big = [index for index in range(len(self._owners)) if self._buffer(index).nbytes > _BIG]
-        self._memory: list[Any] = []  # of the buffers, read anew by each write
-        self._memory_of: list[object] = []  # their addresses, and the big ones that have changed
 
     def _buffer(self, index: int) -> Tensor:
         owner, name = self._owners[index]
@@ -48,35 +44,23 @@ class NotedBuffers:
         """
         versions = self._versions()
         is_same, self._last = versions == self._last, versions
-        if not versions or (is_same and not even_if_same):
+        if is_same and not even_if_same:
             return b""
-        changed = [index for index in self._big if versions[index] != self._first[index]]
-        memory_of = [*(owner[name].data_ptr() for owner, name in self._owners), changed]  # type: ignore[union-attr]
-        if memory_of == self._memory_of:
-            return b"".join(self._memory)
-        chosen = [index for index in range(len(self._owners)) if index not in self._big or index in changed]
-        table = array("q", [len(chosen), *chosen]).tobytes()
-        buffers = [self._buffer(index) for index in chosen]
-        if not buffers:
+        pairs = enumerate(zip(versions, self._first, strict=True))
+        chosen = [index for index, (now, first) in pairs if now != first or self._buffer(index).nbytes <= _BIG]
+        if not chosen:
             return b""
-        if all(buffer.is_contiguous() and not buffer.is_cuda for buffer in buffers):
-            self._memory, self._memory_of = [table, *(_bytes_of(each).numpy().data for each in buffers)], memory_of
-            return b"".join(self._memory)
-        return table + torch.cat([_bytes_of(each) for each in buffers]).cpu().numpy().tobytes()
+        memory = torch.cat([self._buffer(index).detach().reshape(-1).view(torch.uint8) for index in chosen])
+        return pickle.dumps((chosen, memory.cpu().numpy().tobytes()))
 
     def restore(self, content: bytes) -> bool:
         """Put back what was noted; return whether nothing is missing of what has changed since."""
-        (number,) = array("q", content[:8]) if content else (0,)
-        chosen, begin = array("q", content[8 : 8 + 8 * number]), 8 + 8 * number
+        chosen, memory = pickle.loads(content) if content else ([], b"")
+        begin = 0
         for index in chosen:
             buffer = self._buffer(index)
-            noted = torch.frombuffer(bytearray(content[begin : begin + buffer.nbytes]), dtype=buffer.dtype)
+            noted = torch.frombuffer(bytearray(memory[begin : begin + buffer.nbytes]), dtype=buffer.dtype)
             buffer.copy_(noted.reshape(buffer.shape))
             begin += buffer.nbytes
-        others = set(range(len(self._owners))).difference(chosen)
         versions = self._versions()
-        return all(versions[index] == self._first[index] for index in others)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+        return all(versions[index] == self._first[index] for index in set(range(len(versions))).difference(chosen))

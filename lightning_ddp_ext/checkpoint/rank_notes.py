@@ -19,41 +19,28 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+_SLOTS = 4  # of each kind; ranks are at most one optimiser step apart
 _SLOT = 1 << 30  # bytes from one slot to the next: the file has holes
-_HEADER = struct.Struct("=QqqQ")  # number of the note, batches, moment, length
+_HEADER = struct.Struct("=QqQ")  # number of the note, batches, length
 _TRAILER = struct.Struct("=Q")  # the number again
 _POLL = 0.01
 
 
-class Moment(IntEnum):
-    """When a note is made, in the order in which the moments follow one batch."""
+class Kind(IntEnum):
+    """What a note holds: random states at a moment, in the order in which moments follow one batch, or something else.
+
+    The oldest note of a kind is overwritten.
+    """
 
     BACKWARD = 0  # of that batch: nothing is drawn after it, as a rule
     VALIDATION = 1  # before its iterators are made
     VALIDATED = 2  # after that, and after each of its steps
     EPOCH = 3  # before iterators over training data are made
     WINDOW = 4  # before the first batch of an optimiser step is fetched
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Slots of a kind, of which the oldest is overwritten.
-
-    Args:
-        first: number of the first slot.
-        slots: how many there are.
-    """
-
-    first: int
-    slots: int
-
-
-# Ranks are at most one optimiser step apart, in which each makes at most four notes of random states, besides those of
-# the steps of a validation.
-RANDOM, VALIDATING, BUFFERS, LOADERS = Shelf(0, 8), Shelf(8, 2), Shelf(10, 4), Shelf(14, 2)
+    BUFFERS = 5
+    LOADERS = 6  # the random states from which iterators over training data have drawn
 
 
 @dataclass(frozen=True)
@@ -62,14 +49,14 @@ class Note:
 
     Attributes:
         number: counts all notes of the rank.
+        kind: what it holds.
         batches: that it had begun by then, in all epochs.
-        moment: when that was.
         content: what it has noted.
     """
 
     number: int
+    kind: Kind
     batches: int
-    moment: int
     content: bytes
 
 
@@ -84,22 +71,22 @@ class RankNotes:
         self._descriptor = descriptor
         self._memory: dict[int, memoryview] = {}  # by slot
         self._number = 0
-        self._written = dict.fromkeys((RANDOM, VALIDATING, BUFFERS, LOADERS), 0)
+        self._written = dict.fromkeys(Kind, 0)
 
-    def write(self, shelf: Shelf, batches: int, moment: int, content: bytes) -> None:
-        """Write a note over the oldest of its shelf; one that is cut short by a kill does not count.
+    def write(self, kind: Kind, batches: int, content: bytes) -> None:
+        """Write a note over the oldest of its kind; one that is cut short by a kill does not count.
 
         Raises:
             OSError: there is no space left for it.
         """
         self._number += 1
-        slot = shelf.first + self._written[shelf] % shelf.slots
-        self._written[shelf] += 1
+        slot = kind * _SLOTS + self._written[kind] % _SLOTS
+        self._written[kind] += 1
         end = _HEADER.size + len(content)
         memory = self._memory.get(slot)
         if memory is None or len(memory) < end + _TRAILER.size:
             memory = self._memory[slot] = self._map(slot, end + _TRAILER.size)
-        memory[: _HEADER.size] = _HEADER.pack(self._number, batches, moment, len(content))
+        memory[: _HEADER.size] = _HEADER.pack(self._number, batches, len(content))
         memory[_HEADER.size : end] = content
         memory[end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
@@ -110,20 +97,20 @@ class RankNotes:
         os.posix_fallocate(self._descriptor, slot * _SLOT, size)
         return memoryview(mmap.mmap(self._descriptor, size, offset=slot * _SLOT))
 
-    def read(self, *shelves: Shelf) -> list[Note]:
-        """Return the whole notes of shelves, the newest first."""
-        slots = [slot for shelf in shelves for slot in range(shelf.first, shelf.first + shelf.slots)]
-        found = [note for slot in slots if (note := self._read_slot(slot)) is not None]
+    def read(self, *kinds: Kind) -> list[Note]:
+        """Return the whole notes of some kinds, the newest first."""
+        found = [note for kind in kinds for slot in range(_SLOTS) if (note := self._read_slot(kind, slot)) is not None]
         return sorted(found, key=lambda note: note.number, reverse=True)
 
-    def _read_slot(self, slot: int) -> Note | None:
-        header = os.pread(self._descriptor, _HEADER.size, slot * _SLOT)
+    def _read_slot(self, kind: Kind, slot: int) -> Note | None:
+        begin = (kind * _SLOTS + slot) * _SLOT
+        header = os.pread(self._descriptor, _HEADER.size, begin)
         if len(header) < _HEADER.size:
             return None
-        number, batches, moment, length = _HEADER.unpack(header)
-        rest = os.pread(self._descriptor, length + _TRAILER.size, slot * _SLOT + _HEADER.size)
+        number, batches, length = _HEADER.unpack(header)
+        rest = os.pread(self._descriptor, length + _TRAILER.size, begin + _HEADER.size)
         is_whole = number > 0 and rest[length:] == _TRAILER.pack(number)
-        return Note(number, batches, moment, rest[:length]) if is_whole else None
+        return Note(number, kind, batches, rest[:length]) if is_whole else None
 
     def close(self) -> None:
         """Close the file, which ends with its last reader."""
@@ -145,7 +132,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     descriptor, path = -1, ""
     try:
         descriptor, path = tempfile.mkstemp(prefix="ddpx-notes-")
-        os.pwrite(descriptor, mark, BUFFERS.first * _SLOT)
+        os.pwrite(descriptor, mark, 0)
     except OSError as reason:
         error = str(reason)
     told = gather((path, mark, error))
@@ -166,7 +153,7 @@ def _open(path: str, mark: bytes) -> int:
     """Open the notes of another rank; -1 where they are on another host, or in another container."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if os.pread(descriptor, len(mark), BUFFERS.first * _SLOT) == mark:
+        if os.pread(descriptor, len(mark), 0) == mark:
             return descriptor
         os.close(descriptor)
     return -1
@@ -175,7 +162,7 @@ def _open(path: str, mark: bytes) -> int:
 # Who saves.
 
 
-def save_if_furthest(path: str, run: str, batches: int, save: Callable[[bool], object], seconds: float) -> bool:
+def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:
     """Save, unless another survivor has saved the same or a later state; return whether this rank did.
 
     A lock decides which one is first. It ends with its holder, so that a rank that is killed while it saves keeps none
@@ -185,21 +172,19 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[bool], o
         path: of the checkpoint; the lock is beside it.
         run: names this start of the run.
         batches: how far this rank is.
-        save: called while the lock is held, with whether this rank is to save the checkpoint.
+        save: called while the lock is held.
         seconds: to wait for the lock.
     """
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock_of(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _lock(descriptor, time.monotonic() + seconds)
-        is_furthest = batches > _saved(descriptor, run)
-        save(is_furthest)
-        if is_furthest:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps({"run": run, "batches": batches}).encode(), 0)
-        return is_furthest
-    finally:
-        os.close(descriptor)
+    with open(lock_of(path), "a+") as file:
+        _lock(file, time.monotonic() + seconds)
+        file.seek(0)
+        saved_by, saved = json.loads(file.read() or '["", 0]')
+        if saved_by == run and saved >= batches:
+            return False
+        save()
+        file.truncate(0)
+        json.dump([run, batches], file)
+        return True
 
 
 def lock_of(path: str) -> str:
@@ -208,20 +193,11 @@ def lock_of(path: str) -> str:
     return os.path.join(directory, f".{name}.lock")
 
 
-def _lock(descriptor: int, deadline: float) -> None:
+def _lock(file: TextIO, deadline: float) -> None:
     while True:
         try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise TimeoutError("another rank has been saving it until save_deadline") from None
         time.sleep(_POLL)
-
-
-def _saved(descriptor: int, run: str) -> int:
-    """Return how far the state was that a survivor of this run has saved; -1 if none has."""
-    with suppress(ValueError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        if found["run"] == run:
-            return int(found["batches"])
-    return -1

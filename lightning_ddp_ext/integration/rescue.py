@@ -12,7 +12,7 @@ import os
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,9 @@ import torch
 from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
-from lightning_ddp_ext.checkpoint.rank_notes import (
-    BUFFERS,
-    LOADERS,
-    RANDOM,
-    VALIDATING,
-    Moment,
-    RankNotes,
-    lock_of,
-    open_notes,
-    save_if_furthest,
-)
-from lightning_ddp_ext.data.raw_random_state import RawRandomState, decode, seeded_state
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, lock_of, open_notes, save_if_furthest
+from lightning_ddp_ext.data.random_state import RandomStateBytes, random_state_in, record_random_state
+from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import Ranks, reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -43,7 +34,7 @@ from .checkpoint_paths import place_of
 from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
 from .lightning_tree import TrainerStatus, pl, rank_zero_warn
 from .loop_state import Restart, Stopped, find_restart
-from .resume import KEY, positions_of, training_generators
+from .resume import KEY, positions_of, shared_state, training_generators
 
 # What may have happened to a rank: the others are then in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
@@ -79,8 +70,7 @@ class Rescue:
         self._refusal: str | None = None
         self._notes: dict[int, RankNotes] = {}  # of the ranks on this host
         self._own: RankNotes | None = None
-        self._first_step: int | None = None
-        self._weights: Any = None  # how the last optimiser step left them
+        self._weights: Any = None  # how the last optimiser step left them; `None` before the first one
         self._evaluations = 0  # of the closure in this batch
         self._stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._generators: list[Any] = []  # besides the global ones
@@ -109,7 +99,7 @@ class Rescue:
             return
         self._own = self._notes[rank]
         self._is_on_gpu = strategy.root_device.type != "cpu"
-        self._random = RawRandomState()
+        self._random = RandomStateBytes()
         self._buffers = NotedBuffers(strategy.lightning_module)
         self._notes_buffers = rank == min(self._notes)  # rank 0, or the first rank of another host
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -145,21 +135,16 @@ class Rescue:
 
     # Hooks of training.
 
-    def on_train_start(self) -> None:
-        """Record from which step training starts."""
-        self._first_step = self._strategy.current_trainer.global_step
-
-    def note(self, moment: Moment) -> None:
+    def note(self, moment: Kind) -> None:
         """Note this rank's random states, and the buffers where they have changed."""
         if self._own is None:
             return
-        if moment == Moment.EPOCH:
+        if moment == Kind.EPOCH:
             self._generators = training_generators(self._strategy)
         batches = self._progress.total.ready
-        shelf = VALIDATING if moment == Moment.VALIDATED else RANDOM
-        self._own.write(shelf, batches, moment, self._random.read(self._generators))
-        if self._notes_buffers and (content := self._buffers.read(even_if_same=moment == Moment.BACKWARD)):
-            self._own.write(BUFFERS, batches, moment, content)
+        self._own.write(moment, batches, self._random.read(self._generators))
+        if self._notes_buffers and (content := self._buffers.read(even_if_same=moment == Kind.BACKWARD)):
+            self._own.write(Kind.BUFFERS, batches, content)
 
     def on_iterator_start(self) -> None:
         """Note a new iterator over training data, once its first batch has been read."""
@@ -173,7 +158,7 @@ class Rescue:
             if self._has_new_iterator:
                 self._has_new_iterator = False
                 positions = positions_of(self._trainer)
-                self._own.write(LOADERS, positions[0].epoch, 0, pickle.dumps([each.starts() for each in positions]))
+                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
 
     def on_step(self) -> None:
         """Count a forward pass; raise if a rank has failed, before the next collective does.
@@ -194,42 +179,38 @@ class Rescue:
         """
         if self._own is not None:
             self._raise_cause()
-        self.note(Moment.VALIDATED)
+        self.note(Kind.VALIDATED)
         yield
-        self.note(Moment.VALIDATED)
+        self.note(Kind.VALIDATED)
 
     def on_validation_end(self) -> None:
         """Record that a validation of training has ended."""
         if self._own is not None and not self._trainer.sanity_checking:
-            self.note(Moment.VALIDATED)
+            self.note(Kind.VALIDATED)
             self._validated = self._progress.total.ready
 
-    def before_backward(self) -> None:
-        """Note what the next step needs, in a pass that averages gradients; on a GPU after it."""
-        if self._own is not None and not self._is_on_gpu and self._averages_gradients:
-            self.note(Moment.BACKWARD)
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note what the next step needs, in a pass that averages gradients; on a GPU after it.
 
-    def after_backward(self) -> None:
-        """On a GPU, raise if a rank has failed, before the optimiser uses the gradients of an aborted collective.
-
-        Its step would be queued behind the collective, and run on partial sums after the abort.
+        The optimiser's step would be queued there behind an all-reduce, and run on partial sums after its abort.
 
         Raises:
-            RankFailedError: one of its kinds.
+            RankFailedError: a rank has failed; on a GPU.
         """
-        if self._own is not None and self._is_on_gpu and self._averages_gradients:
+        is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
+        if is_noted and not self._is_on_gpu:
+            self.note(Kind.BACKWARD)
+        yield
+        if is_noted and self._is_on_gpu:
             torch.cuda.current_stream(self._strategy.root_device).synchronize()
             self._raise_cause()
-            self.note(Moment.BACKWARD)
+            self.note(Kind.BACKWARD)
 
     def after_optimizer_step(self) -> None:
         """Record how an optimiser step has left the weights."""
         if self._own is not None:
             self._weights = self._fingerprint()
-
-    @property
-    def _averages_gradients(self) -> bool:
-        return bool(getattr(self._strategy.model, "require_backward_grad_sync", True))
 
     def _fingerprint(self) -> tuple[int, int]:
         """Return what is another once a callback has exchanged the weights, at no cost."""
@@ -275,17 +256,16 @@ class Rescue:
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         batches = _batches_at(restart, loops["epoch_loop.batch_progress"])
 
-        def write(is_furthest: bool) -> None:
-            if len(self._notes) < self._strategy.world_size:
-                self._leave_notes()
-            if is_furthest:
-                io, checkpoint = self._strategy.checkpoint_io, self._checkpoint(loops, restart, stopped, batches)
-                if isinstance(io, RankZeroCheckpointIO):
-                    io.saver.deadline = self._seconds
-                io.save_checkpoint(checkpoint, self._path)
-                if isinstance(io, RankZeroCheckpointIO):
-                    io.wait()
+        def write() -> None:
+            io, checkpoint = self._strategy.checkpoint_io, self._checkpoint(loops, restart, stopped, batches)
+            if isinstance(io, RankZeroCheckpointIO):
+                io.saver.deadline = self._seconds
+            io.save_checkpoint(checkpoint, self._path)
+            io.teardown()  # waits for a save in the background
 
+        Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+        if len(self._notes) < self._strategy.world_size:
+            self._leave_notes()
         if not save_if_furthest(self._path, self._run, batches, write, self._seconds):
             return ""
         return (
@@ -295,7 +275,7 @@ class Rescue:
 
     def _why_not(self, exception: BaseException) -> str | None:
         trainer = self._trainer
-        if trainer.sanity_checking or self._first_step in (None, trainer.global_step):
+        if self._weights is None:
             return "no step has been finished since the start"
         current = self._progress.current
         if current.ready > current.processed:
@@ -333,81 +313,71 @@ class Rescue:
         self, loops: dict[str, Any], restart: Restart, stopped: Stopped | None, batches: int
     ) -> dict[str, Any]:
         trainer = self._trainer
-        states, seeded = self._states_of_ranks(restart, batches)
-        known = [note for note in self._notes[min(self._notes)].read(BUFFERS) if note.batches <= batches]
+        states = self._states_of_ranks(restart, batches)
+        known = [note for note in self._notes[min(self._notes)].read(Kind.BUFFERS) if note.batches <= batches]
         if not self._buffers.restore(known[0].content if known else b""):
             raise Refused("a buffer has changed that was not noted")
         checkpoint = dump_checkpoint(trainer)
         checkpoint["loops"]["fit_loop"] = loops
         checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
-        checkpoint[KEY]["rescued"] = {"run": self._run, "batches": batches, "seeded": seeded}
+        checkpoint[KEY]["rescued"] = {"run": self._run, "batches": batches}
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.state_key in checkpoint["callbacks"]:
                 forget_missing_files(checkpoint["callbacks"][callback.state_key], callback.mode)
         return checkpoint
 
-    def _states_of_ranks(self, restart: Restart, batches: int) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the state of each rank, and the ranks whose random states only follow from the seed."""
+    def _states_of_ranks(self, restart: Restart, batches: int) -> list[dict[str, Any]]:
+        """Return the state of each rank; of one without notes only what all ranks share."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("each rank's training loader keeps a state that only this rank has")
-        loaders = [position.state_dict(restart.done) for position in positions]
-        states, seeded = [], []
-        for rank in range(self._strategy.world_size):
-            state = _state_in(self._read_notes(rank), restart, batches, loaders)
-            if state is None:
-                if any(position.is_by_rank for position in positions):
-                    raise Refused(f"the order in which rank {rank} reads its samples is not known on this host")
-                random = seeded_state(self._strategy.data.training.seed, rank, restart.epoch, batches)
-                state = {"random": random, "loaders": [{**each, "random": []} for each in loaders]}
-                seeded.append(rank)
-            states.append(state)
-        return states, seeded
+        shared = shared_state({"loaders": [position.state_dict(restart.done) for position in positions]})
+        ranks = range(self._strategy.world_size)
+        states = [_state_in(self._read_notes(rank), restart, batches, shared["loaders"]) for rank in ranks]
+        if None in states and any(position.is_by_rank for position in positions):
+            raise Refused(f"the order in which rank {states.index(None)} reads its samples is not known on this host")
+        return [state or shared for state in states]
 
     def _read_notes(self, rank: int) -> dict[str, Any]:
         """Return the notes of a rank in plain values and tensors; empty for one of another host."""
         notes = self._notes.get(rank)
         if notes is None:
             return {}
+        random = notes.read(*(kind for kind in Kind if kind <= Kind.WINDOW))
         return {
-            "random": [(each.batches, each.moment, decode(each.content)) for each in notes.read(RANDOM, VALIDATING)],
-            "loaders": [(each.batches, pickle.loads(each.content)) for each in notes.read(LOADERS)],
+            "random": [(each.batches, int(each.kind), random_state_in(each.content)) for each in random],
+            "loaders": [(each.batches, pickle.loads(each.content)) for each in notes.read(Kind.LOADERS)],
         }
 
     # Several hosts: the survivors of each one leave the notes of its ranks beside the checkpoint.
 
     def _leave_notes(self) -> None:
-        path = f"{self._path}.of-rank-{min(self._notes)}"
+        path = f"{self._path}.of-rank-{self._strategy.global_rank}"
         torch.save({"run": self._run, "ranks": {rank: self._read_notes(rank) for rank in self._notes}}, f"{path}.part")
         os.replace(f"{path}.part", path)
 
     def complete(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        """Put the notes that survivors of other hosts have left into a checkpoint that one of them has saved."""
+        """Put the states of ranks of other hosts into a checkpoint, from what these hosts' survivors have left."""
         section = checkpoint.get(KEY) or {}
-        rescued = section.get("rescued")
-        if not rescued or not rescued["seeded"]:
+        if "rescued" not in section:
             return
-        restart = Restart(**section["restart"])
-        seeded = set(rescued["seeded"])
-        for other in _paths_of_hosts(os.fspath(path)):
-            content = torch.load(other, weights_only=True)
-            for rank in seeded.intersection(content["ranks"]) if content["run"] == rescued["run"] else ():
-                loaders = section["ranks"][rank]["loaders"]
-                section["ranks"][rank] = (
-                    _state_in(content["ranks"][rank], restart, rescued["batches"], loaders) or section["ranks"][rank]
-                )
-                seeded.discard(rank)
-        if seeded:
+        ranks, restart, batches = section["ranks"], Restart(**section["restart"]), section["rescued"]["batches"]
+        left = [torch.load(each, weights_only=True) for each in _paths_of_hosts(os.fspath(path))]
+        lost = []
+        for rank in [rank for rank, state in enumerate(ranks) if state["random"] is None]:
+            found = [each["ranks"].get(rank, {}) for each in left if each["run"] == section["rescued"]["run"]]
+            states = [_state_in(notes, restart, batches, ranks[rank]["loaders"]) for notes in found]
+            state = next(filter(None, states), None)
+            if state is None:
+                lost.append(f"rank {rank}")
+                with seeded(mix(section["seed"], rank, restart.epoch, batches)):
+                    state = {**ranks[rank], "random": record_random_state()}
+            ranks[rank] = state
+        if lost:
             rank_zero_warn(
-                f"{os.fspath(path)} has no random states of {listed(f'rank {rank}' for rank in sorted(seeded))}, whose "
-                "host has left none: they start from states that follow from seed, rank, epoch and position"
+                f"{os.fspath(path)} has no random states of {listed(lost)}, whose host has left none: they start from "
+                "states that follow from seed, rank, epoch and position"
             )
-
-
-def rescue_of(strategy: Any) -> Callable[[BaseException], object]:
-    """Return what a strategy does on a rank that ends because of another one."""
-    rescue: Rescue = strategy.rescue
-    return rescue.save
 
 
 def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
@@ -421,8 +391,8 @@ def _state_in(
     notes: Mapping[str, Any], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Return the state of a rank at a restart, from its notes, the newest first; ``None`` where these have none."""
-    moment = {"batch_end": Moment.WINDOW, "validation": Moment.VALIDATION}.get(restart.at, Moment.VALIDATED)
-    latest = Moment.EPOCH if restart.has_started else moment
+    moment = {"batch_end": Kind.WINDOW, "validation": Kind.VALIDATION}.get(restart.at, Kind.VALIDATED)
+    latest = Kind.EPOCH if restart.has_started else moment
     states = [random for done, when, random in notes.get("random", ()) if done == batches and when <= latest]
     starts = next((starts for epoch, starts in notes.get("loaders", ()) if epoch == restart.epoch), None)
     if not states or (loaders and starts is None):
@@ -446,11 +416,10 @@ def forget_missing_files(state: dict[str, Any], mode: str) -> None:
 
     best = {path: score for path, score in state.get("best_k_models", {}).items() if not is_missing(path)}
     if len(best) < len(state.get("best_k_models", {})):
-        ordered = sorted(best, key=lambda path: float(best[path]), reverse=mode == "max") or [""]
-        state["best_k_models"] = best
-        state["best_model_path"], state["kth_best_model_path"] = ordered[0], ordered[-1]
-        state["best_model_score"] = best.get(ordered[0])
-        state["kth_value"] = best.get(ordered[-1], torch.tensor(float("inf" if mode == "min" else "-inf")))
+        choose = min if mode == "min" else max
+        state["best_k_models"] = best  # the callback finds the worst one when it has as many as it keeps
+        state["best_model_path"] = choose(best, key=best.__getitem__, default="")
+        state["best_model_score"] = best.get(state["best_model_path"])
     for name in ("best_model_path", "last_model_path"):
         if is_missing(state.get(name, "")):
             state[name] = ""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
-from lightning_ddp_ext.checkpoint.rank_notes import Moment
+from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
@@ -271,14 +271,13 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_start(self) -> None:
         self._start()
-        self.rescue.on_train_start()
         self.data.training.resume.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
         self._start()
         self.data.training.record_random_state("validation")
-        self.rescue.note(Moment.VALIDATION)
+        self.rescue.note(Kind.VALIDATION)
 
     on_test_start = on_predict_start = _start
 
@@ -359,11 +358,8 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.rescue.before_backward()
-        with self.data.uneven.idle_layers():
-            loss = super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
-        self.rescue.after_backward()
-        return loss
+        with self.rescue.backward(), self.data.uneven.idle_layers():
+            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

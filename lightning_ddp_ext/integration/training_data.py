@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from lightning_ddp_ext.checkpoint.rank_notes import Moment
+from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
@@ -102,7 +102,7 @@ class TrainingData:
         for index, position in enumerate(positions_of(self._strategy.current_trainer)):
             position.start_epoch(epoch, done=resume.done, state=resume.states[index] if resume.states else None)
         self.record_random_state("epoch")
-        self._strategy.rescue.note(Moment.EPOCH)
+        self._strategy.rescue.note(Kind.EPOCH)
 
     def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
         if self.resume.is_over:
@@ -121,7 +121,7 @@ class TrainingData:
             self._strategy.stops.before_batch()
             self._timed_validation.before_batch(trainer)
             if progress.processed % accumulated == 0:
-                self._strategy.rescue.note(Moment.WINDOW)
+                self._strategy.rescue.note(Kind.WINDOW)
                 if accumulated > 1:
                     self.record_random_state("step")
             try:

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
-from lightning_ddp_ext.checkpoint.rank_notes import BUFFERS, RANDOM, RankNotes, open_notes, save_if_furthest
-from lightning_ddp_ext.data.random_state import record_random_state
-from lightning_ddp_ext.data.raw_random_state import RawRandomState, decode
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, open_notes, save_if_furthest
+from lightning_ddp_ext.data.random_state import RandomStateBytes, random_state_in, record_random_state
 
 pytestmark = pytest.mark.unit
 
@@ -27,25 +26,19 @@ def notes() -> RankNotes:
     return open_notes(lambda value: [value], 0)[0]
 
 
-def test_the_newest_notes_are_read(notes: RankNotes) -> None:
-    for batches in range(20):
-        notes.write(RANDOM, batches, 4, b"%d" % batches)
-    notes.write(BUFFERS, 3, 0, b"buffers")
-    assert [(note.batches, note.content) for note in notes.read(RANDOM)][:2] == [(19, b"19"), (18, b"18")]
-    assert len(notes.read(RANDOM)) == RANDOM.slots
-    assert [note.content for note in notes.read(BUFFERS)] == [b"buffers"]
-
-
-@pytest.mark.parametrize("cut", [1, 8, 20, 32, 36, 37])
-def test_a_note_that_was_cut_short_does_not_count(cut: int, notes: RankNotes) -> None:
+@pytest.mark.parametrize("cut", [1, 8, 20, 24, 28, 29, 999])
+def test_the_newest_notes_are_read_without_one_that_was_cut_short(cut: int, notes: RankNotes) -> None:
     """A kill leaves the beginning of the new note and the end of the old one."""
-    for batches in range(BUFFERS.slots):
-        notes.write(BUFFERS, batches, 0, b"older")
-    memory = notes._memory[BUFFERS.first]
+    for batches in range(8):
+        notes.write(Kind.BUFFERS, batches, b"older")
+        notes.write(Kind.WINDOW, batches, b"other")
+    memory = notes._memory[4 * Kind.BUFFERS]
     older = bytes(memory)
-    notes.write(BUFFERS, 9, 0, b"newer")
+    notes.write(Kind.BUFFERS, 9, b"newer")
     memory[cut:] = older[cut:]
-    assert [note.batches for note in notes.read(BUFFERS)] == [3, 2, 1]
+    newest = [(9, b"newer")] if cut == 999 else []
+    read = [(note.batches, note.content) for note in notes.read(Kind.BUFFERS)]
+    assert read == [*newest, (7, b"older"), (6, b"older"), (5, b"older")]
 
 
 def test_a_file_of_another_run_is_not_read(tmp_path: Path) -> None:
@@ -57,69 +50,54 @@ def test_a_file_of_another_run_is_not_read(tmp_path: Path) -> None:
     assert list(found) == [0]
 
 
-def test_no_file_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    notes = open_notes(lambda value: [value], 0)[0]
+    open_notes(lambda value: [value], 0)
     assert list(tmp_path.iterdir()) == []
-    notes.write(RANDOM, 1, 0, b"still written")
-    assert notes.read(RANDOM)[0].content == b"still written"
-
-
-def test_ranks_that_cannot_note_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(OSError, match=r"rank 0: .*No such file"):
         open_notes(lambda value: [value], 0)
 
 
 def test_random_states_are_those_that_the_libraries_tell() -> None:
-    raw, further = RawRandomState(), [torch.Generator(), np.random.default_rng(1)]
+    reader, further = RandomStateBytes(), [torch.Generator(), np.random.default_rng(1)]
     draws: list[Callable[[], Any]] = [random.random, np.random.randn, lambda: torch.rand(1), lambda: random.gauss(0, 1)]
     for draw in draws:
         draw()
-        assert str(decode(raw.read(further))) == str(record_random_state(further))
-        assert torch.equal(decode(raw.read())[0][1], torch.get_rng_state())
+        assert str(random_state_in(reader.read(further))) == str(record_random_state(further))
+        assert torch.equal(random_state_in(reader.read())[0][1], torch.get_rng_state())
 
 
-def test_buffers_are_put_back() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
-    buffers = NotedBuffers(module)
-    module(torch.rand(4, 3))
-    noted, expected = buffers.read(even_if_same=True), {k: v.clone() for k, v in module.state_dict().items()}
-    assert buffers.read(even_if_same=False) == b""
-    module(torch.rand(4, 3))
-    assert buffers.read(even_if_same=False) not in (b"", noted)
-    assert buffers.restore(noted)
-    torch.testing.assert_close(module.state_dict(), expected, rtol=0, atol=0)
-
-
-def test_a_big_buffer_is_noted_once_it_has_changed() -> None:
+def test_buffers_are_put_back_and_a_big_one_is_noted_once_it_has_changed() -> None:
     module = nn.Module()
+    module.register_buffer("few", torch.ones(2))
     module.register_buffer("mask", torch.zeros(1 << 19))
     buffers = NotedBuffers(module)
-    assert buffers.read(even_if_same=True) == b""
-    assert buffers.restore(b"")
+    assert buffers.read(even_if_same=False) == b""
+    assert buffers.restore(buffers.read(even_if_same=True))
     module.mask += 1
     assert not buffers.restore(b"")
     noted = buffers.read(even_if_same=False)
     module.mask += 1
+    module.few += 1
     assert buffers.restore(noted)
-    assert module.mask.unique().tolist() == [1.0]
+    assert (module.mask.unique().tolist(), module.few.tolist()) == ([1.0], [1.0, 1.0])
 
 
 def test_who_is_further_saves(tmp_path: Path) -> None:
     path, saves = str(tmp_path / "it.ckpt"), []
     for run, batches, rank in (("a", 4, 1), ("a", 4, 2), ("a", 3, 3), ("a", 5, 4), ("b", 1, 5)):
-        save_if_furthest(path, run, batches, lambda is_it, rank=rank: saves.append((rank, is_it)), 1)
-    assert saves == [(1, True), (2, False), (3, False), (4, True), (5, True)]
+        save_if_furthest(path, run, batches, lambda rank=rank: saves.append(rank), 1)
+    assert saves == [1, 4, 5]
 
 
 def test_a_failed_save_leaves_it_to_the_next_one_and_a_held_lock_is_not_waited_for_without_end(tmp_path: Path) -> None:
     path = str(tmp_path / "it.ckpt")
     with pytest.raises(ZeroDivisionError):
-        save_if_furthest(path, "a", 4, lambda is_it: 1 / 0, 1)
+        save_if_furthest(path, "a", 4, lambda: 1 / 0, 1)
     is_held, may_end = threading.Event(), threading.Event()
 
-    def hold(is_it: bool) -> None:
+    def hold() -> None:
         is_held.set()
         may_end.wait()
 
@@ -127,6 +105,6 @@ def test_a_failed_save_leaves_it_to_the_next_one_and_a_held_lock_is_not_waited_f
     holder.start()
     is_held.wait()
     with pytest.raises(TimeoutError, match="save_deadline"):
-        save_if_furthest(path, "a", 5, lambda is_it: None, 0.01)
+        save_if_furthest(path, "a", 5, lambda: None, 0.01)
     may_end.set()
     holder.join()

@@ -45,7 +45,7 @@ class Kill:
     by: str = "kill"
 
     def strike(self) -> None:
-        if self.by == "exception":
+        if self.by == "error":
             raise ValueError("this rank fails")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -143,74 +143,50 @@ class Steps(L.Callback):
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
     """Train from the newest checkpoint on, with another seed, and return what the model holds at the end."""
-    is_first = not any(directory.glob("*.ckpt"))
-    L.seed_everything(7 if is_first else 8 + rank, verbose=False)
+    L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
     net = (plan.kind or Net)()
     kill = plan.kill
     callbacks: list[L.Callback] = [Steps(directory / f"{rank}.steps")]
     if kill is not None and rank in kill.ranks and hasattr(L.Callback, kill.moment):
         callbacks.append(At(kill.moment, lambda trainer: kill.strike(), earlier=kill.earlier))
-    if kill is not None and rank in kill.ranks and kill.moment == "step":
-        net.strike_at = kill
     io = StruckIO(plan, rank, directory)
     chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
     strategy = make_strategy("ours", directory, rank=rank, world_size=world_size, checkpoint_io=io, **chosen)
-    own = [make(directory) for make in plan.trainer.get("callbacks", ())]
+    saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
     options = {
         "devices": world_size,
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
         **plan.trainer,
-        "callbacks": [*callbacks, *own, saver(directory)],
+        "callbacks": [*callbacks, *plan.trainer.get("callbacks", ()), saver],
     }
     trainer = make_trainer(strategy, **options)
     trainer.fit(net, ckpt_path="last")
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def saver(directory: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
-
-
 # What is not saved.
 
 
 class Twice(Net):
-    """Whose optimiser calls the closure several times a step; the rank ends in a later call."""
-
-    strike_at: Kill | None = None
+    """Whose optimiser calls the closure three times a step."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        self.calls = 1 if index != getattr(self, "index", None) else self.calls + 1
-        self.index = index
-        if self.strike_at is not None and index == 2 and self.calls == 2:
-            self.strike_at.strike()
-        return super().training_step(batch, index)
-
 
 class Manual(Net):
-    """Makes its steps itself; the rank ends between the two of a batch."""
+    """Makes two steps itself in each batch."""
 
-    strike_at: Kill | None = None
+    automatic_optimization = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, index: int) -> Tensor:
+    def training_step(self, batch: Batch, index: int) -> None:
         optimizer = self.optimizers()
-        for number in range(2):
-            loss = super().training_step(batch, index)
+        for _ in range(2):
             optimizer.zero_grad()
-            self.manual_backward(loss)
+            self.manual_backward(super().training_step(batch, index))
             optimizer.step()
-            if self.strike_at is not None and (index, number) == (2, 0):
-                self.strike_at.strike()
-        return loss
 
 
 class Sharded(Net):
@@ -225,34 +201,23 @@ class Sharded(Net):
 class Averaging(L.Callback):
     """Has other weights validated than are trained."""
 
-    def __init__(self, directory: Path) -> None:
-        self.kept: list[Tensor] = []
-
-    def on_validation_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._swap(module)
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._swap(module)
-
     @torch.no_grad()
-    def _swap(self, module: L.LightningModule) -> None:
-        others = self.kept or [torch.zeros_like(each) for each in module.parameters()]
-        self.kept = [each.clone() for each in module.parameters()]
-        for each, other in zip(module.parameters(), others, strict=True):
-            each.copy_(other)
+    def _swap(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        for each in module.parameters():
+            each.neg_()
+
+    on_validation_epoch_start = on_validation_epoch_end = _swap
 
 
-STEP = Kill("step")
-REFUSED = {
-    "several times a step": Plan(STEP, kind=Twice),
-    "manual optimisation": Plan(STEP, kind=Manual),
-    "shard of the optimiser's state": Plan(Kill("on_after_backward", 2), kind=Sharded),
-    "weight averaging": Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging]}),
-    "no step has been finished": Plan(Kill("on_before_backward")),
-    "no step has been finished since": Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2}),
-    "model_averaging_period": Plan(Kill("on_after_backward", 2), strategy={"model_averaging_period": 2}),
-    'resume_data="stock"': Plan(Kill("on_after_backward", 2), strategy={"resume_data": "stock"}),
-    "not on a file system with locks": Plan(
-        Kill("on_after_backward", 2), strategy={"rescue_checkpoint": "memory://run/it.ckpt"}
-    ),
-}
+THIRD = Kill("on_after_backward", 2)
+REFUSED = [
+    ("several times a step", Plan(Kill("on_after_backward", 7), kind=Twice)),
+    ("manual optimisation", Plan(Kill("on_after_backward", 5), kind=Manual)),
+    ("shard of the optimiser's state", Plan(THIRD, kind=Sharded)),
+    ("weight averaging", Plan(Kill("on_validation_batch_start", 1), trainer={"callbacks": [Averaging()]})),
+    ("no step has been finished", Plan(Kill("on_before_backward"))),
+    ("no step has been finished", Plan(Kill("on_sanity_check_end"), trainer={"num_sanity_val_steps": 2})),
+    ("model_averaging_period", Plan(THIRD, strategy={"model_averaging_period": 2})),
+    ('resume_data="stock"', Plan(THIRD, strategy={"resume_data": "stock"})),
+    ("not on a file system with locks", Plan(THIRD, strategy={"rescue_checkpoint": "memory://run/it.ckpt"})),
+]
