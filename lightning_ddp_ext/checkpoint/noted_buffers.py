@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _BIG = 1 << 20  # a buffer of more bytes, such as a mask, is noted only once it has changed
 
@@ -26,15 +27,12 @@ class NotedBuffers:
         ]
         self._first = self._last = self._versions()
 
-    def _buffer(self, index: int) -> Tensor:
-        owner, name = self._owners[index]
-        buffer = owner[name]
-        assert buffer is not None
-        return buffer
+    @property
+    def _buffers(self) -> list[Any]:
+        return [owner[name] for owner, name in self._owners]
 
     def _versions(self) -> list[int]:
-        buffers = [owner[name] for owner, name in self._owners]
-        return [0 if buffer is None or buffer.is_inference() else buffer._version for buffer in buffers]
+        return [0 if each is None or each.is_inference() else each._version for each in self._buffers]
 
     def read(self, *, even_if_same: bool) -> bytes:
         """Return the buffers; nothing if nothing has changed.
@@ -46,11 +44,12 @@ class NotedBuffers:
         is_same, self._last = versions == self._last, versions
         if is_same and not even_if_same:
             return b""
-        pairs = enumerate(zip(versions, self._first, strict=True))
-        chosen = [index for index, (now, first) in pairs if now != first or self._buffer(index).nbytes <= _BIG]
+        buffers = self._buffers
+        has_changed = [now != first for now, first in zip(versions, self._first, strict=True)]
+        chosen = [index for index, each in enumerate(buffers) if has_changed[index] or each.nbytes <= _BIG]
         if not chosen:
             return b""
-        memory = torch.cat([self._buffer(index).detach().reshape(-1).view(torch.uint8) for index in chosen])
+        memory = torch.cat([buffers[index].detach().reshape(-1).view(torch.uint8) for index in chosen])
         return pickle.dumps((chosen, memory.cpu().numpy().tobytes()))
 
     def restore(self, content: bytes) -> bool:
@@ -58,7 +57,7 @@ class NotedBuffers:
         chosen, memory = pickle.loads(content) if content else ([], b"")
         begin = 0
         for index in chosen:
-            buffer = self._buffer(index)
+            buffer = self._buffers[index]
             noted = torch.frombuffer(bytearray(memory[begin : begin + buffer.nbytes]), dtype=buffer.dtype)
             buffer.copy_(noted.reshape(buffer.shape))
             begin += buffer.nbytes

@@ -16,7 +16,6 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TextIO
@@ -128,35 +127,31 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     Raises:
         OSError: a rank cannot make its file; on all ranks.
     """
-    mark, error = secrets.token_bytes(16), ""
-    descriptor, path = -1, ""
+    path, error, own = "", "", -1
     try:
-        descriptor, path = tempfile.mkstemp(prefix="ddpx-notes-")
-        os.pwrite(descriptor, mark, 0)
+        path = os.path.join(tempfile.gettempdir(), f"ddpx-notes-{secrets.token_hex(16)}")
+        own = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as reason:
-        error = str(reason)
-    told = gather((path, mark, error))
-    others = {other: _open(path, mark) for other, (path, mark, _) in enumerate(told) if other != rank}
+        error = f"rank {rank}: {reason}"
+    paths, errors = zip(*gather((path, error)), strict=True)
+    found = {other: own if other == rank else _open(path) for other, path in enumerate(paths)}
     gather(None)  # all have opened what they can
-    if path:
+    if own >= 0:
         os.unlink(path)
-    descriptors = {other: found for other, found in {**others, rank: descriptor}.items() if found >= 0}
-    errors = [f"rank {other}: {error}" for other, (_, _, error) in enumerate(told) if error]
-    if errors:
-        for each in descriptors.values():
-            os.close(each)
-        raise OSError("; ".join(errors))
-    return {other: RankNotes(found) for other, found in sorted(descriptors.items())}
+    notes = {other: RankNotes(descriptor) for other, descriptor in found.items() if descriptor >= 0}
+    if any(errors):
+        for each in notes.values():
+            each.close()
+        raise OSError("; ".join(filter(None, errors)))
+    return notes
 
 
-def _open(path: str, mark: bytes) -> int:
+def _open(path: str) -> int:
     """Open the notes of another rank; -1 where they are on another host, or in another container."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if os.pread(descriptor, len(mark), 0) == mark:
-            return descriptor
-        os.close(descriptor)
-    return -1
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return -1
 
 
 # Who saves.

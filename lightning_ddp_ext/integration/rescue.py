@@ -38,6 +38,8 @@ from .resume import KEY, positions_of, shared_state, training_generators
 
 # What may have happened to a rank: the others are then in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
+_RANDOM = [kind for kind in Kind if kind <= Kind.WINDOW]
+_Read = tuple[int, int, Any]  # a note's kind, its batches or epoch, and its content in plain values and tensors
 
 
 class Refused(Exception):
@@ -124,7 +126,7 @@ class Rescue:
         self._close()
         if trainer is None or trainer.ckpt_path is None or not trainer.is_global_zero:
             return
-        if trainer.state.status != TrainerStatus.INTERRUPTED and locate(self._path).local is not None:
+        if trainer.state.status != TrainerStatus.INTERRUPTED:
             for path in (self._path, lock_of(self._path), *_paths_of_hosts(self._path)):
                 Path(path).unlink(missing_ok=True)
 
@@ -338,16 +340,13 @@ class Rescue:
             raise Refused(f"the order in which rank {states.index(None)} reads its samples is not known on this host")
         return [state or shared for state in states]
 
-    def _read_notes(self, rank: int) -> dict[str, Any]:
-        """Return the notes of a rank in plain values and tensors; empty for one of another host."""
-        notes = self._notes.get(rank)
-        if notes is None:
-            return {}
-        random = notes.read(*(kind for kind in Kind if kind <= Kind.WINDOW))
-        return {
-            "random": [(each.batches, int(each.kind), random_state_in(each.content)) for each in random],
-            "loaders": [(each.batches, pickle.loads(each.content)) for each in notes.read(Kind.LOADERS)],
-        }
+    def _read_notes(self, rank: int) -> list[_Read]:
+        """Return the notes of a rank, the newest first; none of a rank of another host."""
+        notes = self._notes[rank].read(*_RANDOM, Kind.LOADERS) if rank in self._notes else []
+        values = [
+            random_state_in(each.content) if each.kind in _RANDOM else pickle.loads(each.content) for each in notes
+        ]
+        return [(int(each.kind), each.batches, value) for each, value in zip(notes, values, strict=True)]
 
     # Several hosts: the survivors of each one leave the notes of its ranks beside the checkpoint.
 
@@ -365,7 +364,7 @@ class Rescue:
         left = [torch.load(each, weights_only=True) for each in _paths_of_hosts(os.fspath(path))]
         lost = []
         for rank in [rank for rank, state in enumerate(ranks) if state["random"] is None]:
-            found = [each["ranks"].get(rank, {}) for each in left if each["run"] == section["rescued"]["run"]]
+            found = [each["ranks"].get(rank, []) for each in left if each["run"] == section["rescued"]["run"]]
             states = [_state_in(notes, restart, batches, ranks[rank]["loaders"]) for notes in found]
             state = next(filter(None, states), None)
             if state is None:
@@ -388,19 +387,20 @@ def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
 
 
 def _state_in(
-    notes: Mapping[str, Any], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
+    notes: Sequence[_Read], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Return the state of a rank at a restart, from its notes, the newest first; ``None`` where these have none."""
     moment = {"batch_end": Kind.WINDOW, "validation": Kind.VALIDATION}.get(restart.at, Kind.VALIDATED)
     latest = Kind.EPOCH if restart.has_started else moment
-    states = [random for done, when, random in notes.get("random", ()) if done == batches and when <= latest]
-    starts = next((starts for epoch, starts in notes.get("loaders", ()) if epoch == restart.epoch), None)
-    if not states or (loaders and starts is None):
+    random = next((state for kind, done, state in notes if kind <= latest and done == batches), None)
+    starts = next((starts for kind, epoch, starts in notes if kind == Kind.LOADERS and epoch == restart.epoch), None)
+    if random is None or (loaders and starts is None):
         return None
-    own = []
-    for loader, started in zip(loaders, starts or (), strict=False):
-        own.append({**loader, "random": dict(started).get(loader["number"], [])})
-    return {"random": states[0], "loaders": own}
+    pairs = zip(loaders, starts or (), strict=False)
+    return {
+        "random": random,
+        "loaders": [{**loader, "random": dict(started).get(loader["number"], [])} for loader, started in pairs],
+    }
 
 
 def _paths_of_hosts(path: str) -> list[str]:

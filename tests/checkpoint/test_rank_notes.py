@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -39,15 +38,6 @@ def test_the_newest_notes_are_read_without_one_that_was_cut_short(cut: int, note
     newest = [(9, b"newer")] if cut == 999 else []
     read = [(note.batches, note.content) for note in notes.read(Kind.BUFFERS)]
     assert read == [*newest, (7, b"older"), (6, b"older"), (5, b"older")]
-
-
-def test_a_file_of_another_run_is_not_read(tmp_path: Path) -> None:
-    """It may have the path that a rank of another host has told."""
-    other = tmp_path / "other"
-    other.write_bytes(os.urandom(64))
-    told = [("", b"", ""), (str(other), b"mark of this run", "")]
-    found = open_notes(lambda value: [value, told[1]] if value else [None], 0)
-    assert list(found) == [0]
 
 
 def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
