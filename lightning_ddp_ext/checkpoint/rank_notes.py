@@ -129,7 +129,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     """
     path, error, own = "", "", -1
     try:
-        path = os.path.join(tempfile.gettempdir(), f"ddpx-notes-{secrets.token_hex(16)}")
+        path = os.path.join(tempfile.gettempdir(), f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
         own = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as reason:
         error = f"rank {rank}: {reason}"

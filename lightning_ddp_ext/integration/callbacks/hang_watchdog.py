@@ -83,8 +83,9 @@ class HangWatchdog(pl.Callback):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._leave()
-        while self._variables:
-            os.environ.pop(self._variables.popitem()[0], None)
+        for name in self._variables:
+            os.environ.pop(name, None)
+        self._variables = {}
         if debugged_rank(trainer) is not None:
             rank_zero_info("HangWatchdog is off while a rank is debugged")
             return
