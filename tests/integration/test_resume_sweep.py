@@ -10,7 +10,6 @@ import itertools
 import os
 import pickle
 import random
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 
 from tests.harness.outcomes import stories
 from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed
 from tests.integration.continuing import Step
 from tests.integration.sweeping import FACTORS, SIGNALS, Case, Half, Played, play_all
 
@@ -53,11 +53,7 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
         case for case in cases if case.workers == "none" or (len(case.kinds) * case.sizes[0] < 3 and case.again == "no")
     ]
     tried = {case: pairs_of(case) for case in pool}
-    chosen, missing = [], set[frozenset[tuple[str, str]]]().union(*tried.values())
-    while missing:
-        chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / (case.sizes[0] + 2)))
-        missing -= tried[chosen[-1]]
-    return chosen
+    return greedy_cover(tried, lambda case: case.sizes[0] + 2)
 
 
 def play_halves(halves: Sequence[Half], ranks: int, directory: Path) -> list[list[Played]]:
@@ -142,19 +138,13 @@ def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Playe
     return "" if len({len(played.after) for played in afters}) == 1 else "ranks do other numbers of steps"
 
 
-def expect_nothing_wrong(cases: Iterable[Case], directory: Path) -> None:
-    wrong = play(cases, directory)
-    texts = [f"{REPEAT.format(case)}\n    {text}" for case, text in wrong.items()]
-    assert not texts, f"{len(texts)} cases:\n" + "\n".join(texts)
-
-
 @pytest.mark.parametrize("ranks", ["1", "2", "other"])
 def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
     """Each pair of ways to read, to stop and to go on: same batches, same weights to the last bit."""
     given = os.environ.get("SWEEP")
     cases = [Case.parse(text) for text in given.split(";")] if given else pairwise_cover()
     expect_nothing_wrong(
-        [case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path
+        play([case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path), REPEAT
     )
 
 
@@ -162,8 +152,8 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn from all levels of all factors."""
-    seed, count = int(os.environ.get("SWEEP_SEED", time.time_ns() // 10**6)), int(os.environ.get("SWEEP_COUNT", 60))
-    with capsys.disabled():
-        print(f"\nSWEEP_SEED={seed} SWEEP_COUNT={count}")
+    seed, count = new_seed(capsys, 60)
     chance = random.Random(seed)
-    expect_nothing_wrong(itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count), tmp_path)
+    expect_nothing_wrong(
+        play(itertools.islice(filter(None, (drawn(chance) for _ in itertools.count())), count), tmp_path), REPEAT
+    )

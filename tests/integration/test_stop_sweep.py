@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.harness.outcomes import stories
 from tests.harness.ranks import by_hand_env, launch_ranks
+from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed
 from tests.integration.stop_sweeping import EVALUATIONS, HOOKS, KINDS, SIGNALS, Case, play_all
 
 # Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
@@ -57,11 +57,7 @@ def cover(seed: int = 0) -> list[Case]:
 
     cases = [case for _ in range(4000) if (case := drawn(chance)).kind not in NIGHTLY]
     tried = {case: tried_by(case) for case in cases}
-    chosen, missing = [], set[tuple[object, ...]]().union(*tried.values())
-    while missing:
-        chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / case.ranks))
-        missing -= tried[chosen[-1]]
-    return chosen
+    return greedy_cover(tried, lambda case: case.ranks)
 
 
 def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
@@ -85,29 +81,21 @@ def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
     return {case: text for case, text in found.items() if text}
 
 
-def expect_nothing_wrong(cases: Iterable[Case], directory: Path) -> None:
-    wrong = play(cases, directory)
-    texts = [f"{REPEAT.format(case)}\n    {text}" for case, text in wrong.items()]
-    assert not texts, f"{len(texts)} cases:\n" + "\n".join(texts)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(ranks: int, tmp_path: Path) -> None:
     """Same steps, same validations, same weights, and no rank that another one waits for."""
     given = os.environ.get("SWEEP")
     cases = [Case.parse(text) for text in given.split(";")] if given else cover()
-    expect_nothing_wrong([case for case in cases if case.ranks == ranks], tmp_path)
+    expect_nothing_wrong(play([case for case in cases if case.ranks == ranks], tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Drawn from all hooks, callbacks and signals."""
-    seed, count = int(os.environ.get("SWEEP_SEED", time.time_ns() // 10**6)), int(os.environ.get("SWEEP_COUNT", 300))
-    with capsys.disabled():
-        print(f"\nSWEEP_SEED={seed} SWEEP_COUNT={count}")
+    seed, count = new_seed(capsys, 300)
     chance = random.Random(seed)
-    expect_nothing_wrong([drawn(chance) for _ in range(count)], tmp_path)
+    expect_nothing_wrong(play([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
