@@ -25,6 +25,8 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "hook=module.on_train_batch_end kind=swa earlier=3 ranks=1": lambda case: case.kind == "swa",
     # Lightning's callback unfreezes the backbone when an epoch starts, and so not in one that is resumed in its middle.
     "hook=callback.on_train_batch_start kind=finetuning earlier=3 ranks=1": lambda case: case.kind == "finetuning",
+    # Lightning's callback sets the accumulation when an epoch starts, and so not in one that is resumed in its middle.
+    "hook=module.on_train_batch_end kind=accumulation earlier=4 ranks=1": lambda case: case.kind == "accumulation",
 }
 # Callbacks that the daily cover leaves to the nightly sweep: they do nearly what others do.
 NIGHTLY = ("saves", "save_steps", "average", "summary", "lambda", "rich", "devices", "lr_monitor")
