@@ -1,13 +1,18 @@
-"""What sweeps have in common: a cover of few cases, a seed that is new each time, and how a failing case is told."""
+"""What sweeps have in common: a cover of few cases, a new seed each time, playing cases, and telling failures."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from tests.harness.outcomes import stories
+from tests.harness.ranks import by_hand_env, launch_ranks
 
 C = TypeVar("C")
 
@@ -19,6 +24,42 @@ def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> lis
         chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / cost(case)))
         missing -= tried[chosen[-1]]
     return chosen
+
+
+def play_cases(
+    play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks: int, directory: Path
+) -> list[list[Any] | str]:
+    """Play cases one after another on the same ranks, on each by ``play(case, rank, ranks, place)``.
+
+    Returns what each rank returned, by case. A case that ends its processes has instead the story of their ends, and
+    does not end the cases after it.
+    """
+    found: list[list[Any] | str] = []
+    while len(found) < len(cases):
+        place, left = directory / f"{ranks}-{len(found)}", cases[len(found) :]
+        place.mkdir(parents=True)
+        try:
+            env, limit = by_hand_env(ranks), 60.0 + 60.0 * len(left)
+            story = stories(launch_ranks(_play_each, ranks, play, left, place, env=env, time_limit=limit))
+        except AssertionError as error:  # at the time limit
+            story = str(error)
+        for number in range(len(left)):
+            files = [place / str(number) / f"{rank}.played" for rank in range(ranks)]
+            if not all(path.exists() for path in files):
+                found.append(f"ends its processes:\n{story}")
+                break
+            found.append([pickle.loads(path.read_bytes()) for path in files])
+    return found
+
+
+def _play_each(
+    rank: int, ranks: int, play: Callable[[C, int, int, Path], Any], cases: Sequence[C], directory: Path
+) -> None:
+    """Write each result down, as a later case may end this process."""
+    for number, case in enumerate(cases):
+        place = directory / str(number)
+        place.mkdir(exist_ok=True)
+        (place / f"{rank}.played").write_bytes(pickle.dumps(play(case, rank, ranks, place)))
 
 
 def new_seed(capsys: pytest.CaptureFixture[str], count: int) -> tuple[int, int]:

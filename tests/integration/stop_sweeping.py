@@ -182,9 +182,21 @@ def made(case: Case, place: Path) -> Any:
     return callbacks.OnExceptionCheckpoint(place) if case.kind == "on_exception" else KINDS[case.kind]()
 
 
-def play(case: Case, rank: int, directory: Path, wholes: dict[str, Any]) -> str:
+wholes: dict[str, Any] = {}  # by callback: the run of these ranks that gets no signal
+
+
+def play(case: Case, rank: int, ranks: int, place: Path) -> str:
     """What is wrong with a case on this rank; empty: nothing."""
-    place, status = directory / str(case), 128 + signal.Signals[case.signal]
+    try:
+        return stop_and_resume(case, rank, place)
+    except RankFailedError:
+        raise  # no case can be played with the other ranks
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def stop_and_resume(case: Case, rank: int, place: Path) -> str:
+    directory, status = place.parent, 128 + signal.Signals[case.signal]
     is_saved = isinstance(KINDS[case.kind](), callbacks.Checkpoint)
     options: dict[str, Any] = {
         "max_epochs": 2,
@@ -236,16 +248,3 @@ def evaluate(
     if case.ranks > 1:
         dist.barrier()
     return "" if ended in (status, None) and not list(place.rglob("*preempted*")) else f"ends with {ended}"
-
-
-def play_all(rank: int, ranks: int, directory: Path, cases: Sequence[Case]) -> None:
-    """Play cases one after another, and write down each result, as a later case may end this process."""
-    wholes: dict[str, Any] = {}
-    for case in cases:
-        try:
-            text = play(case, rank, directory, wholes)
-        except RankFailedError:
-            raise  # no case can be played with the other ranks
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-        (directory / f"{case}.{rank}.played").write_text(text)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -379,7 +378,8 @@ def last_epoch(run: Run) -> list[str]:
     return names[ends[-2] + 1 :]
 
 
-def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Played:
+def play_half(half: Half, rank: int, ranks: int, place: Path) -> Played:
+    case, path = half
     training, length = training_of(case, rank, ranks, place), case.length(ranks)
     try:
         if path is not None:
@@ -399,11 +399,3 @@ def play(case: Case, rank: int, ranks: int, place: Path, path: str | None) -> Pl
         return Played("; ".join(filter(None, texts)), "", path, whole.steps, before)
     except (ResumeError, RankFailedError) as error:  # of the first rank that refuses, and of the others because of it
         return Played(refused=str(error))
-
-
-def play_all(rank: int, ranks: int, directory: Path, halves: Sequence[Half]) -> None:
-    """Play cases one after another, and write down each result, as a later case may end this process."""
-    for number, (case, path) in enumerate(halves):
-        place = directory / str(number)
-        place.mkdir(exist_ok=True)
-        (place / f"{rank}.played").write_bytes(pickle.dumps(play(case, rank, ranks, place, path)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.outcomes import stories
-from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed
+from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed, play_cases
 from tests.integration.continuing import Step
-from tests.integration.sweeping import FACTORS, SIGNALS, Case, Half, Played, play_all
+from tests.integration.sweeping import FACTORS, INJECTED, SIGNALS, WITH_RANKS, Case, Half, Played, play_half
 
 # Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
 NIGHTLY = {"dict", "max_size_cycle", "first", "3", "fresh"}
+FAMILIES = {**dict.fromkeys(INJECTED, "injected"), **dict.fromkeys(WITH_RANKS, "shares out"), "sized": "stream"}
 REPEAT = "SWEEP='{}' .venv/bin/python -m pytest tests/integration/test_resume_sweep.py -k equals"
 
 
@@ -38,9 +36,14 @@ def ranks_of(case: Case) -> str:
 
 
 def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """The pairs of levels that a case tries; on other ranks, where less is compared, only those with that level."""
+    """The pairs of levels that a case tries; on other ranks, where less is compared, only those with that level.
+
+    Samplers of one family are the same to all factors but the ranks, which share out what they yield.
+    """
     levels = {*{**vars(case), "ranks": ranks_of(case), "again": str(case.again != "no")}.items(), ("stop", case.again)}
-    pairs = {frozenset(pair) for pair in itertools.combinations(levels - {("stop", "no")}, 2)}
+    family = {*levels - {("sampler", case.sampler)}, ("sampler", FAMILIES.get(case.sampler, case.sampler))}
+    pairs = {frozenset(pair) for pair in itertools.combinations(family - {("stop", "no")}, 2)}
+    pairs.add(frozenset({("sampler", case.sampler), ("ranks", ranks_of(case))}))
     return pairs if case.stays else {pair for pair in pairs if ("ranks", "other") in pair}
 
 
@@ -57,23 +60,9 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
 
 
 def play_halves(halves: Sequence[Half], ranks: int, directory: Path) -> list[list[Played]]:
-    """What each rank has seen of each half of a case; one that ends its processes does not end the others."""
-    found: list[list[Played]] = []
-    while len(found) < len(halves):
-        place, left = directory / f"{ranks}-{len(found)}", halves[len(found) :]
-        place.mkdir(parents=True)
-        try:
-            env, limit = by_hand_env(ranks), 60.0 + 60.0 * len(left)
-            story = stories(launch_ranks(play_all, ranks, place, left, env=env, time_limit=limit))
-        except AssertionError as error:  # at the time limit
-            story = str(error)
-        for number in range(len(left)):
-            files = [place / str(number) / f"{rank}.played" for rank in range(ranks)]
-            if not all(path.exists() for path in files):
-                found.append([Played(f"ends its processes:\n{story}")])
-                break
-            found.append([pickle.loads(path.read_bytes()) for path in files])
-    return found
+    """What each rank has seen of each half of a case."""
+    found = play_cases(play_half, halves, ranks, directory)
+    return [[Played(each)] if isinstance(each, str) else each for each in found]
 
 
 def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:

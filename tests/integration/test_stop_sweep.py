@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.outcomes import stories
-from tests.harness.ranks import by_hand_env, launch_ranks
-from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed
-from tests.integration.stop_sweeping import EVALUATIONS, HOOKS, KINDS, SIGNALS, Case, play_all
+from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed, play_cases
+from tests.integration.stop_sweeping import EVALUATIONS, HOOKS, KINDS, SIGNALS, Case, play
 
 # Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
 KNOWN: dict[str, Callable[[Case], bool]] = {
@@ -50,36 +48,29 @@ def drawn(chance: random.Random) -> Case:
 
 
 def cover(seed: int = 0) -> list[Case]:
-    """Cases that try each hook, and each callback, signal and number of ranks in each phase, found greedily."""
+    """Cases that try each hook, and each callback, signal and number of ranks in each phase, found greedily.
+
+    A module's hook and that of a callback count as one, and so do those of the three evaluations.
+    """
     chance = random.Random(seed)
 
     def tried_by(case: Case) -> set[tuple[object, ...]]:
         levels = ("kind", case.kind), ("signal", case.signal), ("ranks", case.ranks)
-        return {(case.function, case.hook), *((case.function == "fit", case.phase, *level) for level in levels)}
+        is_fit, name = case.function == "fit", case.hook.partition(".")[2]
+        return {(is_fit, name), (case.function, case.phase), *((is_fit, case.phase, *level) for level in levels)}
 
     cases = [case for _ in range(4000) if (case := drawn(chance)).kind not in NIGHTLY]
     tried = {case: tried_by(case) for case in cases}
     return greedy_cover(tried, lambda case: case.ranks)
 
 
-def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
-    """Play cases, many to a process; by case, what is wrong. One that ends its processes does not end the others."""
+def play_all(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
+    """Play cases; by case, what is wrong."""
     found, ordered = dict[Case, str](), list(cases)
     for ranks in (1, 2):
-        left = [case for case in ordered if case.ranks == ranks]
-        while left:
-            place = directory / f"{ranks}-{len(left)}"
-            place.mkdir()
-            try:
-                env, limit = by_hand_env(ranks), 60.0 + 10.0 * len(left)
-                story = stories(launch_ranks(play_all, ranks, place, left, env=env, time_limit=limit))
-            except AssertionError as error:  # at the time limit
-                story = str(error)
-            texts = [""] * ranks
-            while left and len(texts) == ranks:
-                case = left.pop(0)
-                texts = [path.read_text() for path in place.glob(f"{case}.*.played")]
-                found[case] = max(texts, key=len) if len(texts) == ranks else f"ends its processes:\n{story}"
+        chosen = [case for case in ordered if case.ranks == ranks]
+        for case, texts in zip(chosen, play_cases(play, chosen, ranks, directory), strict=True):
+            found[case] = texts if isinstance(texts, str) else max(texts, key=len)
     return {case: text for case, text in found.items() if text}
 
 
@@ -88,7 +79,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(ranks: int, tmp_path: Path
     """Same steps, same validations, same weights, and no rank that another one waits for."""
     given = os.environ.get("SWEEP")
     cases = [Case.parse(text) for text in given.split(";")] if given else cover()
-    expect_nothing_wrong(play([case for case in cases if case.ranks == ranks], tmp_path), REPEAT)
+    expect_nothing_wrong(play_all([case for case in cases if case.ranks == ranks], tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
@@ -97,11 +88,11 @@ def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFix
     """Drawn from all hooks, callbacks and signals."""
     seed, count = new_seed(capsys, 300)
     chance = random.Random(seed)
-    expect_nothing_wrong(play([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
+    expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", KNOWN)
 def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
     """Else its line of ``KNOWN`` has to go."""
-    assert play([Case.parse(case)], tmp_path)
+    assert play_all([Case.parse(case)], tmp_path)
