@@ -1,4 +1,8 @@
-"""The run that faults happen to: what each of its ranks does, and how one of them comes to harm."""
+"""The run that faults happen to; as a script, ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
+
+Its weights count: how many steps have been made, and how often each sample has been seen. Each rank writes to
+``output`` in the directory of the run which process it is once it trains, and rank 0 which steps it has saved.
+"""
 
 from __future__ import annotations
 
@@ -6,125 +10,113 @@ import errno
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_ddp_ext import DDPExtStrategy, RankZeroCheckpoint, RankZeroCheckpointIO
-from tests.harness.ranks import hold
-from tests.harness.training import At, Net, make_trainer
+from tests.harness.training import make_trainer
 
-if TYPE_CHECKING:
-    from tests.faults.test_faults import Injection
-
-# What one rank can do to another one; the other kinds a rank does to itself.
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "interrupt": signal.SIGINT}
-# What of the strategy's limits is short, by the moment or the kind of a fault.
-LIMITS = {"begin": {"init_timeout": 15.0}, "stop": {"timeout": 10.0}, "cut": {"heartbeat_timeout": 8.0}}
-STATUS = 3  # of a rank that leaves by sys.exit
+STEPS = 16  # of an epoch
+BATCH = 2
+# Seconds; short, so that faults that only a limit ends do not take long.
+LIMITS: dict[str, Any] = {"timeout": 6.0, "heartbeat_timeout": 3.0, "save_deadline": 8.0}
+FAIL = signal.SIGUSR2  # has the training step raise
 
 
-class Fault:
-    """Does once what a plan says; files tell that it was done, and which steps have been saved."""
+class Counting(L.LightningModule):
+    """A model that counts, with 2 MB of gradients and validations."""
 
-    def __init__(self, plan: Injection | None, rank: int, directory: Path) -> None:
-        self.plan = plan if plan is not None and plan.striker == rank else None
-        self.directory = directory
-        self.earlier = 0
-
-    def at(self, moment: str) -> None:
-        """This rank comes to a moment."""
-        if self.plan is not None and moment == self.plan.moment:
-            if self.earlier == self.plan.number:
-                self.strike(self.plan)
-            self.earlier += 1
-
-    def strike(self, plan: Injection) -> None:
-        (self.directory / "struck").touch()
-        if plan.kind in SIGNALS:
-            os.kill(int((self.directory / f"{plan.culprit}.pid").read_text()), SIGNALS[plan.kind])
-        elif plan.kind == "vanish":
-            os._exit(0)
-        elif plan.kind == "exit":
-            sys.exit(STATUS)
-        elif plan.kind == "raise":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        elif plan.kind == "cut":
-            hold("cut")
-        else:
-            threading.Event().wait(1.0)
-
-    def callbacks(self) -> list[L.Callback]:
-        """Bring the fault to a hook, or to the midst of a backward pass, when other gradients are still to come."""
-        if self.plan is None:
-            return []
-        plan, moment = self.plan, self.plan.moment
-        if moment == "backward":
-            return [At("on_train_start", lambda trainer: self.register(trainer.lightning_module))]
-        is_hook = hasattr(L.Callback, moment)
-        return [At(moment, lambda trainer: self.strike(plan), earlier=plan.number)] if is_hook else []
-
-    def register(self, module: Any) -> None:
-        module.layers[3].weight.register_hook(lambda gradient: self.at("backward"))
-
-
-class StruckIO(RankZeroCheckpointIO):
-    """Brings the fault to the midst of writing, removing and reading."""
-
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, world_size: int) -> None:
         super().__init__()
-        self.fault = fault
+        self.world_size, self.fails = world_size, False
+        self.seen = nn.Parameter(torch.zeros(STEPS * BATCH * world_size))
+        self.steps = nn.Parameter(torch.zeros(500_000))
+
+    def on_train_start(self) -> None:
+        signal.signal(FAIL, lambda *_: setattr(self, "fails", True))
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.global_step == 5:
+            say(f"rank {self.global_rank} trains as process {os.getpid()}")
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
+        return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("seen", self.seen[batch].sum(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(len(self.seen)), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(range(7), batch_size=BATCH)  # type: ignore[arg-type]
+
+
+class TellingIO(RankZeroCheckpointIO):
+    """Says which step has been saved, or copied for a save in the background."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        write = os.write
-
-        def struck(descriptor: int, data: Any) -> int:
-            self.fault.at("writing")
-            return write(descriptor, data)
-
-        with patch.object(os, "write", struck):
-            super().save_checkpoint(checkpoint, path, storage_options)
-        (self.fault.directory / f"{checkpoint['global_step']}.saved").touch()
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        self.fault.at("removing")
-        super().remove_checkpoint(path)
-
-    def read(self, *args: Any, **kwargs: Any) -> Any:
-        self.fault.at("reading")
-        return super().read(*args, **kwargs)
+        super().save_checkpoint(checkpoint, path, storage_options)
+        say(f"step {checkpoint['global_step']} is saved")
 
 
-def train(
-    rank: int, world_size: int, plan: Injection | None, directory: Path, url: str, checkpoint: Path | None, keep: int
-) -> list[float]:
-    """One rank's part of the run, from the beginning or from a checkpoint, with another seed; its weights at the end.
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
-    There is a checkpoint every second step, of which ``keep`` are kept. The others do not wait long for a rank that
-    does not come, is stopped, or cannot be reached.
-    """
-    (directory / f"{rank}.pid").write_text(str(os.getpid()))
-    fault = Fault(plan, rank, directory)
-    fault.at("begin")
-    L.seed_everything(7 if checkpoint is None else 8, verbose=False)
-    net = Net()
-    options: dict[str, Any] = {"init_method": url, "rank": rank, "world_size": world_size}
-    if plan is not None:
-        options |= LIMITS.get("begin" if plan.is_unmet else plan.kind, {})
+
+def train(directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any) -> Counting:
+    """Train from the newest checkpoint on, and save each third step; return the model."""
+    L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
+    io = TellingIO(background=during == "background saves")
+    rescue = "last-rescued.ckpt" if during == "rescue" else None
+    saver = RankZeroCheckpoint(directory, "{step}", every_n_train_steps=3, save_last=True)
     trainer = make_trainer(
-        DDPExtStrategy(checkpoint_io=StruckIO(fault), **options),
-        devices=world_size,
-        max_epochs=3,
+        DDPExtStrategy(checkpoint_io=io, rescue_checkpoint=rescue, **LIMITS, **options),
+        devices=devices,
+        max_epochs=max_epochs,
         num_sanity_val_steps=0,
         enable_checkpointing=True,
-        callbacks=[
-            *fault.callbacks(),
-            RankZeroCheckpoint(directory, "{step}", every_n_train_steps=2, save_top_k=keep),
-        ],
+        callbacks=[saver],
     )
-    trainer.fit(net, ckpt_path=checkpoint, weights_only=False)
-    fault.at("after_fit")
-    return [float(number) for parameter in net.parameters() for number in parameter.detach().flatten()]
+    model = Counting(devices)
+    trainer.fit(model, ckpt_path="last")
+    return model
+
+
+def write_to(directory: Path) -> None:
+    """Have this process, and those that it starts, write to a file, which outlives all of them."""
+    output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output, stream.fileno())
+
+
+def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
+    """One of the ranks that a user starts one by one."""
+    write_to(directory)
+    train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
+
+
+def go_on(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
+    """The same command again, to the end of an epoch; how often samples have been seen, and the steps made."""
+    options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
+    model = train(directory, world_size, during, max_epochs, **options)
+    return model.seen.detach(), model.steps.detach()[::500].clone()
+
+
+def main(directory: str, world_size: str, start_method: str, during: str) -> None:
+    write_to(Path(directory))
+    train(Path(directory), int(world_size), during, start_method=start_method)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
