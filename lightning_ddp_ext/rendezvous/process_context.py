@@ -26,10 +26,11 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.run import start_run
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ class ProcessContext:
     @contextmanager
     def _forming(self) -> Iterator[None]:
         """While the block runs, the end of another rank also ends the wait for it in the store."""
-        with supervised_work(), self.groups.forming():
+        with start_run(), self.groups.forming():
             if self.peers.cause is not None:
                 raise self.peers.cause.to_error()
             yield
