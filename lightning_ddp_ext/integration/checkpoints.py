@@ -180,10 +180,10 @@ class Checkpoints:
 
         Where every rank raised one, that is so until it has been handled. After a stop all ranks still make them.
         """
-        trainer, context, run = self._trainer, current(), getattr(self._strategy, "run", None)  # of our strategy
+        trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return run is None or run.has_failed or context is None or context.is_broken
+        return stops is None or stops.run.has_failed or context is None or context.is_broken
 
     @property
     def is_handling_exception(self) -> bool:

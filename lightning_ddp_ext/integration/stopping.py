@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
-from lightning_ddp_ext.rendezvous.run import current_run
+from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
@@ -47,6 +47,7 @@ class StopController:
             minutes.
 
     Attributes:
+        run: the Trainer's current run, or its last one.
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
         resumed_from: the stop checkpoint that ``ckpt_path="last"`` stands for, if it does.
     """
@@ -55,6 +56,7 @@ class StopController:
         self._checkpoints = checkpoints
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
+        self.run = Run(is_outermost=False)
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
@@ -76,13 +78,13 @@ class StopController:
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Take over signals for a run of this Trainer; in a foreign process group they are left to Lightning."""
         context, self.stopped, self._trainer = current(), None, trainer
+        self.run = current_run() or Run(is_outermost=False)
         if context is None:
             return
         self._context = context
         self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
-        run = current_run()
-        if run is None or not run.is_outermost:
+        if not self.run.is_outermost:
             return  # set up by hand, or inside a hook of another Trainer, which stops
         self.detach()  # from a run that was not torn down
         self._stopping = context.component(GracefulStop)
@@ -108,10 +110,10 @@ class StopController:
         if self._trainer is None:
             return
         put_back_handlers(self._trainer)  # those of Lightning were installed after ours
+        has_failed, self.run.has_failed = self.run.has_failed, False
         if self._stopping is None:
             return
         self._signals.restore()
-        has_failed = self._trainer.strategy.run.has_failed
         if has_failed:
             defer_sigterm()
         self._stopping.end()

@@ -18,7 +18,6 @@ from lightning_ddp_ext.durations import to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
-from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
 from lightning_ddp_ext.world import World, read_world
 
@@ -182,7 +181,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics = BatchedMetrics(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self.rescue = Rescue(self, rescue_checkpoint)
-        self.run: Run | None = None  # of the current Trainer, or of the last one
         self._frozen: list[torch.nn.Parameter] = []
         self._replaced = ReplacedMethods()
 
@@ -260,7 +258,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self.run = current_run()
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
@@ -312,8 +309,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             self._replaced.put_back()
             self.rescue.end()
             self.stops.detach()
-            if self.run is not None:
-                self.run.has_failed = False  # every rank that gets here has handled its exception
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -25,7 +25,7 @@ class PeerFailure:
         rank: of this process.
         connections: to the others.
         timeouts: of the control channel.
-        abort: called with the first event, by the channel's thread, to wake the main thread.
+        abort: called after the first event, by the channel's thread, to wake the main thread.
 
     Attributes:
         rank: of this process.
@@ -37,9 +37,7 @@ class PeerFailure:
         has_raised: whether the main thread knows of the cause, and raises because of it.
     """
 
-    def __init__(
-        self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[PeerEvent], None]
-    ) -> None:
+    def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
         self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
         self.has_raised = False
@@ -116,7 +114,7 @@ class PeerFailure:
             self.channel.send("event", asdict(event))
         if is_first and not is_departure:
             self._end_later(event)
-            self._abort(event)
+            self._abort()
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
