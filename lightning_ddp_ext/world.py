@@ -74,11 +74,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place.
-
-    Attributes:
-        marker: set wherever the launcher is; then rank and world size must also be set.
-    """
+    """The variables in which a launcher tells a process its place."""
 
     source: str
     rank: str
@@ -86,7 +82,6 @@ class Launcher:
     local_rank: str
     local_world_size: str = ""
     node_rank: tuple[str, ...] = ()
-    marker: str = ""
 
 
 _PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -94,10 +89,10 @@ _MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_R
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 BY_HAND = Launcher("RANK, WORLD_SIZE and LOCAL_RANK", *_PLAIN, node_rank=("NODE_RANK", "GROUP_RANK"))
-TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",), marker="TORCHELASTIC_RUN_ID")
-OPEN_MPI = Launcher("Open MPI", *_MPI, marker="OMPI_COMM_WORLD_SIZE")
+TORCHRUN = Launcher("torchrun", *_PLAIN, node_rank=("GROUP_RANK",))
+OPEN_MPI = Launcher("Open MPI", *_MPI)
 HYDRA = Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
-SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",), marker="SLURM_NTASKS")
+SLURM = Launcher("SLURM", *_SLURM, node_rank=("SLURM_NODEID",))
 
 
 def read_world(
@@ -179,7 +174,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
     Raises:
         ConfigurationError: a variable that shows it is no integer.
     """
-    if TORCHRUN.marker in environ:
+    if "TORCHELASTIC_RUN_ID" in environ:
         return TORCHRUN
     if _known(environ, OPEN_MPI.world_size) not in (None, 1):
         return OPEN_MPI

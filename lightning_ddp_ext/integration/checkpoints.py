@@ -34,15 +34,10 @@ class Checkpoints:
     """What the ranks of a strategy do about checkpoints together; its ``checkpoint_io`` does the work.
 
     Every rank raises the errors.
-
-    Attributes:
-        has_ended_run: whether every rank ended the run, by a stop or by its teardown, so that collective calls have all
-            ranks again.
     """
 
     def __init__(self, strategy: pl.strategies.Strategy) -> None:
         self._strategy = strategy
-        self.has_ended_run = False
 
     # Writing.
 
@@ -181,14 +176,14 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the Trainer has ended with an exception: some ranks may never come to a collective then.
+        """Whether an exception ended the Trainer's run, so that some ranks may never make a collective call.
 
-        Where every rank raised one, that is so until it has been handled.
+        Where every rank raised one, that is so until it has been handled. After a stop all ranks still make them.
         """
-        trainer, context = self._trainer, current()
+        trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return not self.has_ended_run or context is None or context.is_broken
+        return stops is None or stops.run.has_failed or context is None or context.is_broken
 
     @property
     def is_handling_exception(self) -> bool:

@@ -108,7 +108,7 @@ class Rendezvous:
             context.component(Survey).limit_collectives()  # this and the next answer the other ranks from now on
             context.component(CommonEnd)
             if is_first:
-                size, where = request.world.world_size, f"{request.init_method}{request.endpoint.note()}"
+                size, where = request.world.world_size, request.init_method
                 rank_zero_info(f"process group: {request.backend}, {size} rank{'s' * (size > 1)}, {where}")
         if debugged is not None and debugged.rank == request.world.rank:
             wait_for_debugger(debugged.rank, debugged.port)
@@ -126,7 +126,7 @@ class Rendezvous:
             init_timeout=self._init_timeout,
             variables=variables_of(self._nccl, self._interface),
             versions=_versions(),
-            absence=started.scripts.failure if started is not None else lambda: None,
+            absence=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )
 

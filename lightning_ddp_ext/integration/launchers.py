@@ -26,7 +26,6 @@ from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_launc
 from lightning_ddp_ext.supervision.rank_processes import (
     ChildScripts,
     RankProcesses,
-    StartedRanks,
     note_started,
     started_ranks,
 )
@@ -72,7 +71,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         started = started_ranks()
         if started is not None:
-            self.procs = list(started.scripts.children)
+            self.procs = list(started.children)
         elif not self.cluster_environment.creates_processes_externally:
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
@@ -87,9 +86,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"
-        limit = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
-        scripts = ChildScripts(list(self.procs), **limit)
-        note_started(StartedRanks(variables, self.num_processes * self.num_nodes, scripts))
+        limit: dict[str, Any] = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
+        scripts = ChildScripts(list(self.procs), variables, **limit)
+        note_started(scripts)
         atexit.register(scripts.wait)  # before files are removed, as that was registered earlier
 
 

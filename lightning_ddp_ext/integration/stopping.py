@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.rendezvous.peer_failure import runs_under_way
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, has_handler, status_of
@@ -47,6 +47,7 @@ class StopController:
             minutes.
 
     Attributes:
+        run: the Trainer's current run, or its last one.
         stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
         resumed_from: the stop checkpoint that ``ckpt_path="last"`` stands for, if it does.
     """
@@ -55,11 +56,12 @@ class StopController:
         self._checkpoints = checkpoints
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
+        self.run = Run(is_outermost=False)
         self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
         self.resumed_from: str | None = None
-        self._signals = StopSignals(self._request_stop, lambda: runs_under_way() == 0 and sys.exc_info()[1] is None)
+        self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
         self._is_running = False
         self._has_trained = False
         self._of_steps = 1
@@ -76,12 +78,13 @@ class StopController:
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Take over signals for a run of this Trainer; in a foreign process group they are left to Lightning."""
         context, self.stopped, self._trainer = current(), None, trainer
+        self.run = current_run() or Run(is_outermost=False)
         if context is None:
             return
         self._context = context
         self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
-        if runs_under_way() != 1:
+        if not self.run.is_outermost:
             return  # set up by hand, or inside a hook of another Trainer, which stops
         self.detach()  # from a run that was not torn down
         self._stopping = context.component(GracefulStop)
@@ -107,22 +110,21 @@ class StopController:
         if self._trainer is None:
             return
         put_back_handlers(self._trainer)  # those of Lightning were installed after ours
+        has_failed, self.run.has_failed = self.run.has_failed, False
         if self._stopping is None:
             return
         self._signals.restore()
-        is_interrupted = self._trainer.state.status == TrainerStatus.INTERRUPTED
-        is_failure = is_interrupted and not isinstance(sys.exc_info()[1], StoppedException)
-        if is_failure:
+        if has_failed:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
         noted = self._signals.noted
-        is_due = noted == signal.SIGTERM if is_failure else not is_interrupted
+        is_due = noted == signal.SIGTERM if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
         if noted is not None and is_due and not self._signals.has_passed_on:
             os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that is there now
 
     def _request_stop(self, signum: int) -> None:
-        if self._stopping is not None and runs_under_way() > 0:
+        if self._stopping is not None and current_run() is not None:
             self._stopping.ask(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
@@ -195,7 +197,6 @@ class StopController:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._checkpoints.has_ended_run = True  # also while callbacks handle the exception, which may save
         self._trainer._signal_connector.received_sigterm = True  # the exception is the end of a stopped run
         raise StoppedException(request.signum)
 

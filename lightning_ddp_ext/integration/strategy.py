@@ -258,7 +258,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         trainer = self.current_trainer
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
-        self.checkpoints.has_ended_run = False
         self._replaced.restore_by(trainer, self.checkpoints.restore)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
@@ -310,7 +309,6 @@ class DDPExtStrategy(RankDevicesStrategy):
             self._replaced.put_back()
             self.rescue.end()
             self.stops.detach()
-            self.checkpoints.has_ended_run = True
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

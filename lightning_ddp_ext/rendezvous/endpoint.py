@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_ddp_ext.errors import RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.init_method import Tcp
-from lightning_ddp_ext.rendezvous.sockets import is_loopback, listen, network_identity, own_addresses
+from lightning_ddp_ext.rendezvous.sockets import listen, network_identity, own_addresses
 from lightning_ddp_ext.rendezvous.store import connect_store
 
 _logger = logging.getLogger(__name__)
@@ -80,10 +80,6 @@ class Endpoint:
     def obstacle(self) -> RendezvousError | None:
         """Why other ranks cannot find rank 0, as far as this host can tell."""
 
-    def note(self) -> str:
-        """What the log says of where rank 0 listens, if that is not where the init method says."""
-        return ""
-
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
@@ -118,10 +114,6 @@ class TcpEndpoint(Endpoint):
                 f"({error.strerror}); give the address of rank 0's host, or a name that every host knows"
             )
         return None
-
-    @override
-    def note(self) -> str:
-        return "" if self.is_local or not is_loopback(self.where.host) else " (rank 0 listens on all interfaces)"
 
     @override
     def look_up(self, deadline: Deadline) -> Address:

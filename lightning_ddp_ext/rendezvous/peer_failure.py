@@ -7,36 +7,15 @@ main thread with an error. If nothing wakes it, the process is ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 
 from lightning_ddp_ext.at_exit import Limit
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.request import Timeouts
+from lightning_ddp_ext.rendezvous.run import current_run
 from lightning_ddp_ext.rendezvous.wire import Message
-
-_supervised = 0
-
-
-@contextmanager
-def supervised_work() -> Iterator[None]:
-    """While the block runs, this process is ended if another rank has died and it cannot go on.
-
-    Outside, in the user's own code after ``fit``, a death is only remembered.
-    """
-    global _supervised
-    _supervised += 1
-    try:
-        yield
-    finally:
-        _supervised -= 1
-
-
-def runs_under_way() -> int:
-    """How many such blocks the main thread is in: a Trainer may run inside a hook of another one."""
-    return _supervised
 
 
 class PeerFailure:
@@ -46,7 +25,7 @@ class PeerFailure:
         rank: of this process.
         connections: to the others.
         timeouts: of the control channel.
-        abort: called with the first event, by the channel's thread, to wake the main thread.
+        abort: called after the first event, by the channel's thread, to wake the main thread.
 
     Attributes:
         rank: of this process.
@@ -58,9 +37,7 @@ class PeerFailure:
         has_raised: whether the main thread knows of the cause, and raises because of it.
     """
 
-    def __init__(
-        self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[PeerEvent], None]
-    ) -> None:
+    def __init__(self, rank: int, connections: Connections, timeouts: Timeouts, abort: Callable[[], None]) -> None:
         self.arrived = threading.Condition(threading.RLock())
         self.cause: PeerEvent | None = None
         self.has_raised = False
@@ -137,7 +114,7 @@ class PeerFailure:
             self.channel.send("event", asdict(event))
         if is_first and not is_departure:
             self._end_later(event)
-            self._abort(event)
+            self._abort()
         return self.cause or event
 
     def _end_later(self, event: PeerEvent) -> None:
@@ -146,7 +123,7 @@ class PeerFailure:
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
             # Outside of a run nothing is ended; from Python 3.12 on no thread can start while the interpreter ends.
-            if not self.has_raised and _supervised > 0:
+            if not self.has_raised and current_run() is not None:
                 self._limit.start(
-                    seconds, 1, lambda: sentence, is_void=lambda: runs_under_way() == 0, after_saves=seconds
+                    seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds
                 )

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -25,11 +24,12 @@ from lightning_ddp_ext.rendezvous.coordinator import Coordinator
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections, Handshake
 from lightning_ddp_ext.rendezvous.named_barrier import NamedBarriers
-from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
-from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure, supervised_work
+from lightning_ddp_ext.rendezvous.peer_event import event_of
+from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
 from lightning_ddp_ext.rendezvous.process_group import ProcessGroups, check_variables
 from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
+from lightning_ddp_ext.rendezvous.run import start_run
 
 T = TypeVar("T")
 
@@ -58,8 +58,8 @@ class ProcessContext:
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
-        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self._abort)
-        self.barriers = NamedBarriers(self.peers, lambda: self.collective_timeout)
+        self.peers = PeerFailure(request.world.rank, connections, request.timeouts, self.groups.abort)
+        self.barriers = NamedBarriers(self.peers, lambda: self.groups.timeout)
 
     # Groups.
 
@@ -91,15 +91,10 @@ class ProcessContext:
     @contextmanager
     def _forming(self) -> Iterator[None]:
         """While the block runs, the end of another rank also ends the wait for it in the store."""
-        with supervised_work(), self.groups.forming():
+        with start_run(), self.groups.forming():
             if self.peers.cause is not None:
                 raise self.peers.cause.to_error()
             yield
-
-    @property
-    def collective_timeout(self) -> timedelta:
-        """How long a rank waits for the others in a collective."""
-        return self.groups.timeout
 
     # Further Trainers.
 
@@ -177,11 +172,6 @@ class ProcessContext:
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
         self.groups.abort_connections()
         self.groups.close(is_broken=True)
-
-    def _abort(self, event: PeerEvent) -> None:
-        """Wake the main thread where it waits for other ranks."""
-        self.groups.abort_connections()
-        self.groups.abort_nccl()
 
     def close(self) -> None:
         """Close groups, channel and store."""

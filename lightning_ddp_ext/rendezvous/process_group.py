@@ -151,6 +151,11 @@ class ProcessGroups:
             if interface is not None:
                 del os.environ[_INTERFACE]
 
+    def abort(self) -> None:
+        """Wake the main thread where it waits for other ranks; for the channel's thread."""
+        self.abort_connections()
+        self.abort_nccl()
+
     def abort_connections(self) -> None:
         """End the connections of all groups: a thread that waits in a gloo collective, or forms one, gets an error."""
         for sockets in self._sockets:

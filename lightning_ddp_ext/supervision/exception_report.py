@@ -20,29 +20,29 @@ from lightning_ddp_ext.supervision.failure import chain_of, explain
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# The hooks that ours has been put in front of, the latest last, and how many of them are printing right now.
-_behind: list[Hook] = []
-_depth = 0
+_behind: Hook | None = None  # the hook that ours was put in front of
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the one that is there; to be called after each forming of a group.
+    """Put our ``sys.excepthook`` in front of the present one; to be called after each forming of a group.
 
-    torch puts a hook of its own in front at that time, which holds back what is printed until everything is.
+    torch then puts another hook in front, which holds back what is printed until everything is. A hook that a user has
+    put in front of ours since the first call stays there.
     """
+    global _behind
     hook = sys.excepthook
-    if hook is _excepthook:
-        return
     calls_ours = any(cell.cell_contents is _excepthook for cell in getattr(hook, "__closure__", None) or ())
-    if not (hook.__module__ == dist.distributed_c10d.__name__ and calls_ours):
-        _behind.append(hook)
-    sys.excepthook = _excepthook
+    if _behind is None:
+        _behind = hook
+        sys.excepthook = _excepthook
+    elif calls_ours and hook.__module__ == dist.distributed_c10d.__name__:
+        sys.excepthook = _excepthook
 
 
 def _excepthook(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
-    context = current()
-    if context is None or _depth > 0 or isinstance(exception, RendezvousError):
-        _print_as_before(kind, exception, trace)
+    context, print_as_before = current(), _behind or sys.__excepthook__
+    if context is None or isinstance(exception, RendezvousError):
+        print_as_before(kind, exception, trace)
         return
     # What a callback raises because of a failure that has been announced is known to others, too.
     if not any(link is context.failure or isinstance(link, RankFailedError) for link in chain_of(exception)):
@@ -58,7 +58,8 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         print_line(exception, " (another rank prints the traceback)")
     else:
         _tell_torchrun(exception)
-        _print_as_before(kind, exception, trace)
+        print_as_before(kind, exception, trace)
+        sys.stderr.flush()
     if not (hasattr(sys, "ps1") or sys.flags.inspect):  # else a prompt follows, and the process lives on
         context.component(GracefulStop).limit_exit()
 
@@ -83,16 +84,4 @@ def print_line(exception: BaseException, remark: str = "") -> None:
     who = "" if context is None else f"[rank {context.world.rank}] "
     line = reason_of(exception).partition("\n")[0]
     sys.stderr.write(f"{who}{line}{remark}\n")
-    sys.stderr.flush()
-
-
-def _print_as_before(kind: type[BaseException], exception: BaseException, trace: TracebackType | None) -> None:
-    """Call the hook that ours has been put in front of; if that one calls ours again, the one before it."""
-    global _depth
-    _depth += 1
-    try:
-        hook = _behind[-_depth] if _depth <= len(_behind) else sys.__excepthook__
-        hook(kind, exception, trace)
-    finally:
-        _depth -= 1
     sys.stderr.flush()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lightning_ddp_ext.errors import DDPExtError, RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.peer_failure import runs_under_way, supervised_work
 from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.rendezvous.run import start_run
 from lightning_ddp_ext.supervision.call_site import is_main_thread_in
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
@@ -50,15 +50,16 @@ def supervised(
     Raises:
         RankFailedError: another rank failed, died or left.
     """
-    with supervised_work():
+    with start_run() as run:
         try:
             return function(*args, **kwargs)
         except harmless:
             raise
         except BaseException as exception:
+            run.has_failed = True
             explanation = explain(exception, rescue, is_caught=True)
             context = current()
-            if context is not None and runs_under_way() == 1 and context.component(GracefulStop).is_active:
+            if context is not None and run.is_outermost and context.component(GracefulStop).is_active:
                 context.component(GracefulStop).limit_exit(
                     is_void=lambda: handler is not None and not is_main_thread_in(handler)
                 )

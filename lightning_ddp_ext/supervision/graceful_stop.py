@@ -21,7 +21,6 @@ from typing import Any
 from lightning_ddp_ext.at_exit import Limit
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext
-from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls, Replies
 from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
@@ -229,18 +228,17 @@ class GracefulStop:
         """Have a rank that raises exit in time, whatever hooks and teardown wait for; :meth:`end` lifts the limit."""
         if self._seconds:  # else no Trainer has run
             finding = "the process raised an exception and has not exited"
-            self._start_limit(1, finding, list, is_void=is_void, after_saves=_AFTER_SAVES)
+            self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
 
     def _limit_stop(self, request: StopRequest) -> None:
-        def silent() -> list[RankInfo]:
-            return [info for info in self._context.table if self._rank == 0 and info.rank not in self._replies]
-
         if self.is_active:
-            self._start_limit(status_of(request.signum), f"{request}: the ranks have not stopped", silent)
+            self._start_limit(status_of(request.signum), f"{request}: the ranks have not stopped")
 
-    def _start_limit(self, status: int, finding: str, silent: Callable[[], list[RankInfo]], **options: Any) -> None:
+    def _start_limit(self, status: int, finding: str, **options: Any) -> None:
         def sentence() -> str:
-            who = f" ({listed(silent())} did not answer)" if silent() else ""
+            is_agreeing = self._rank == 0 and self._is_pausing
+            silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
+            who = f" ({listed(silent)} did not answer)" if silent else ""
             return (
                 f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
                 f"ended at {call_site_of(main_frame())}; what had been saved before is still there. Give the ranks a "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 # Seconds that a rank has to end on its own once its launcher is gone.
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
-_LOOK_EVERY = 0.5
+_LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
 # A process whose parent ends gets another one, so the first look counts.
@@ -32,10 +31,9 @@ _watched: set[int] = set()
 
 
 def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
-    """End this process soon after process ``pid`` has ended, at once if it has ended already.
+    """End this process soon after process ``pid`` has ended, immediately if it has ended already.
 
-    A thread waits for it on a pidfd, which is not fooled by a process id that is given out again; on systems without
-    one it looks now and then. A second call for the same process does nothing.
+    A second call for the same process does nothing.
     """
     if pid not in _watched:
         _watched.add(pid)
@@ -88,17 +86,7 @@ def _end_after(pid: int, has_ended: bool) -> None:
 
 
 def _wait_for_the_end_of(pid: int) -> None:
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    except (AttributeError, OSError):  # macOS; Linux before 5.3, and sandboxes that forbid the call
-        with suppress(psutil.NoSuchProcess):
-            launcher = psutil.Process(pid)
-            while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(_LOOK_EVERY)
-        return
-    ended = select.poll()
-    ended.register(descriptor, select.POLLIN)
-    ended.poll()
-    os.close(descriptor)
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_LOOK_EVERY)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -31,11 +31,13 @@ class ChildScripts:
 
     Args:
         children: their processes, by local rank from 1 on.
+        variables: by which they connect.
         at_most: seconds that this process waits for them at its end.
         notice_after: seconds of that in which it says nothing.
     """
 
     children: list[subprocess.Popen[bytes]]
+    variables: dict[str, str] = field(default_factory=dict)
     at_most: float = _AT_MOST
     notice_after: float = _NOTICE_AFTER
 
@@ -78,24 +80,15 @@ class ChildScripts:
         ]
 
 
-@dataclass(frozen=True)
-class StartedRanks:
-    """What this process remembers of having started ranks by running its script again."""
-
-    variables: dict[str, str]
-    world_size: int
-    scripts: ChildScripts
+_started: ChildScripts | None = None
 
 
-_started: StartedRanks | None = None
-
-
-def started_ranks() -> StartedRanks | None:
+def started_ranks() -> ChildScripts | None:
     """The ranks that this process has started by running its script again, if it has."""
     return _started
 
 
-def note_started(started: StartedRanks) -> None:
+def note_started(started: ChildScripts) -> None:
     """Remember ranks that this process has started; it does so once."""
     global _started
     _started = started

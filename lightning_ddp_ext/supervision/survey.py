@@ -109,7 +109,7 @@ class Survey:
             pending = {(flight.group, flight.pending) for flight in flights() if flight.pending is not None}
             since = {each: since.get(each, now) for each in pending}
             left = self._peers.cause_or_departure
-            seconds = self._context.collective_timeout.total_seconds() if left is None else self._seconds
+            seconds = self._context.groups.timeout.total_seconds() if left is None else self._seconds
             if self._context.groups.uses_nccl and now - min(since.values(), default=now) >= seconds:
                 event = self._request("collective", self._waited)
                 if left is not None and event is left:  # no connection of NCCL's ends with the rank
@@ -199,7 +199,7 @@ class Survey:
 
     @property
     def _timeout(self) -> str:
-        return f"{self._context.collective_timeout.total_seconds():g} s"
+        return f"{self._context.groups.timeout.total_seconds():g} s"
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -44,19 +42,6 @@ def skip_because(reason: str | None) -> None:
         pytest.fail(f"this test has to run, as {NEED_EVERYTHING} is set: {reason}")
     if reason is not None:
         pytest.skip(reason)
-
-
-PIDFD_OPEN = 434  # on every architecture
-
-
-def refuse_system_call(number: int, error: int) -> None:
-    """Have the kernel answer a system call of this process, and of those that it starts, with an error."""
-    load, equal, end = 0x20, 0x15, 0x06  # a program of seccomp: instructions, and what it returns
-    code = [(load, 0, 0, 0), (equal, 0, 1, number), (end, 0, 0, 0x50000 | error), (end, 0, 0, 0x7FFF0000)]
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-    filters = struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
-    prctl = ctypes.CDLL(None).prctl
-    assert prctl(38, 1, 0, 0, 0) == prctl(22, 2, filters) == 0  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
 
 
 def free_port(host: str = "127.0.0.1") -> int:
