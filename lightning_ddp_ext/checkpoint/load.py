@@ -6,16 +6,16 @@ import copy
 import pickle
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from lightning_ddp_ext.checkpoint.archive import Archive, is_of_system, unreadable
 from lightning_ddp_ext.checkpoint.key_prefixes import is_plain_state_dict
 from lightning_ddp_ext.checkpoint.snapshot import join, split
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, Record, find_damage, is_of_system, unreadable
 from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, UnsafeCheckpointError
 
 Mode = Literal["auto", "map", "broadcast"]
@@ -43,22 +43,6 @@ class LoadOptions:
     map_location: MapLocation = None
     weights_only: bool | None = None
     verify: bool = True
-
-
-def refuse_damage(archive: Archive, records: Iterable[Record]) -> None:
-    """Check these records, and all that do not hold the memory of tensors.
-
-    Raises:
-        DamagedCheckpointError: some have been altered; names them.
-    """
-    names = tuple(record.name for record in find_damage(archive, (*archive.metadata, *records)))
-    if names:
-        listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-        raise DamagedCheckpointError(
-            f"checkpoint {archive.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
-            "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with verify=False",
-            names,
-        )
 
 
 def placement(map_location: MapLocation) -> Placement:
@@ -182,7 +166,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
     """Return the named error; the bytes are to blame if they differ from what was written, or if nothing tells."""
     if is_of_system(error):
         return unreadable(archive.name, error)
-    refuse_damage(archive, ())
+    archive.check(())
     if isinstance(error, pickle.UnpicklingError):
         refused = _REFUSED.search(str(error))
         if refused or (archive.records and weights_only is not False):

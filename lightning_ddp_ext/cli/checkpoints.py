@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers, remove_leftovers
-from lightning_ddp_ext.checkpoint.load import load, placement, refuse_damage
+from lightning_ddp_ext.checkpoint.load import load, placement
 from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
-from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.cli.output import fail, say, say_columns, size_text
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
@@ -38,8 +38,8 @@ def check(path: str) -> dict[str, Any]:
     facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
         with on_local_disk(locate(path)) as local:
-            archive = open_archive(local, path)
-            refuse_damage(archive, archive.tensor_data)
+            archive = Archive.open(local, path)
+            archive.check()
     except (DamagedCheckpointError, CheckpointNotFoundError) as error:
         return {**facts, "whole": False, "damaged": list(getattr(error, "damaged", ())), "error": str(error)}
     except (CheckpointError, OSError) as error:
@@ -61,13 +61,13 @@ def inspect(path: str) -> int:
     """List every tensor of a file, or URL, that ``torch.load`` may read with ``weights_only=True``."""
     try:
         with on_local_disk(locate(path)) as local:
-            archive = open_archive(local, path)
-            refuse_damage(archive, ())
+            archive = Archive.open(local, path)
+            archive.check(())
             content = load(archive, placement(None), weights_only=True, mmap=True)
     except (CheckpointError, OSError) as error:
         return fail(error)
     rows = [_row(name, tensor) for name, tensor in _tensors(content)]
-    size = size_text(sum(record.size for record in archive.tensor_data))
+    size = size_text(sum(record.file_size for record in archive.tensors))
     say(f"{archive.name}: {size_text(archive.size)}, {len(rows)} tensors of {size} in all")
     if isinstance(content, Mapping):
         say(f"keys: {', '.join(map(_key_text, content))}")

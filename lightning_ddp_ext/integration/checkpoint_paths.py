@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_ext.checkpoint.load import refuse_damage
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
-from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn, refuse_missing
@@ -127,8 +126,7 @@ def _newest_whole(newest_first: list[str]) -> str | None:
         local = locate(path).local
         try:
             if local is not None:  # a remote store only shows whole files
-                archive = open_archive(local, path)
-                refuse_damage(archive, archive.tensor_data)
+                Archive.open(local, path).check()
         except (DamagedCheckpointError, CheckpointNotFoundError) as error:
             rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
         except CheckpointError:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.load import LoadOptions, Mode
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
-from lightning_ddp_ext.checkpoint.zip_crc import Archive, open_archive
 from lightning_ddp_ext.ranks import Ranks
 
 MAPPED = 5 << 20  # numbers; a file of so many is large enough to be mapped
@@ -121,4 +121,4 @@ def mapped(path: Path | str) -> bool:
 def saved(path: Path, content: Any, **options: Any) -> Archive:
     """The checkpoint as ``torch.save`` writes it."""
     torch.save(content, path, **options)
-    return open_archive(path)
+    return Archive.open(path)

@@ -15,9 +15,9 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.serialization import get_crc32_options
 
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.save import remove, write
-from lightning_ddp_ext.checkpoint.zip_crc import open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.content import kinds, same
 from tests.harness.damage import without_checksums
@@ -66,7 +66,7 @@ def test_checksums_are_recorded_whatever_torch_is_told(tmp_path: Path) -> None:
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
-    assert open_archive(tmp_path / "it.ckpt").has_checksums
+    assert Archive.open(tmp_path / "it.ckpt").has_checksums
 
 
 def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
-from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from tests.harness.ranks import run_ranks
 
 KILLS = max(50, int(os.environ.get("SOAK_COUNT", 0))) // 2
@@ -60,8 +60,7 @@ def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[i
         assert first == 0
         return 0, bool(leftovers)
     content: dict[str, Any] = torch.load(path)
-    archive = open_archive(path)
-    assert not find_damage(archive, archive.records or ())
+    Archive.open(path).check()
     assert all(torch.all(content[name] == content["number"]) for name in NAMES), "the content is of one moment"
     assert content["number"] >= last - (2 if background else 0), "what was saved before is not lost"
     return int(content["number"]) + 1, bool(leftovers)

@@ -137,15 +137,14 @@ def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, 
 
 
 class Strikes:
-    """Raises on one rank, or kills it, when rank 0 unpickles it before it is sent, or when all do so after that."""
+    """Raises on one rank, or kills it, when it is unpickled there."""
 
-    def __init__(self, victim: int, is_killed: bool, moment: str) -> None:
-        self.state = victim, is_killed, moment
+    def __init__(self, victim: int, is_killed: bool) -> None:
+        self.state = victim, is_killed
 
-    def __setstate__(self, state: dict[str, tuple[int, bool, str]]) -> None:
-        victim, is_killed, moment = state["state"]
-        self.state = victim, is_killed, "before" if moment == "after" else moment
-        if moment != "before" or os.environ.get("RANK") != str(victim):
+    def __setstate__(self, state: dict[str, tuple[int, bool]]) -> None:
+        victim, is_killed = self.state = state["state"]
+        if os.environ.get("RANK") != str(victim):
             return
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -153,7 +152,7 @@ class Strikes:
 
 
 def read_together(rank: int, world_size: int, directory: Path, path: Path, moment: str) -> None:
-    if rank == 0 and moment == "during":
+    if rank == 0 and moment == "sent":
         dist.broadcast = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     io = RankZeroCheckpointIO(restore="broadcast")
     trainer = make_trainer(make_strategy("ours", directory), plugins=[io], devices=3)
@@ -162,13 +161,13 @@ def read_together(rank: int, world_size: int, directory: Path, path: Path, momen
 
 @pytest.mark.parametrize(
     ("victim", "is_killed", "moment"),
-    [(0, False, "before"), (0, True, "during"), (0, True, "after"), (2, True, "after")],
+    [(0, True, "sent"), (0, False, "unpickled"), (0, True, "unpickled"), (2, True, "unpickled")],
 )
 def test_a_rank_that_fails_while_others_restore_ends_all(
     victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path
 ) -> None:
-    """Before, while or after rank 0 sends: all end within seconds, and say because of whom."""
-    with_entry(path, "strikes", Strikes(victim, is_killed, moment))
+    """While the file is sent or unpickled: all end within seconds, and say because of whom."""
+    with_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
     outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3))
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_code != 0

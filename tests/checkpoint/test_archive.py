@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.load import Mode
-from lightning_ddp_ext.checkpoint.zip_crc import find_damage, open_archive
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 from tests.checkpoint.content import numbers, restored, same, saved
 
@@ -55,7 +55,7 @@ def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
         result = outcome(copy, mode)
         assert isinstance(result, DamagedCheckpointError) or same(result, small()), f"byte {position}"
         refused += isinstance(result, DamagedCheckpointError)
-    assert refused > sum(record.size for record in open_archive(path).records) / 2
+    assert refused > sum(record.file_size for record in Archive.open(path).records) / 2
 
 
 def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
     for size in reversed(range(path.stat().st_size)):
         os.truncate(copy, size)
         with pytest.raises(DamagedCheckpointError, match=r"short\.ckpt"):
-            open_archive(copy)
+            Archive.open(copy)
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
     for size in (100, 0):
         os.truncate(file, size)
         with pytest.raises(DamagedCheckpointError, match="was cut off while it was read"):
-            find_damage(archive, archive.records)
+            archive.check()
     file.unlink()
     with pytest.raises(CheckpointNotFoundError, match="was removed while it was read"):
-        find_damage(archive, archive.records)
+        archive.check()

@@ -1,0 +1,230 @@
+"""A checkpoint file, and whether each of its records still has the checksum that was written with it.
+
+A file of ``torch.save`` is a zip archive without compression, with a CRC-32 for each record: ``data.pkl`` is the
+pickled structure, and ``data/N`` the memory of one or several tensors. ``torch.load`` does not check these sums.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+from zipfile import ZipInfo
+
+from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
+
+_SIGNATURE = b"PK\x03\x04"
+_DIRECTORY = 0x10
+_READ_SIZE = 256 << 10
+_ANOTHER = "use an earlier checkpoint"
+# How a RuntimeError of torch begins, or ends, that stands for one of the system.
+_SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
+# What zipfile raises for damage; RuntimeError: a record claims to be encrypted, or to need a newer version.
+_DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A checkpoint file.
+
+    Attributes:
+        path: where it can be opened on this machine.
+        name: what the user calls it.
+        size: bytes.
+        records: in the order of the file; none, and no checksums, where torch wrote the file before version 1.6.
+    """
+
+    path: str
+    name: str
+    size: int
+    records: tuple[ZipInfo, ...] = ()
+
+    @classmethod
+    def open(cls, path: Path | str, name: str = "") -> Archive:
+        """Read the directory of a checkpoint file.
+
+        Args:
+            path: where it can be opened on this machine.
+            name: what the user calls it, where that is something else.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint; or its records overlap.
+            CheckpointError: the system does not let this process read it.
+        """
+        name = name or str(path)
+        missing = f"does not exist (working directory {os.getcwd()}); give the path of a file"
+        with reading(name, missing), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            return cls(str(path), name, size, _records(file, name, size) if _has_records(file, name) else ())
+
+    @cached_property
+    def tensors(self) -> tuple[ZipInfo, ...]:
+        """The records that are the memory of tensors."""
+        return tuple(filter(_is_tensor, self.records))
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every record has one."""
+        return bool(self.records) and all(map(_has_crc, self.records))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Equal for files of equal content, whatever host they are on; ``None`` where that cannot be told."""
+        if not self.has_checksums:
+            return None
+        facts = [(_name(record), record.header_offset, record.file_size, record.CRC) for record in self.records]
+        return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
+
+    def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
+        """Check these tensors, or all of them, and all other records; one without a checksum is passed over.
+
+        The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
+
+        Raises:
+            DamagedCheckpointError: records have been altered, which it names; or the file has become shorter.
+            CheckpointNotFoundError: the file has been removed meanwhile.
+            CheckpointError: the system does not let this process read it.
+        """
+        if not self.records:
+            return
+        others = [record for record in self.records if not _is_tensor(record)]
+        chosen = filter(_has_crc, (*others, *(self.tensors if tensors is None else tensors)))
+        with reading(self.name), open(self.path, "rb") as file:
+            try:
+                archive = _zip_file(file)
+            except _DAMAGE:
+                raise DamagedCheckpointError(
+                    f"checkpoint {self.name} was cut off while it was read; {_ANOTHER}"
+                ) from None
+            names = tuple(_name(record) for record in chosen if not _is_whole(archive, record))
+        if names:
+            listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+            raise DamagedCheckpointError(
+                f"checkpoint {self.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
+                "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with "
+                "verify=False",
+                names,
+            )
+
+
+@contextmanager
+def reading(name: str, missing: str = f"was removed while it was read; {_ANOTHER}") -> Iterator[None]:
+    """Raise what prevents this process from reading the file ``name`` as an error that does not blame its bytes."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(f"checkpoint {name} {missing}") from None
+    except IsADirectoryError:
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is a directory, not a file that torch.save has written; give the path of a file in it, "
+            "or use the strategy that has written it (sharded checkpoints are directories)"
+        ) from None
+    except Exception as error:
+        raise unreadable(name, error) from error
+
+
+def unreadable(name: str, error: Exception) -> CheckpointError:
+    """Return the error for a file that may be whole: memory is short, the system refuses, or a class of it raises."""
+    reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
+    if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
+        remedy = "free some memory"
+    elif isinstance(error, PermissionError):
+        remedy = f"let the user with id {os.geteuid()} read it"
+    elif is_of_system(error):
+        remedy = "look at its file system"
+    else:
+        remedy = "make the classes of its objects importable, and correct the one that raises"
+    return CheckpointError(f"checkpoint {name} could not be read, but need not be damaged: {reason}; {remedy}")
+
+
+def is_of_system(error: Exception) -> bool:
+    """Whether the system refuses something; from torch that is a ``RuntimeError`` with the system's words."""
+    return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
+
+
+def _has_records(file: BinaryIO, name: str) -> bool:
+    """Whether it is an archive, or else a pickle, as torch wrote them before 1.6."""
+    beginning = file.read(4)
+    if not beginning:
+        raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
+    if beginning != _SIGNATURE and beginning[:1] != b"\x80":
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, not as a file of torch.save does"
+        )
+    return beginning == _SIGNATURE
+
+
+def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
+    try:
+        with _zip_file(file) as archive:
+            records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+        for record in records:
+            # Of a directory torch would read nothing, and use what is in memory.
+            if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
+                raise ValueError(f"record {record.filename} has no proper header")
+        if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
+            raise ValueError("records lie beyond its ends")
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "
+            f"and was probably cut off; {_ANOTHER}"
+        ) from None
+    for record, following in pairwise(records):
+        if record.header_offset + record.file_size >= following.header_offset:  # could claim terabytes of work
+            raise DamagedCheckpointError(
+                f"checkpoint {name} is damaged: records {_name(record)} and {_name(following)} overlap; {_ANOTHER}"
+            )
+    if "data.pkl" not in map(_name, records):
+        raise DamagedCheckpointError(
+            f"checkpoint {name} is not a checkpoint: it is a zip archive without data.pkl, not one of torch.save"
+        )
+    return tuple(records)
+
+
+def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
+    """Read the directory of an archive; zipfile takes an error of the disk for damage, and the other way round."""
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, OSError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # a place that is not in the file
+            raise cause from None
+        raise zipfile.BadZipFile(str(error)) from None
+
+
+def _is_whole(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
+    """Whether the content has the checksum, which zipfile compares at the end."""
+    try:
+        with archive.open(record) as content:
+            while content.read(_READ_SIZE):
+                pass
+    except _DAMAGE:
+        return False
+    return True
+
+
+def _name(record: ZipInfo) -> str:
+    """Return the name without the archive's own folder: ``data.pkl``, ``data/0``."""
+    return record.filename.partition("/")[2]
+
+
+def _is_tensor(record: ZipInfo) -> bool:
+    return _name(record).startswith("data/")
+
+
+def _has_crc(record: ZipInfo) -> bool:
+    """Whether a checksum was recorded; ``torch.serialization.set_crc32_options(False)`` leaves zeros."""
+    return record.CRC != 0 or record.file_size == 0
