@@ -60,7 +60,7 @@ class Other:
 class Stuck(Net):
     """Hangs on one rank, or all (-1), at a place in its third step."""
 
-    timeout = 1.0  # of the watchdog
+    timeout = 3.0  # of the watchdog
 
     def __init__(self, place: str = "", hang: Callable[[], None] = wait_for_ever, rank: int = 1, **loader: Any) -> None:
         super().__init__()
@@ -84,8 +84,6 @@ class Stuck(Net):
 
 class Slow(Stuck):
     """Takes longer for an epoch, and for a validation, than anything may take; but moves."""
-
-    timeout = 3.0
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pause()
@@ -117,14 +115,14 @@ def fit(rank: int, world_size: int, directory: Path, model: Stuck, *, kind: Kind
     if isinstance(strategy, DDPExtStrategy):
         timeouts = strategy.rendezvous.timeouts
         grace = {**timeouts.grace, "hung": 0.3}
-        strategy.rendezvous.timeouts = replace(timeouts, answer=1.0, grace=grace)
+        strategy.rendezvous.timeouts = replace(timeouts, answer=3.0, grace=grace)
     settings: dict[str, Any] = {"devices": world_size, "max_epochs": 1, "limit_val_batches": 0, **options}
     with stock_group(rank, world_size, directory) if kind == "stock" else nullcontext():
         make_trainer(strategy, callbacks=[watchdog], **settings).fit(model)
 
 
 def lines_of(outcomes: list[Outcome]) -> list[str]:
-    return [line for each in outcomes for line in each.output.splitlines() if "nothing has moved for 1 s:" in line]
+    return [line for each in outcomes for line in each.output.splitlines() if "nothing has moved for 3 s:" in line]
 
 
 def expect_report(outcomes: list[Outcome], culprit: int, sentence: str, directory: Path, reports: int = 1) -> str:
@@ -225,7 +223,7 @@ def test_ranks_that_nobody_can_ask_report_themselves(tmp_path: Path) -> None:
     """With a stock strategy, which has no channel, and with one rank."""
     (tmp_path / "one").mkdir()
     alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0), env=by_hand_env(1))
-    place = rf"has not moved for 1 s; it is in train_dataloader_next, {MODEL}:\d+"
+    place = rf"has not moved for 3 s; it is in train_dataloader_next, {MODEL}:\d+"
     expect_report(alone, 0, f"WHO {place}", tmp_path / "one")
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("dataset"), kind="stock", env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [1, 1]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, by_hand_env, hold, launch_ranks, run_ranks
-from tests.harness.training import Net, make_strategy, make_trainer
+from tests.harness.training import Net, limit_collectives, make_strategy, make_trainer
 
 PLACE = r"\(.*test_lone_calls.py:\d+\)"
 
@@ -27,8 +27,8 @@ class SavesOn(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def fitted(world_size: int, directory: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
-    strategy = make_strategy("ours", directory, **options)
+def fitted(world_size: int, directory: Path, *callbacks: L.Callback) -> L.Trainer:
+    strategy = make_strategy("ours", directory)
     trainer = make_trainer(strategy, devices=world_size, callbacks=[*callbacks], max_epochs=1)
     trainer.fit(Net())
     return trainer
@@ -91,7 +91,8 @@ def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> Non
 
 
 def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) -> None:
-    trainer = fitted(world_size, directory, timeout=5)
+    trainer = fitted(world_size, directory)
+    limit_collectives(2.0)
     if rank == late:
         hold("elsewhere")
     trainer.strategy.barrier("end")

@@ -19,11 +19,11 @@ from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import RankAbsentError, RankHungError
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, announce, by_hand_env, free_port, hold
-from tests.harness.training import Batch, Net, backend, make_trainer
+from tests.harness.training import Batch, Net, backend, limit_collectives, make_trainer
 
 
 class Late(Net):
-    """In its second step all ranks say that they are there, and some stay there in code of their own."""
+    """In its second step all ranks wait for the test, then some stay there in code of their own."""
 
     def __init__(self, stay: Sequence[int] = (), in_group: bool = False) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class Late(Net):
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         if index == 1:
-            announce("in step")
+            hold("in step")
+            limit_collectives(2.0)
             if self.global_rank in self.stay:
                 hold("stays")
             if self.in_group:
@@ -44,19 +45,31 @@ class StoppedAtTheEnd(Net):
     """Rank 0 is stopped when all others need no more of it than that it comes to the end."""
 
     def on_train_epoch_end(self) -> None:
+        hold("in step")
+        limit_collectives(2.0)
         if self.global_rank == 0:
             announce("at the end")
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fit(rank: int, world_size: int, url: str, model: Net, max_epochs: int, *, over: str = "gloo") -> None:
-    strategy = DDPExtStrategy(url, timeout=2, process_group_backend=backend(over))
-    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=1.0)
+    strategy = DDPExtStrategy(url, timeout=30, process_group_backend=backend(over))
+    strategy.rendezvous.timeouts = replace(strategy.rendezvous.timeouts, answer=3.0)
     make_trainer(strategy, devices=world_size, max_epochs=max_epochs, limit_val_batches=0).fit(model)
 
 
 def training(world_size: int, url: str, model: Net, max_epochs: int = -1, **options: Any) -> RankProcesses:
     return RankProcesses(fit, world_size, url, model, max_epochs, env=by_hand_env(world_size), **options)
+
+
+def let_go_on(ranks: RankProcesses, *, stopped: int | None = None) -> None:
+    """Let the ranks leave "in step" together, and stop one of them before that."""
+    for rank in ranks.pids:
+        ranks.wait_for("in step", rank)
+    if stopped is not None:
+        ranks.kill(stopped, signal.SIGSTOP)
+    for rank in ranks.pids:
+        ranks.release(rank)
 
 
 def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], sentence: str) -> None:
@@ -69,7 +82,7 @@ def expect(outcomes: list[Outcome], culprit: int, error: type[Exception], senten
 
 
 SILENT = (
-    r"^rank \d \(host .*, pid \d+\) has not answered for 1 s and its process is stopped \(SIGSTOP\); "
+    r"^rank \d \(host .*, pid \d+\) has not answered for 3 s and its process is stopped \(SIGSTOP\); "
     r"(rank \d has waited .*2 s|the connections of rank \d were closed in a collective); every rank stops$"
 )
 
@@ -83,9 +96,7 @@ def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) ->
     """Also if it is rank 0, through which the others talk, and if their store has stopped with it."""
     url = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/store"
     with training(3, url, Late()) as ranks:
-        for rank in range(3):
-            ranks.wait_for("in step", rank)
-        ranks.kill(stopped, signal.SIGSTOP)
+        let_go_on(ranks, stopped=stopped)
         outcomes = ranks.wait(*({0, 1, 2} - {stopped}))
     expect(outcomes, stopped, RankHungError, SILENT)
 
@@ -93,6 +104,7 @@ def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) ->
 def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> None:
     """However long a rank takes there: it must answer."""
     with training(2, f"file://{tmp_path}/store", StoppedAtTheEnd(), max_epochs=1) as ranks:
+        let_go_on(ranks)
         ranks.wait_for("at the end", 0)
         outcomes = ranks.wait(1)
     expect(outcomes, 0, RankHungError, SILENT)
@@ -106,6 +118,7 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
 def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
     """With file and line, on itself as well, once it is done with that; and before torch's own limit for NCCL."""
     with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over, time_limit=60.0) as ranks:
+        let_go_on(ranks)
         outcomes = ranks.wait(0, 2)
         ranks.release(1)
         outcomes += ranks.wait(1)
@@ -115,7 +128,7 @@ def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp
 def test_ranks_that_another_ones_timeout_has_released_are_not_taken_for_it(tmp_path: Path) -> None:
     """A rank that has waited long enough closes its connections, also to those that wait for the same one."""
     with training(4, f"file://{tmp_path}/store", Late([0, 1, 3], in_group=True)) as ranks:
-        ranks.wait_for("in step", 2)
+        let_go_on(ranks)
         for rank in (0, 1):
             ranks.wait_for("stays", rank)
             ranks.release(rank)
