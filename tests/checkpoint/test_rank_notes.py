@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, open_notes, save_if_furthest
-from lightning_ddp_ext.data.random_state import RandomStateBytes, random_state_in, record_random_state
 
 pytestmark = pytest.mark.unit
 
@@ -47,15 +42,6 @@ def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     with pytest.raises(OSError, match=r"rank 0: .*No such file"):
         open_notes(lambda value: [value], 0)
-
-
-def test_random_states_are_those_that_the_libraries_tell() -> None:
-    reader, further = RandomStateBytes(), [torch.Generator(), np.random.default_rng(1)]
-    draws: list[Callable[[], Any]] = [random.random, np.random.randn, lambda: torch.rand(1), lambda: random.gauss(0, 1)]
-    for draw in draws:
-        draw()
-        assert str(random_state_in(reader.read(further))) == str(record_random_state(further))
-        assert torch.equal(random_state_in(reader.read())[0][1], torch.get_rng_state())
 
 
 def test_buffers_are_put_back_and_a_big_one_is_noted_once_it_has_changed() -> None:

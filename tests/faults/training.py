@@ -29,7 +29,7 @@ FAIL = signal.SIGUSR2  # has the training step raise
 
 
 class Counting(L.LightningModule):
-    """A model that counts, with 2 MB of gradients and validations."""
+    """A model that counts, with 2 MB of gradients, validations and a loader's worker."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -55,7 +55,8 @@ class Counting(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.world_size)  # DDP divides gradients by it
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(range(len(self.seen)), batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+        worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **worker)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(range(7), batch_size=BATCH)  # type: ignore[arg-type]

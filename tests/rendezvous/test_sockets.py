@@ -37,20 +37,6 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-def test_what_a_block_has_opened_can_be_severed(listener: socket.socket) -> None:
-    """Also while it still runs; connections from before and after it stay."""
-    with closing(Connection(listener)) as before:
-        with OpenedSockets() as opened:
-            with closing(Connection(listener)) as first:
-                opened.abort()
-                assert first.is_severed()
-            during = Connection(listener)
-        with closing(during), closing(Connection(listener)) as after:
-            opened.abort()
-            opened.abort()  # a second time is no harm
-            assert [each.is_severed() for each in (before, during, after)] == [False, True, False]
-
-
 def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> None:
     """Such as a logger's: it was opened by Python code while the block ran."""
     found: list[socket.socket] = []

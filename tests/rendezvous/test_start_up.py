@@ -244,22 +244,6 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     )
 
 
-@pytest.mark.netns
-def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
-    """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
-    where = Tcp(two_hosts[0].address, free_port())
-    hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
-    settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
-    settings[2]["stop"] = "all_reduce"
-    with started(where, settings, namespaces=hosts) as ranks:
-        ranks.wait_for("in front", 2)
-        two_hosts.cut()
-        here, there, blocked = ranks.wait()
-    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(here, RankDiedError)
-    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(there, RankDiedError)
-    assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
-
-
 @pytest.mark.parametrize("answer", [silent, web])
 def test_a_server_that_is_not_ours(answer: Answer) -> None:
     """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 import lightning_ddp_ext as ddpx
 from lightning_ddp_ext.errors import RankFailedError
@@ -20,7 +19,7 @@ from lightning_ddp_ext.rendezvous.process_context import current
 from tests.harness import training
 from tests.harness.outcomes import Outcome
 from tests.harness.ranks import announce
-from tests.harness.training import At, Net, data
+from tests.harness.training import At, Net
 
 HERE = socket.gethostname()
 
@@ -93,14 +92,6 @@ def in_step(action: Callable[[], object], *ranks: int) -> Fault:
 
 
 IN_THIRD_STEP = Fault("on_train_batch_start", announce_step, earlier=2)
-
-
-class WithWorkers(Net):
-    """Has a loader with a worker that stays; as in a script, where the default is no fork server."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(data(), batch_size=3, num_workers=1, **options)
 
 
 def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: pl.Callback, **options: Any) -> Any:

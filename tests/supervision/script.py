@@ -1,7 +1,7 @@
 """A training script, ``script.py STRATEGY [WHAT ...]``; each rank says when it begins and when it is in its third step.
 
-It says that it begins before anything is imported. Rank 1 then ``stays`` there, ``fails`` in a step, or ``lingers``
-after the training; all train for ever, ``endless``, or ``with-workers``.
+It says that it begins before anything is imported. Rank 1 then ``stays`` there, or ``lingers`` after the
+training; ``endless`` has all train for ever.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ def say_in_third_step() -> None:
 
 def main(strategy: str, *what: str) -> None:
     faults = [model.Fault("on_train_batch_start", say_in_third_step, earlier=2)]
-    faults += [model.in_step(model.boom, 1)] if "fails" in what else []
     max_epochs = -1 if "endless" in what else 1
     trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)
-    trainer.fit(model.WithWorkers() if "with-workers" in what else Net())
+    trainer.fit(Net())
     if "lingers" in what and trainer.global_rank == 1:
         model.wait_for_another_ranks_end()
     say(f"rank {trainer.global_rank} is at the end")

@@ -1,8 +1,9 @@
-"""How runs end that a launcher has started: after a failure, after the kill of any process, and well.
+"""How runs end whose ranks a script has started: after a kill while they start, after Ctrl-C, and well.
 
-The script, or the launcher that starts it, is a process of the harness, which has imported everything; the ranks that
-it starts are run as a user runs them. What is so whichever way functions are started is in ``test_fork``, where nothing
-is imported anew; what torchrun makes of a killed rank is in ``tests.launchers.test_launchers``.
+The script is a process of the harness, which has imported everything; the ranks that it starts are run as a user runs
+them. What is so whichever way functions are started is in ``test_fork``, where nothing is imported anew; what torchrun
+makes of a killed rank is in ``tests.launchers.test_launchers``; kills of ranks and of launching processes in the middle
+of training are in ``tests.faults``.
 """
 
 from __future__ import annotations
@@ -18,34 +19,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed.run
 
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.processes import MARK, marked, name_of, wait_until_gone
 from tests.harness.ranks import Environment, RankProcesses
-from tests.harness.scripts import be_the_script, start_script
+from tests.harness.scripts import be_the_script
 from tests.supervision.model import who
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
-WORKERS = ("--standalone", "--nproc-per-node=2")
-TORCHRUN = (torch.distributed.run.__file__, *WORKERS)
 
 
 @contextlib.contextmanager
 def train(
     *what: str,
     strategy: str = "ddp_ext",
-    launcher: tuple[str, ...] = (),
     ends_within: float = 60.0,
     env: Environment | None = None,
 ) -> Iterator[RankProcesses]:
     """The training script under way; fails unless all that it has started ends so many seconds after the first."""
     mark = f"{os.environ[MARK]}/script"
     env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
-    first, *argv = (*launcher, SCRIPT, strategy, *what)
     with (
         tempfile.TemporaryDirectory() as cwd,
-        RankProcesses(be_the_script, 1, Path(first), argv, cwd, env=env) as script,
+        RankProcesses(be_the_script, 1, Path(SCRIPT), (strategy, *what), cwd, env=env) as script,
     ):
         yield script
         (outcome,) = script.wait()
@@ -71,35 +67,6 @@ def lines_of(stderr: str) -> list[str]:
     return [
         line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
     ]
-
-
-def test_a_kill_of_a_rank_ends_all_and_is_named() -> None:
-    """The launching rank names the one that died, whose workers end, too."""
-    with train("endless", "with-workers") as script:
-        wait_for_ranks(script)
-        pid = wait_for_rank_one(script)
-        os.kill(pid, signal.SIGKILL)
-        (done,) = script.wait()
-    death = f"{who(1, pid)} died: its process ended unexpectedly; every rank stops."
-    assert f"[rank 0] RankDiedError: {death}" in done.output
-    assert done.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("launcher", "line"),
-    [
-        (("python",), r"^\[rank 1\] RankDiedError: rank 0 \(host .+, pid {}\) died: its process ended unexpectedly;"),
-        (("torchrun", *WORKERS), r"the process that launched this one \(pid {}\) is gone, so this one ends, too$"),
-    ],
-)
-def test_a_kill_of_the_launching_process_ends_all(launcher: tuple[str, ...], line: str) -> None:
-    """Ranks that are left alone end, with their workers, and say why."""
-    with start_script(SCRIPT, "ddp_ext", "endless", "with-workers", launcher=launcher) as script:
-        for rank in range(2):
-            script.wait_for_line(rf"^rank {rank} in step 3$")
-        os.kill(script.pid, signal.SIGKILL)
-        script.wait_for_line(line.format(script.pid))
-        script.expect_no_survivors()
 
 
 @pytest.mark.parametrize(
@@ -135,17 +102,6 @@ def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
     assert done.exit_code == 130
     assert done.output.count("all ranks stop after step") == 1
     assert "Error" not in done.output
-
-
-def test_torchruns_sigterm_stops_all_ranks_saved() -> None:
-    """The agent passes SIGTERM on to its ranks; they stop together, save, and none is taken for dead."""
-    with train("endless", launcher=TORCHRUN) as script:
-        wait_for_ranks(script)
-        script.kill(0, signal.SIGTERM)
-        (done,) = script.wait()
-    assert done.exit_code != 0
-    assert done.output.count("saved to") == 1
-    assert "RankDiedError" not in done.output
 
 
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
