@@ -185,12 +185,17 @@ class RankFailedError(DDPExtError, RuntimeError):
         traceback_text: its traceback as that rank would print it; empty if it left none.
     """
 
-    def __init__(self, message: str, rank: int = 0, host: str = "", pid: int = 0, traceback_text: str = "") -> None:
+    def __init__(self, message: str, *, rank: int, host: str, pid: int, traceback_text: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.host = host
         self.pid = pid
         self.traceback_text = traceback_text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # BaseException's own __reduce__ does not pass keyword-only arguments.
+        make = partial(type(self), rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
+        return make, (str(self),)
 
 
 class RankDiedError(RankFailedError):
