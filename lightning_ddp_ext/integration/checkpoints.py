@@ -183,7 +183,7 @@ class Checkpoints:
         trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
             return False
-        return stops is None or stops.run.has_failed or context is None or context.is_broken
+        return stops is None or stops.run.has_failed or context is None or context.peers.cause is not None
 
     @property
     def is_handling_exception(self) -> bool:

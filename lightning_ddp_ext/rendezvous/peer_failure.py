@@ -33,7 +33,8 @@ class PeerFailure:
         channel: to rank 0, or on rank 0 to all others.
         timeouts: of the control channel.
         arrived: notified at each event; what waits for the channel's messages also uses it.
-        cause: the first death or failure, or call that ranks did not make together.
+        cause: the first death or failure, also of this rank, or call that ranks did not make together; the ranks have
+            parted then.
         has_raised: whether the main thread knows of the cause, and raises because of it.
     """
 

@@ -131,7 +131,7 @@ class ProcessContext:
             False if these are not the ranks that it wants, or a failure has parted them.
         """
         is_same_size = len(self.table) == request.world.world_size
-        if not is_same_size or self.is_broken:
+        if not is_same_size or self.peers.cause is not None:
             return False
         current = self.groups.request
         is_same_group = (request.backend, request.variables) == (current.backend, current.variables)
@@ -153,11 +153,6 @@ class ProcessContext:
 
     # Failures, and the end.
 
-    @property
-    def is_broken(self) -> bool:
-        """Whether a failure has parted the ranks."""
-        return self.failure is not None or self.peers.cause is not None
-
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long."""
         self.failure = exception
@@ -176,7 +171,7 @@ class ProcessContext:
     def close(self) -> None:
         """Close groups, channel and store."""
         try:
-            self.groups.close(is_broken=self.is_broken)
+            self.groups.close(is_broken=self.peers.cause is not None)
         finally:
             self.groups.forget()
             self._components.clear()
