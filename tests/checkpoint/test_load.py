@@ -141,7 +141,7 @@ def test_an_error_of_the_disk_does_not_make_a_file_damaged(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever read it is that fails: of the beginning, the directory, a checksum or a tensor."""
-    path, left, pread = tmp_path / "it.ckpt", [0], os.pread
+    path, left = tmp_path / "it.ckpt", [0]
     saved(path, {"state_dict": {"weight": numbers(20)}})
 
     def count() -> None:
@@ -160,7 +160,6 @@ def test_an_error_of_the_disk_does_not_make_a_file_damaged(
 
     opened = builtins.open
     monkeypatch.setattr(builtins, "open", lambda file, *args: (Disk if file == str(path) else opened)(file, *args))
-    monkeypatch.setattr(os, "pread", lambda *args: (count(), pread(*args))[1])
 
     def error_of(failing: int) -> CheckpointError | None:
         left[0] = failing
