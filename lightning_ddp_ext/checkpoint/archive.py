@@ -63,8 +63,7 @@ class Archive:
             CheckpointError: the system does not let this process read it.
         """
         name = name or str(path)
-        missing = f"does not exist (working directory {os.getcwd()}); give the path of a file"
-        with reading(name, missing), open(path, "rb") as file:
+        with reading(name, was_there=False), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             return cls(str(path), name, size, _records(file, name, size) if _has_records(file, name) else ())
 
@@ -104,9 +103,8 @@ class Archive:
             try:
                 archive = _zip_file(file)
             except _DAMAGE:
-                raise DamagedCheckpointError(
-                    f"checkpoint {self.name} was cut off while it was read; {_ANOTHER}"
-                ) from None
+                message = f"checkpoint {self.name} was cut off while it was read; {_ANOTHER}"
+                raise DamagedCheckpointError(message) from None
             names = tuple(_name(record) for record in chosen if not _is_whole(archive, record))
         if names:
             listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
@@ -119,14 +117,23 @@ class Archive:
 
 
 @contextmanager
-def reading(name: str, missing: str = f"was removed while it was read; {_ANOTHER}") -> Iterator[None]:
-    """Raise what prevents this process from reading the file ``name`` as an error that does not blame its bytes."""
+def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
+    """Raise what prevents this process from reading the file ``name`` as an error that does not blame its bytes.
+
+    Args:
+        name: what the user calls the file.
+        was_there: whether it has been opened before.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(f"checkpoint {name} {missing}") from None
+        if was_there:
+            raise CheckpointNotFoundError(f"checkpoint {name} was removed while it was read; {_ANOTHER}") from None
+        raise CheckpointNotFoundError(
+            f"checkpoint {name} does not exist (working directory {os.getcwd()}); give the path of a file"
+        ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
             f"checkpoint {name} is a directory, not a file that torch.save has written; give the path of a file in it, "

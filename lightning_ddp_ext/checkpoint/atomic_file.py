@@ -1,17 +1,16 @@
 """Write a file so that it appears at its path whole or not at all, and find what killed writers have left.
 
-It is written under a temporary name in the same directory, forced to the disk, and renamed. While it is open its writer
-holds a lock on it, which ends with the process. Some file systems keep locks to one host, so a temporary file counts as
-left behind only if it was not written to for an hour.
+It is written under a temporary name in the same directory, forced to the disk, and renamed. A temporary file counts as
+left behind if it was not written to for an hour, as some file systems keep locks to one host.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -62,7 +61,6 @@ def atomic_write(path: Path) -> Iterator[Sink]:
     # O_EXCL follows no link that another user may have put there.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        _try_to_lock(descriptor)
         yield Sink(descriptor)
         os.fsync(descriptor)
         os.replace(partial, path)
@@ -101,15 +99,6 @@ def _temporary(path: Path, suffix: str) -> Path:
     return path.parent / f".ddpx-{secrets.token_hex(8)}.{suffix}"
 
 
-def _try_to_lock(descriptor: int) -> bool:
-    """Lock the file for this process; ``False`` where another one has done so, or the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _sync_directory(directory: Path) -> None:
     """Force to the disk which names are in the directory, where its file system and its owner allow that."""
     with suppress(PermissionError):  # one may write to it, and not read
@@ -125,7 +114,7 @@ def _sync_directory(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """A temporary file that no process of this host is writing.
+    """A temporary file of this user.
 
     Attributes:
         path: where it is.
@@ -139,17 +128,18 @@ class Leftover:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether no process of another host can be writing it."""
+        """Whether no process can be writing it."""
         return self.age > _LEFT_BEHIND_AFTER
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """Temporary files in the directory that no process of this host is writing."""
+    """Return this user's temporary files in the directory, also one that is being written."""
     found = []
     for path in (directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))):
-        if not _is_being_written(path):
-            with suppress(FileNotFoundError):
-                status = path.lstat()
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            is_of_kind = stat.S_ISLNK if path.suffix == ".link" else stat.S_ISREG
+            if is_of_kind(status.st_mode) and status.st_uid == os.geteuid():
                 found.append(Leftover(path, status.st_size, max(0.0, time.time() - status.st_mtime)))
     return found
 
@@ -160,16 +150,3 @@ def remove_leftovers(directory: Path) -> list[Leftover]:
     for leftover in leftovers:
         leftover.path.unlink(missing_ok=True)
     return leftovers
-
-
-def _is_being_written(path: Path) -> bool:
-    if path.suffix == ".link":
-        return False
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return True  # it was just finished, or belongs to another user
-    try:
-        return not _try_to_lock(descriptor)
-    finally:
-        os.close(descriptor)

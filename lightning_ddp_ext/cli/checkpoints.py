@@ -103,7 +103,7 @@ def _row(name: str, tensor: Tensor) -> list[str]:
 
 
 def clean(directory: str, *, remove: bool) -> int:
-    """List temporary files that no process of this host is writing, and ``remove`` those older than an hour."""
+    """List this user's temporary files, and ``remove`` those older than an hour."""
     try:
         removed = remove_leftovers(Path(directory)) if remove else []
         left = find_leftovers(Path(directory))

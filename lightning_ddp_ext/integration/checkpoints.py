@@ -168,11 +168,17 @@ class Checkpoints:
 
     @property
     def _has_partial_sums(self) -> bool:
-        """Whether the weights may be wrong because NCCL was aborted, which is certain only when the device is idle."""
+        """Whether NCCL was aborted, so that the weights may be wrong.
+
+        An optimiser step that waits on the device for a rank that has died is aborted later. So where NCCL is used this
+        waits for the device, which copying the weights does as well.
+        """
+        context = current()
+        if context is None or not context.groups.uses_nccl:
+            return False
         if self._strategy.root_device.type == "cuda":
             torch.cuda.synchronize(self._strategy.root_device)
-        context = current()
-        return context is not None and context.groups.has_aborted_nccl
+        return context.groups.has_aborted_nccl
 
     @property
     def is_interrupted(self) -> bool:

@@ -7,8 +7,6 @@ Each rank notes its random states, and one also the buffers; a survivor puts the
 from __future__ import annotations
 
 import copy
-import glob
-import os
 import pickle
 import secrets
 import sys
@@ -22,24 +20,23 @@ import torch
 from lightning_ddp_ext.at_exit import delaying_forced_end
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
-from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, lock_of, open_notes, save_if_furthest
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, Note, RankNotes, lock_of, open_notes, save_if_furthest
 from lightning_ddp_ext.data.random_state import RandomStateBytes, random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
-from lightning_ddp_ext.rank_lists import listed
+from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import Ranks, reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoint_paths import place_of
 from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
-from .lightning_tree import TrainerStatus, pl, rank_zero_warn
+from .lightning_tree import TrainerStatus, pl
 from .loop_state import Restart, Stopped, find_restart
 from .resume import KEY, positions_of, shared_state, training_generators
 
 # What may have happened to a rank: the others are then in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
-_RANDOM = [kind for kind in Kind if kind <= Kind.WINDOW]
-_Read = tuple[int, int, Any]  # a note's kind, its batches or epoch, and its content in plain values and tensors
+_OF_STATES = [kind for kind in Kind if kind != Kind.BUFFERS]
 
 
 class Refused(Exception):
@@ -76,6 +73,7 @@ class Rescue:
         self._evaluations = 0  # of the closure in this batch
         self._stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._generators: list[Any] = []  # besides the global ones
+        self._lost: list[int] = []  # ranks that are saved without their own random states
         self._has_new_iterator = False
         self._validated = -1  # after how many batches the last validation ended
 
@@ -127,7 +125,7 @@ class Rescue:
         if trainer is None or trainer.ckpt_path is None or not trainer.is_global_zero:
             return
         if trainer.state.status != TrainerStatus.INTERRUPTED:
-            for path in (self._path, lock_of(self._path), *_paths_of_hosts(self._path)):
+            for path in (self._path, lock_of(self._path)):
                 Path(path).unlink(missing_ok=True)
 
     def _close(self) -> None:
@@ -174,14 +172,13 @@ class Rescue:
 
     @contextmanager
     def validation_step(self) -> Iterator[None]:
-        """Note what the step and the making of its iterator have drawn; raise if a rank has failed.
+        """Note what the step has drawn; raise if a rank has failed, before the next collective does.
 
         Raises:
             RankFailedError: one of its kinds.
         """
         if self._own is not None:
             self._raise_cause()
-        self.note(Kind.VALIDATED)
         yield
         self.note(Kind.VALIDATED)
 
@@ -266,13 +263,12 @@ class Rescue:
             io.teardown()  # waits for a save in the background
 
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-        if len(self._notes) < self._strategy.world_size:
-            self._leave_notes()
         if not save_if_furthest(self._path, self._run, batches, write, self._seconds):
             return ""
+        lost = f"; the random states of {ranks_in_words(self._lost)} are unknown on this host, and follow from the seed"
         return (
             f"step {trainer.global_step} is saved to {self._path}; continue with trainer.fit(..., ckpt_path='last') "
-            f"or ckpt_path={self._path!r}"
+            f"or ckpt_path={self._path!r}{lost if self._lost else ''}"
         )
 
     def _why_not(self, exception: BaseException) -> str | None:
@@ -322,61 +318,29 @@ class Rescue:
         checkpoint = dump_checkpoint(trainer)
         checkpoint["loops"]["fit_loop"] = loops
         checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
-        checkpoint[KEY]["rescued"] = {"run": self._run, "batches": batches}
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.state_key in checkpoint["callbacks"]:
                 forget_missing_files(checkpoint["callbacks"][callback.state_key], callback.mode)
         return checkpoint
 
     def _states_of_ranks(self, restart: Restart, batches: int) -> list[dict[str, Any]]:
-        """Return the state of each rank; of one without notes only what all ranks share."""
+        """Return the state of each rank; one without notes gets what all ranks share, and its own random state."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("each rank's training loader keeps a state that only this rank has")
         shared = shared_state({"loaders": [position.state_dict(restart.done) for position in positions]})
-        ranks = range(self._strategy.world_size)
-        states = [_state_in(self._read_notes(rank), restart, batches, shared["loaders"]) for rank in ranks]
-        if None in states and any(position.is_by_rank for position in positions):
-            raise Refused(f"the order in which rank {states.index(None)} reads its samples is not known on this host")
-        return [state or shared for state in states]
-
-    def _read_notes(self, rank: int) -> list[_Read]:
-        """Return the notes of a rank, the newest first; none of a rank of another host."""
-        notes = self._notes[rank].read(*_RANDOM, Kind.LOADERS) if rank in self._notes else []
-        values = [
-            random_state_in(each.content) if each.kind in _RANDOM else pickle.loads(each.content) for each in notes
-        ]
-        return [(int(each.kind), each.batches, value) for each, value in zip(notes, values, strict=True)]
-
-    # Several hosts: the survivors of each one leave the notes of its ranks beside the checkpoint.
-
-    def _leave_notes(self) -> None:
-        path = f"{self._path}.of-rank-{self._strategy.global_rank}"
-        torch.save({"run": self._run, "ranks": {rank: self._read_notes(rank) for rank in self._notes}}, f"{path}.part")
-        os.replace(f"{path}.part", path)
-
-    def complete(self, checkpoint: dict[str, Any], path: PathLike) -> None:
-        """Put the states of ranks of other hosts into a checkpoint, from what these hosts' survivors have left."""
-        section = checkpoint.get(KEY) or {}
-        if "rescued" not in section:
-            return
-        ranks, restart, batches = section["ranks"], Restart(**section["restart"]), section["rescued"]["batches"]
-        left = [torch.load(each, weights_only=True) for each in _paths_of_hosts(os.fspath(path))]
-        lost = []
-        for rank in [rank for rank, state in enumerate(ranks) if state["random"] is None]:
-            found = [each["ranks"].get(rank, []) for each in left if each["run"] == section["rescued"]["run"]]
-            states = [_state_in(notes, restart, batches, ranks[rank]["loaders"]) for notes in found]
-            state = next(filter(None, states), None)
+        states = []
+        for rank in range(self._strategy.world_size):
+            notes = self._notes[rank].read(*_OF_STATES) if rank in self._notes else []
+            state = _state_in(notes, restart, batches, shared["loaders"])
+            if state is None and any(position.is_by_rank for position in positions):
+                raise Refused(f"the order in which rank {rank} reads its samples is not known on this host")
             if state is None:
-                lost.append(f"rank {rank}")
-                with seeded(mix(section["seed"], rank, restart.epoch, batches)):
-                    state = {**ranks[rank], "random": record_random_state()}
-            ranks[rank] = state
-        if lost:
-            rank_zero_warn(
-                f"{os.fspath(path)} has no random states of {listed(lost)}, whose host has left none: they start from "
-                "states that follow from seed, rank, epoch and position"
-            )
+                self._lost.append(rank)
+                with seeded(mix(self._strategy.data.training._seed or 0, rank, restart.epoch, batches)):
+                    state = {**shared, "random": record_random_state()}
+            states.append(state)
+        return states
 
 
 def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
@@ -387,24 +351,23 @@ def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
 
 
 def _state_in(
-    notes: Sequence[_Read], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
+    notes: Sequence[Note], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
     """Return the state of a rank at a restart, from its notes, the newest first; ``None`` where these have none."""
     moment = {"batch_end": Kind.WINDOW, "validation": Kind.VALIDATION}.get(restart.at, Kind.VALIDATED)
     latest = Kind.EPOCH if restart.has_started else moment
-    random = next((state for kind, done, state in notes if kind <= latest and done == batches), None)
-    starts = next((starts for kind, epoch, starts in notes if kind == Kind.LOADERS and epoch == restart.epoch), None)
+    random = next((note for note in notes if note.kind <= latest and note.batches == batches), None)
+    starts = next((note for note in notes if note.kind == Kind.LOADERS and note.batches == restart.epoch), None)
     if random is None or (loaders and starts is None):
         return None
-    pairs = zip(loaders, starts or (), strict=False)
+    started = pickle.loads(starts.content) if starts else ()
     return {
-        "random": random,
-        "loaders": [{**loader, "random": dict(started).get(loader["number"], [])} for loader, started in pairs],
+        "random": random_state_in(random.content),
+        "loaders": [
+            {**loader, "random": dict(each).get(loader["number"], [])}
+            for loader, each in zip(loaders, started, strict=False)
+        ],
     }
-
-
-def _paths_of_hosts(path: str) -> list[str]:
-    return [found for found in glob.glob(f"{glob.escape(path)}.of-rank-*") if not found.endswith(".part")]
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:

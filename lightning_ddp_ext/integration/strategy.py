@@ -238,7 +238,6 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = self.checkpoints.load(checkpoint_path, weights_only=weights_only)
-        self.rescue.complete(checkpoint, checkpoint_path)
         self.data.training.load(checkpoint)
         return checkpoint
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ddp_ext.checkpoint import rank_notes
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
@@ -101,6 +102,23 @@ def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path)
     outcomes = launch_ranks(train, 3, Plan(Kill("on_after_backward", 5, [0]), rescue="killed"), tmp_path)
     assert sorted(outcome.exit_code for outcome in outcomes) == [-9, -9, 1], stories(outcomes)
     assert saved(tmp_path) >= 5
+
+
+def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
+    """Each rank sees only its own notes, as where the others are on other hosts."""
+    rank_notes._open = lambda path: -1
+    return train(rank, world_size, plan, directory)
+
+
+def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
+    """The survivor says so, and no step is lost."""
+    survivor, _ = launch_ranks(train_on_two_hosts, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
+    assert "; the random states of rank 1 are unknown on this host, and follow from the seed" in survivor.output
+    assert saved(tmp_path) >= 5
+    states = torch.load(tmp_path / NAME, weights_only=True)["lightning_ddp_ext"]["ranks"]
+    assert str(states[0]["random"]) != str(states[1]["random"])
+    outcomes = launch_ranks(train_on_two_hosts, 2, Plan(), tmp_path)
+    assert not any(outcome.exit_code for outcome in outcomes), stories(outcomes)
 
 
 @pytest.mark.parametrize(
