@@ -55,8 +55,3 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
         raise ConfigurationError(
             f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
         ) from None
-
-
-def samples_of(dataset: Any) -> int:
-    """Return the number of samples of a dataset that is to be shared out."""
-    return length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
