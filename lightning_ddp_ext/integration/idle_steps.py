@@ -67,8 +67,3 @@ class IdleSteps:
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all ranks, by rank. Collective: every rank must call it."""
         return tuple(Ranks(self._strategy.global_rank, self._strategy.world_size).gather(value))
-
-    def _refuse(self, error: Exception) -> None:
-        """Raise an error that every rank has found, once all have: else slower ranks would report a failure."""
-        self._strategy.barrier("a refusal")
-        raise error

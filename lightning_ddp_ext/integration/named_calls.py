@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 
@@ -24,3 +26,12 @@ def report_step() -> None:
     context = current()
     if context is not None:
         context.barriers.advance()
+
+
+def refuse(strategy: Any, error: Exception) -> NoReturn:
+    """Raise an error that every rank has found, once all have: else slower ranks would report another rank's failure.
+
+    Collective: every rank must call it.
+    """
+    strategy.barrier("a refusal")
+    raise error
