@@ -74,6 +74,7 @@ class DataPath:
         self.training.attach(trainer)
         self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
         self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
+        self.worker_seed = None
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
