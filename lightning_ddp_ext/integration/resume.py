@@ -14,12 +14,11 @@ from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPositio
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
-from lightning_ddp_ext.ranks import Ranks
 
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
 from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
-from .named_calls import refuse
+from .named_calls import ranks_of, refuse
 
 ResumeData = Literal["exact", "epoch", "stock"]
 
@@ -160,9 +159,8 @@ class Resume:
         """Find out where each training loader continues, or refuse other data. Collective, the first time."""
         if self.states:
             return
-        ranks = Ranks(self._strategy.global_rank, self._strategy.world_size)
         try:
-            ranks.on_every_rank(self._check_data, "the resume")
+            ranks_of(self._strategy).on_every_rank(self._check_data, "the resume")
         except ResumeError as error:
             refuse(self._strategy, error)
         self.states = self._own["loaders"]
