@@ -9,11 +9,11 @@ from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.errors import ConfigurationError
 
 
-def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | None = None, remedy: str) -> int:
+def whole_number(value: Any, field: str, *, at_most: int | None = None, remedy: str) -> int:
     """Return ``value`` as an ``int``; integers of NumPy and torch count as such, booleans do not.
 
     Raises:
-        ConfigurationError: it is not a whole number, or outside of ``at_least`` to ``at_most``.
+        ConfigurationError: it is not a whole number, negative, or above ``at_most``.
 
     >>> try:
     ...     whole_number(-1, "seed", remedy="pass seed=0")
@@ -25,8 +25,8 @@ def whole_number(value: Any, field: str, *, at_least: int = 0, at_most: int | No
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < at_least or (at_most is not None and number > at_most):
-        bounds = f"at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    if number is None or number < 0 or (at_most is not None and number > at_most):
+        bounds = "at least 0" if at_most is None else f"from 0 to {at_most}"
         raise ConfigurationError(f"{field} must be a whole number, {bounds} (got {value!r}); {remedy}")
     return number
 
@@ -55,8 +55,3 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
         raise ConfigurationError(
             f"{field} must have a length (got {type(thing).__name__}, which has none); {remedy}"
         ) from None
-
-
-def samples_of(dataset: Any) -> int:
-    """Return the number of samples of a dataset that is to be shared out."""
-    return length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")

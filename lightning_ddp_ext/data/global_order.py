@@ -41,7 +41,6 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self,
         dataset: Any,
         length: int,
-        *,
         num_replicas: int | None,
         rank: int | None,
         shuffle: bool,

@@ -25,7 +25,7 @@ class DistributedLoader:
 
     Attributes:
         source: as given.
-        loader: what is read: a copy of ``source``, if that is a ``DataLoader``.
+        loader: what is read: a copy of ``source``, if that is a ``DataLoader`` without a state.
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
         position: how far training is in it; ``None`` for a loader that is evaluated.
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
@@ -38,7 +38,7 @@ class DistributedLoader:
 
     def __init__(self, source: Any, start_iterator: StartIterator) -> None:
         self.source = source
-        self.loader = own_copy(source)
+        self.loader = source if is_stateful(source) else own_copy(source)  # its owner may read that state
         self.start_iterator = start_iterator
         self.length: int | None = None
         self.position: Any = None
@@ -55,6 +55,9 @@ class DistributedLoader:
 
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
+
+    def __bool__(self) -> bool:
+        return True  # without asking for a length, which streams do not have
 
 
 class LazyIterator(Iterator[Any]):
@@ -86,16 +89,10 @@ def is_stateful(loader: object) -> bool:
 
 
 def own_copy(loader: Any) -> Any:
-    """Copy a ``DataLoader``, so that changes of the copy leave the user's loader as it is.
+    """Copy a ``DataLoader``, so that changes and iterators of the copy leave the original as it is.
 
-    A loader that has a state is not copied: its owner may read that state. Other iterables are not copied
-    either, since nothing of them is changed.
+    Other iterables are not copied, since nothing of them is changed.
     """
-    return loader if is_stateful(loader) else without_iterator(loader)
-
-
-def without_iterator(loader: Any) -> Any:
-    """Copy a ``DataLoader``, so that reading the copy leaves alone the workers and the state of the original."""
     if not isinstance(loader, DataLoader):
         return loader
     copied = copy.copy(loader)
@@ -173,12 +170,6 @@ def parameters_of(loader: Any) -> dict[str, Any]:
         workers = max(1, getattr(loader, "num_workers", 0))
     sampler, batch_size = identity_of(index_sampler_of(loader)), getattr(loader, "batch_size", None)
     return {"batch_size": batch_size, "sampler": sampler, "num_workers": workers}
-
-
-def is_comparable(loader: Any) -> bool:
-    """Whether the parameters of a loader's samplers say in which order it reads: those of torch and of this package."""
-    roots = [type(each).__module__.partition(".")[0] for each in with_wrapped(index_sampler_of(loader))]
-    return {*roots} <= {"torch", __package__.partition(".")[0]}
 
 
 def batches_of(loader: Any) -> float:

@@ -35,53 +35,39 @@ class Proxy:
         return copy.copy, (self._ddpx_own,)  # a copy is detached from the training run
 
 
-class _Delegating(Proxy):
-    """Of an object that keeps its attributes elsewhere than in a ``__dict__``, such as a list."""
-
-    __slots__ = ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._ddpx_own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ddpx_own, name, value)
-
-
 def show(own: Any, iterable: Any) -> Any:
     """Return a proxy of ``own`` that is iterated over as ``iterable`` is, and has its length.
 
-    The proxy is of the class of ``own`` and shares its ``__dict__``, so that whatever one of them sets, both have. For
-    an object without a ``__dict__``, or with more than that, it is of a class of the same name, and delegates.
+    The proxy is of the class of ``own`` and shares its ``__dict__``, so that whatever one of them sets, both have.
+    Where a class allows no such proxy, as that of a list does, it is ``iterable`` itself.
 
     >>> class Loader:
     ...     batch_size = 2
     >>> own = Loader()
     >>> shown = show(own, range(3))
     >>> shown.batch_size = 4
-    >>> isinstance(shown, Loader), own.batch_size, list(shown), list(show([1], "ab"))
-    (True, 4, [0, 1, 2], ['a', 'b'])
+    >>> isinstance(shown, Loader), own.batch_size, list(shown), show([1], "ab")
+    (True, 4, [0, 1, 2], 'ab')
     """
-    kind: type = _proxy_class(type(own))  # type: ignore[arg-type]
+    kind = _proxy_class(type(own))  # type: ignore[arg-type]
+    if kind is None:
+        return iterable
     proxy: Any = object.__new__(kind)
-    attributes = {"_ddpx_own": own} if issubclass(kind, _Delegating) else vars(own)  # where `data.epochs` finds it
-    for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):
+    for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", vars(own))):
         object.__setattr__(proxy, name, value)
     return proxy
 
 
 def iterable_of(shown: object) -> Any:
-    """Return the ``iterable`` of a proxy; ``None`` for another object."""
-    return shown._ddpx_iterable if isinstance(shown, Proxy) else None
+    """Return the ``iterable`` of what :func:`show` returned; another object itself."""
+    return shown._ddpx_iterable if isinstance(shown, Proxy) else shown
 
 
 @cache
-def _proxy_class(own: type) -> type:
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    if own.__dictoffset__:
-        try:
-            return type(own.__name__, (Proxy, own), names)
-        except TypeError:  # instances have slots, or are of C
-            pass
-    return type(own.__name__, (_Delegating,), names)
+def _proxy_class(own: type) -> type | None:
+    if not own.__dictoffset__:
+        return None
+    try:
+        return type(own.__name__, (Proxy, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+    except TypeError:  # instances also have slots, or are of C
+        return None

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from lightning_ddp_ext.data.checks import samples_of
+from lightning_ddp_ext.data.checks import length_of
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.permutation import Permutation
@@ -58,11 +58,8 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = samples_of(dataset)
-        policy: Uneven = "drop" if drop_last else uneven
-        super().__init__(
-            dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=policy
-        )
+        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        super().__init__(dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven)
 
     @override
     def _order(self) -> Order:
@@ -92,28 +89,13 @@ class ExactDistributedSampler(ScalableDistributedSampler):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, uneven="exact")
 
 
-class TorchOrderSampler(GlobalOrderSampler):
+class TorchOrderSampler(ScalableDistributedSampler):
     """Bit for bit the order of ``torch.utils.data.DistributedSampler``, from any position on, on any number of ranks.
 
-    The arguments are the same. An epoch's order takes 8 bytes a sample, and the time to draw it.
+    An epoch's order takes 8 bytes a sample, and the time to draw it.
     """
 
     kind: ClassVar[str] = "torch"
-
-    def __init__(
-        self,
-        dataset: Any,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        length = samples_of(dataset)
-        uneven: Uneven = "drop" if drop_last else "pad"
-        super().__init__(
-            dataset, length, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, uneven=uneven
-        )
 
     @override
     def _order(self) -> Order:

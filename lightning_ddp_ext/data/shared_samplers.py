@@ -48,9 +48,7 @@ class SharedSampler(GlobalOrderSampler):
         uneven: Uneven = "pad",
     ) -> None:
         setattr(self, self._field, sampler)
-        super().__init__(
-            sampler, self.length, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, uneven=uneven
-        )
+        super().__init__(sampler, self.length, num_replicas, rank, True, seed, uneven)
 
     @property
     @override

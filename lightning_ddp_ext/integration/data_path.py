@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampl
 
 from lightning_ddp_ext.data.epochs import start_epoch
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, source_of, without_iterator
+from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
@@ -74,6 +74,7 @@ class DataPath:
         self.training.attach(trainer)
         self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
         self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
+        self.worker_seed = None
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
@@ -156,7 +157,7 @@ class DataPath:
         loop = trainer.fit_loop if is_trained else active_loop_of(trainer)
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
-            return iter(without_iterator(loader.loader))
+            return iter(own_copy(loader.loader))
         if is_trained:
             loader.position.keeps_workers = keeps_workers
             return self.training.start_iterator(loader, epoch)

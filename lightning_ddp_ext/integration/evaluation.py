@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,8 +15,8 @@ from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
 from lightning_ddp_ext.data.loader import (
     DistributedLoader,
     batches_of,
-    forget_workers,
     index_sampler_of,
+    own_copy,
     set_index_sampler,
 )
 from lightning_ddp_ext.data.proxy import show
@@ -27,6 +26,7 @@ from lightning_ddp_ext.errors import SamplingError
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .idle_steps import IdleSteps
 from .lightning_tree import RunningStage, rank_zero_warn
+from .named_calls import refuse
 
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
 
@@ -62,13 +62,13 @@ class Evaluation(IdleSteps):
             return
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
-            raise _idle_rank_error(batches, f"no sampler with a length (inf: none) says what {name} reads")
+            where = f"no sampler with a length (inf: none) says what {name} reads"
+            refuse(self._strategy, _idle_rank_error(batches, where))
         spare = None
         if min(batches) == 0:  # it reads the first batch of another rank: any index that the sampler may yield will do
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.balance, loader.length = batches, max(batches)
-        loader.loader = copy.copy(loader.loader)  # one with a state is the user's own until here
-        forget_workers(loader.loader)
+        loader.loader = own_copy(loader.loader)  # one with a state is the user's own until here
         permanent = PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare)
         set_index_sampler(loader.loader, show(sampler, permanent))
 
@@ -89,7 +89,7 @@ class Evaluation(IdleSteps):
                 "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
                 "has no length"
             )
-            self._refuse(_idle_rank_error(batches, where))
+            refuse(self._strategy, _idle_rank_error(batches, where))
 
     def end(self) -> None:
         """End the evaluation: no rank is idle."""

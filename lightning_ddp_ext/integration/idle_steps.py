@@ -8,9 +8,9 @@ from typing import Any
 
 from lightning_ddp_ext.batchnorm import sync_context
 from lightning_ddp_ext.data.metric_state import preserve_metric_state
-from lightning_ddp_ext.ranks import Ranks
 
 from .compat import results_of
+from .named_calls import ranks_of
 
 
 class IdleSteps:
@@ -66,9 +66,4 @@ class IdleSteps:
 
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all ranks, by rank. Collective: every rank must call it."""
-        return tuple(Ranks(self._strategy.global_rank, self._strategy.world_size).gather(value))
-
-    def _refuse(self, error: Exception) -> None:
-        """Raise an error that every rank has found, once all have: else slower ranks would report a failure."""
-        self._strategy.barrier("a refusal")
-        raise error
+        return tuple(ranks_of(self._strategy).gather(value))

@@ -1,7 +1,10 @@
-"""Report the calls that every rank must make, so that a rank that skips one is named."""
+"""Make and report calls that every rank must make, so that a rank that skips one is named."""
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
+from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 
@@ -24,3 +27,17 @@ def report_step() -> None:
     context = current()
     if context is not None:
         context.barriers.advance()
+
+
+def ranks_of(strategy: Any) -> Ranks:
+    """Return the ranks of a strategy, as this one sees them."""
+    return Ranks(strategy.global_rank, strategy.world_size, strategy.root_device)
+
+
+def refuse(strategy: Any, error: Exception) -> NoReturn:
+    """Raise an error that every rank has found, once all have: else slower ranks would report another rank's failure.
+
+    Collective: every rank must call it.
+    """
+    strategy.barrier("a refusal")
+    raise error

@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_ddp_ext.data.loader import batches_of, is_comparable
+from lightning_ddp_ext.data.loader import batches_of
 from lightning_ddp_ext.data.position import FROM_THE_EPOCHS_START, LoaderPosition
 from lightning_ddp_ext.data.proxy import iterable_of
 from lightning_ddp_ext.data.random_state import restore_random_state
 from lightning_ddp_ext.errors import ResumeError
 
 from .compat import combined_loader_of, end_epoch_after, end_restart, mode_of
-from .lightning_tree import rank_zero_info, rank_zero_warn
+from .lightning_tree import rank_zero_warn
 from .loop_state import Restart, change_to, find_restart
+from .named_calls import ranks_of, refuse
 
 ResumeData = Literal["exact", "epoch", "stock"]
 
@@ -155,9 +156,17 @@ class Resume:
         return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
-        """Find out where each training loader continues, or refuse other data; a second call does nothing."""
+        """Find out where each training loader continues, or refuse other data. Collective, the first time."""
         if self.states:
             return
+        try:
+            ranks_of(self._strategy).on_every_rank(self._check_data, "the resume")
+        except ResumeError as error:
+            refuse(self._strategy, error)
+        self.states = self._own["loaders"]
+        self.done = self._count_done()
+
+    def _check_data(self) -> None:
         positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
@@ -172,14 +181,6 @@ class Resume:
                     "alone or by another strategy; batches may be read twice or left out in epoch "
                     f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
-        unknown = sorted({position.name for position in positions if not is_comparable(position.loader)})
-        if unknown:
-            rank_zero_info(
-                f"epoch {self.restart.epoch} continues in its middle; keep {' and '.join(unknown)} as it was: the "
-                "checkpoint does not say what its order depends on"
-            )
-        self.states = states
-        self.done = self._count_done()
 
     def _count_done(self) -> int:
         """Count the batches that are done on this number of ranks, from an optimiser step on.

@@ -24,6 +24,7 @@ from lightning_ddp_ext.supervision.checksum import checksum
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
 from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
+from .named_calls import refuse
 from .resume import positions_of
 
 
@@ -61,7 +62,7 @@ class UnevenInputs(IdleSteps):
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
                 f"{lengths}, by rank, where inf is none), or Lightning waits for ever; give it __len__ on every rank"
             )
-            self._refuse(SamplingError(problem))
+            refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
             loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
 
@@ -128,7 +129,7 @@ class UnevenInputs(IdleSteps):
         elif self._mode == "join":
             problem = _obstacle_to_join(trainer)
         if problem is not None:
-            self._refuse(SamplingError(problem))
+            refuse(self._strategy, SamplingError(problem))
         _warn_of_same_batches(checksums, streams)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lightning_ddp_ext import SamplerEpochSeeding
+from lightning_ddp_ext.data.seeding import seed_generators
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
 from tests.integration.continuing import KEPT, Net, Saver
 
@@ -190,3 +191,24 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_pat
     drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
+
+
+def draw_without_callback(kind: Kind, directory: Path) -> bool:
+    """Whether workers draw from a seed in a run before which its callback was removed from the Trainer."""
+    seeding, net = SamplerEpochSeeding(seed=5), Reader(partial(loader, Chance(), num_workers=1))
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=[seeding], max_epochs=1)
+    trainer.fit(net)
+    trainer.callbacks.remove(seeding)  # type: ignore[attr-defined]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net)
+    drawn = []
+    for epoch in range(2):
+        seed_generators(5, epoch=epoch, rank=trainer.global_rank, worker=0)
+        drawn.append(random.getrandbits(50) in net.read[epoch])
+    assert drawn[0]
+    return drawn[1]
+
+
+def test_a_seed_is_forgotten_with_its_callback(tmp_path: Path) -> None:
+    """A run without the callback draws what follows from torch's seed, also where an earlier one had it."""
+    assert on_ranks("ours", draw_without_callback, tmp_path) == [False, False]

@@ -49,6 +49,10 @@ def batched(size: int) -> Loaders:
     return plain(batch_sampler=BatchSampler(SequentialSampler(range(8)), size, drop_last=False))
 
 
+def other_on_rank_one(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Numbers(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=rank == 1))
+
+
 STREAM = stream()
 # By the number of ranks that resume what two ranks have saved: the data before, and those after.
 CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
@@ -61,6 +65,7 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
         "workers of a loader with a state": (stateful(), stateful(**workers())),
         "another order on each rank": (plain(2, shuffle=True), plain(2)),
         "other batches on each rank": (batched(2), batched(3)),
+        "another sampler on rank 1, each rank has its own": (batched(2), other_on_rank_one),
         "another draw by weight": (weighted(True), weighted(False)),
         "two loaders for one": (sixteen, two),
     },

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.errors import ConfigurationError, NonFiniteError
-from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.supervision.checksum import raise_if_different
 
 from ..lightning_tree import pl
+from ..named_calls import ranks_of
 
 
 class RankConsistency(pl.Callback):
@@ -79,8 +79,7 @@ class RankConsistency(pl.Callback):
             name = type(strategy).__name__
             rule = "needs a strategy with the same model on each rank, such as 'ddp' without post-local SGD"
             raise ConfigurationError(f"RankConsistency {rule} (got {name}); leave the callback out")
-        ranks = Ranks(trainer.global_rank, trainer.world_size, strategy.root_device)
-        raise_if_different(dict(_replica(trainer)), ranks, when=when)
+        raise_if_different(dict(_replica(trainer)), ranks_of(strategy), when=when)
 
 
 def _steps(trainer: pl.Trainer) -> int:
