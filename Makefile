@@ -41,7 +41,8 @@ demo: venv ## Train on the UCI digits with two ranks, save and resume (under a m
 	$(BIN)/python examples/digits.py
 
 docs: venv ## Build the documentation into site/ (to read it: python3 -m http.server -d site)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m sphinx -c docs -W --keep-going -q -E -d build/doctrees . site
+	cp site/README.html site/index.html
 
 test: lint types ## Lint, types, and the tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu and not nightly" $(PARALLEL) --durations 10
@@ -97,6 +98,7 @@ bench: venv ## Measure all that benchmarks/README.md publishes, and renew its ta
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
 	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; done
 	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python docs/charts.py
 
 bench-quick: venv ## Run each benchmark once and as short as it can be: shows that it works, measures nothing
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python benchmarks/$$script.py --quick; done

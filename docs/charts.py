@@ -1,4 +1,7 @@
-"""Draw tables of `benchmarks/README.md` as bars: all rows of a table, the worst ones included."""
+"""Draw tables of `benchmarks/README.md` as bars: all rows of a table, the worst ones included.
+
+python docs/charts.py
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def draw(name: str) -> str:
     """Return a chart as SVG.
 
     Raises:
-        LookupError: the table or one of its columns is not there any more.
+        LookupError: the table or one of its columns is missing.
     """
     beginning, columns = CHARTS[name]
     header, *rows = table(beginning)
@@ -86,3 +89,8 @@ def legend(columns: list[str]) -> Iterator[str]:
 def words(x: float, y: float, text: str, *, anchor: str = "start") -> str:
     """Return a line of text that begins, or ends, at a point."""
     return f'<text x="{x:.1f}" y="{y}" font-size="12" text-anchor="{anchor}" fill="#222">{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    for chart in CHARTS:
+        (Path(__file__).parent / "images" / f"{chart}.svg").write_text(draw(chart))

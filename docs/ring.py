@@ -1,8 +1,8 @@
 """Draw an all-reduce as a ring: which rank's numbers each chunk on each rank holds, after each step.
 
-    python docs/ring.py > ring.svg
+    python docs/ring.py > docs/images/ring.svg
 
-The picture comes from following the algorithm of `examples/ring_all_reduce.py`, so it cannot be wrong by itself.
+The picture comes from following the algorithm of `examples/ring_all_reduce.py`, so the two agree.
 """
 
 from __future__ import annotations

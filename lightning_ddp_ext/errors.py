@@ -61,8 +61,9 @@ class DDPExtError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
+        page = f"docs/reference/errors.md#{ours.__name__.lower()}"
         # Python prints notes below the message, from 3.11 on.
-        self.__notes__ = [f"See docs/reference/errors.md#{ours.__name__} in the repository of lightning-ddp-ext."]
+        self.__notes__ = [f"See {page} in the repository of lightning-ddp-ext."]
 
 
 class ConfigurationError(DDPExtError, ValueError):

@@ -33,27 +33,26 @@ INTERNAL = {"DDPX_LAUNCHER_PID", "DDPX_PRIVATE_FILE"}  # set by the package for 
 
 
 def blocks(text: str, language: str = "python") -> list[tuple[str, str]]:
-    """Title and code of each block of a language in a page."""
-    return re.findall(rf'^```(?:{language})(?: title="([^"]*)")?\n(.*?)^```$', text, re.DOTALL | re.MULTILINE)
+    """Title and code of each block of a language in a page; a title is a comment in the first line."""
+    found = rf"^```(?:{language})\n(?:# (\w+\.py|a cell of a notebook)\n)?(.*?)^```$"
+    return re.findall(found, text, re.DOTALL | re.MULTILINE)
 
 
 def page_of(name: str) -> str:
-    """A page's text, with what it includes."""
-    text = (DOCS / name).read_text()
-    return re.sub(r'^--8<-- "(.*)"$', lambda match: (ROOT / match[1]).read_text(), text, flags=re.MULTILINE)
+    return (DOCS / name).read_text()
 
 
-TEXTS = {str(path.relative_to(DOCS)): page_of(str(path.relative_to(DOCS))) for path in DOCS.rglob("*.md")}
-TEXTS["README.md"] = README = (ROOT / "README.md").read_text()
+FILES = [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/README.md"))]
+TEXTS = {os.path.relpath(path, DOCS): path.read_text() for path in FILES}
+README = TEXTS["../README.md"]
 PAGES = {name: blocks(text) for name, text in TEXTS.items()}
-[ABOVE] = [code for title, code in PAGES["index.md"] if title == "above"]  # what a page's `model` and `loader` are
-# A block with a title is a script of its own; the README's is `test_first_example_runs`.
-SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title and code not in README + ABOVE}
-
-
-def runnable(code: str) -> str:
-    """The block below the lines that the documentation's first page gives, if it needs them."""
-    return ABOVE + code if re.search(r"\b(model|loader)\b", code) else code
+SCRIPTS = {code: name for name, found in PAGES.items() for title, code in found if title}  # run as files
+# Files of examples/ that a page shows in full.
+SHOWN = {
+    "slurm.sbatch": "guides/launchers.md",
+    "kubernetes.yaml": "guides/launchers.md",
+    "config.yaml": "guides/lightning-cli.md",
+}
 
 
 @pytest.mark.lowest
@@ -74,7 +73,7 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
         for title, code in found:
             if not title:
                 assert '"ddp_ext' not in code or "lightning_ddp_ext" in code, f"{name} lacks it:\n{code}"
-                code = runnable(code).replace("file:///shared", f"file://{directory}")
+                code = code.replace("file:///shared", f"file://{directory}")
                 exec(compile(code, name, "exec"), {"__name__": "__main__"})
 
 
@@ -96,7 +95,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 def test_a_page_that_is_stopped_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
     """As the page says: SIGTERM to any rank, and the same command again."""
     script, found = tmp_path / "train.py", list[bool]()
-    script.write_text(runnable(PAGES["guides/preemption.md"][0][1]))
+    script.write_text(PAGES["guides/preemption.md"][0][1])
     for _ in range(2):
         with RankProcesses(be_the_script, 2, script, (), tmp_path, env=by_hand_env(2, free_port())) as ranks:
             begun = ranks.wait_for_output("Trainer(log_every_n_steps=", rank=0)
@@ -140,10 +139,16 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
     if commands != commands_of(code):
         commands, *shown = commands.splitlines(keepends=True)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    (tmp_path / "train.py").write_text(runnable(PAGES[name][0][1]))
+    scripts = [(title or "train.py", script) for title, script in PAGES[name] if title] or [
+        ("train.py", PAGES[name][0][1])
+    ]
     torch.save(Net().state_dict(), tmp_path / "last.ckpt")
     env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
-    here = commands.replace("10.0.0.1:29500", f"127.0.0.1:{free_port()}")
+    address = f"127.0.0.1:{free_port()}"
+    for title, script in scripts:
+        here = script.replace("10.0.0.1:29500", address).replace("file:///shared", f"file://{tmp_path}")
+        (tmp_path / title).write_text(here)
+    here = commands.replace("10.0.0.1:29500", address)
     done = run_script(f"set -e\n{here}", launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
     assert done.returncode == 0, done.output
     assert [line for line in shown if line not in ("...\n", "…\n") and line not in done.output] == []
@@ -152,16 +157,31 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     """No broken link or reference; scripts, styles, fonts and pictures are the site's own."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-c",
+        "docs",
+        "-W",
+        "-q",
+        "-d",
+        str(tmp_path / "trees"),
+        ".",
+        str(tmp_path / "site"),
+    ]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     loaded = r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//[^>]+|<link[^>]+rel="?(?:style|preconnect)[^>]+//[^>]+'
     pages = list((tmp_path / "site").rglob("*.html"))
-    assert len(pages) == len(PAGES)  # with 404.html in place of the README
+    missing = [
+        path for path in FILES if not (tmp_path / "site" / path.relative_to(ROOT)).with_suffix(".html").is_file()
+    ]
+    assert missing == []
+    assert 'id="lightning_ddp_ext.RankZeroCheckpointIO.wait"' in (tmp_path / "site/docs/reference/api.html").read_text()
     assert [hit for page in pages for hit in re.findall(loaded, page.read_text())] == []
     styles = [style.read_text() for style in (tmp_path / "site").rglob("*.css")]
     assert [hit for style in styles for hit in re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//\S+", style)] == []
-    assert (tmp_path / "site/images/ring.svg").read_text().count(">rank ") == 8
 
 
 def test_examples_in_docstrings_are_right() -> None:
@@ -186,24 +206,44 @@ def test_errors_in_readme_exist() -> None:
     assert shown <= set(subclasses(DDPExtError))
 
 
-def test_links_lead_to_files_of_the_repository() -> None:
-    """The site's links are checked by its build, those of the README here."""
-    linked = re.findall(r"\]\(([^)#]+)", README)
-    assert linked
-    assert [name for name in linked if not (ROOT / name).is_file()] == []
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_to_files_of_the_repository(name: str) -> None:
+    """As a code host resolves them. Headings that are linked are checked by the site's build."""
+    linked = re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[name])
+    assert [link for link in linked if not ((DOCS / name).parent / link).is_file()] == []
 
 
-def test_every_error_has_a_cause_and_a_fix_under_its_anchor() -> None:
-    found = re.findall(r"^### (\w+) \{ #(\w+) \}\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S)
-    assert sorted(name for name, _, _ in found) == sorted(set(subclasses(DDPExtError)))
-    assert all(name == anchor for name, anchor, _ in found)
-    assert [name for name, _, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
+@pytest.mark.parametrize("name", TEXTS)
+def test_pages_have_no_markup_that_only_a_build_shows(name: str) -> None:
+    prose = re.sub(r"^```.*?^```$", "", TEXTS[name], flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^--8<--.*|^:::.*|^!!! .*|\{ ?[#:.].*|^```\{.*", prose, re.MULTILINE) == []
+
+
+@pytest.mark.parametrize(("name", "page"), SHOWN.items(), ids=SHOWN)
+def test_a_file_that_a_page_shows_is_as_the_repository_has_it(name: str, page: str) -> None:
+    assert f"\n{(ROOT / 'examples' / name).read_text()}```\n" in TEXTS[page]
+
+
+def test_pictures_are_as_their_scripts_draw_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The charts show the tables of benchmarks/README.md: `python docs/charts.py` renews them."""
+    monkeypatch.syspath_prepend(DOCS)
+    charts, ring = importlib.import_module("charts"), importlib.import_module("ring")
+    drawn = {name: charts.draw(name) for name in charts.CHARTS} | {"ring": ring.draw(4)}
+    assert {path.stem: path.read_text() for path in (DOCS / "images").iterdir()} == drawn
+    assert drawn["ring"].count(">rank ") == 8
+
+
+def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
+    found = re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n#|\Z)", page_of("reference/errors.md"), re.M | re.S)
+    assert sorted(name for name, _ in found) == sorted(set(subclasses(DDPExtError)))
+    assert [name for name, text in found if "**Cause:**" not in text or "**Fix:**" not in text] == []
 
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
     error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", (3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
-    assert f"{{ #{anchor} }}" in (ROOT / address).read_text()
+    assert anchor == "missingrankserror"  # as code hosts and the site write the address of a heading
+    assert "\n### MissingRanksError\n" in (ROOT / address).read_text()
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     if sys.version_info >= (3, 11):
         assert traceback.format_exception(error)[-1] == error.__notes__[0] + "\n"
@@ -235,8 +275,9 @@ def test_every_variable_of_ours_is_described() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    shown = re.findall(r"^::: lightning_ddp_ext\.(\w+)$", page_of("reference/api.md"), re.MULTILINE)
-    assert sorted(shown) == sorted(name for name in lightning_ddp_ext.__all__ if not name.endswith("Error"))
+    rows = re.findall(r"^\| ([^|]*) \|", page_of("reference/api.md"), re.MULTILINE)
+    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert shown == {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")} | {"DDPExtError"}
 
 
 def test_citation_names_the_version() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
 from lightning_ddp_ext.rank_lists import listed, ranks_in_words
+from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address
@@ -19,6 +20,8 @@ from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, own_addresses
 from lightning_ddp_ext.rendezvous.store import host_store
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, decode, encode
+
+_logger = rank_logger(__name__, ranks=0)
 
 _POLL = 0.25  # seconds between two looks at what may end the wait without a message
 
@@ -133,6 +136,10 @@ class Coordinator:
             self._channel.reply(connection, "handshake", refusal_of(error))
             self._refuse(error)
             return
+        for name, version in self._hello.versions.items():
+            if hello.versions[name] != version:
+                versions = f"{self._hello.info} has {name} {version}, {info} has {hello.versions[name]}"
+                _logger.warning("%s; install the same version on every rank", versions)
         self._present[info.rank] = info
         hosts = [str(connection.socket.getsockname()[0]).removeprefix("::ffff:"), *self._addresses]
         if info.network != self._hello.info.network:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
-# A difference in the last number of these does no harm.
+# A difference in the last number of these is a warning.
 _LOOSE = {"the version of torchmetrics"}
 
 

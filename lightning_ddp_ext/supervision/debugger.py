@@ -32,7 +32,7 @@ def wait_for_debugger(rank: int, port: int) -> None:
     try:
         import debugpy
     except ImportError:
-        raise ConfigurationError("a debugged rank needs debugpy: pip install 'lightning-ddp-ext[debug]'") from None
+        raise ConfigurationError("a debugged rank needs debugpy: pip install debugpy") from None
     if debugpy.is_client_connected():  # an editor has started the script and follows its processes
         return
     debugpy.configure(subProcess=False)  # workers of loaders need no debugger

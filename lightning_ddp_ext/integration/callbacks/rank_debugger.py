@@ -15,8 +15,8 @@ from ..lightning_tree import pl
 class RankDebugger(pl.Callback):
     """Has one rank wait for VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol to attach.
 
-    The rank prints where it waits, before any hook of the module. It needs debugpy: ``pip install
-    'lightning-ddp-ext[debug]'``. With ``DDPExtStrategy`` no time limit holds: ``timeout``, named barriers,
+    The rank prints where it waits, before any hook of the module. It needs debugpy: ``pip
+    install debugpy``. With ``DDPExtStrategy`` no time limit holds: ``timeout``, named barriers,
     ``heartbeat_timeout`` and ``HangWatchdog`` are off. If a rank exits, all ranks still stop. With another strategy the
     other ranks wait as long as its ``timeout``.
 

@@ -1,0 +1,79 @@
+"""Settings of Sphinx: `make docs` builds the Markdown pages of the repository, as they are, into site/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import lightning_ddp_ext
+
+ROOT = Path(__file__).parents[1]
+
+project = "lightning-ddp-ext"
+version = release = lightning_ddp_ext.__version__
+copyright = "the lightning-ddp-ext authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+
+root_doc = "README"
+include_patterns = ["*.md", "docs/**", "examples/**", "benchmarks/**"]
+nitpicky = True
+# Names of other packages have no pages here, nor have type variables.
+nitpick_ignore_regex = [("py:.*", r"(?!lightning_ddp_ext\.).*|.*\.(T|ModuleT|RankLogger)")]
+
+myst_heading_anchors = 4  # with the addresses that code hosts give to headings
+autodoc_default_options = {"member-order": "bysource"}
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = f"{project} {version}"
+html_show_sourcelink = html_copy_source = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+# The members that are public besides a class itself.
+MEMBERS = {
+    "DDPExtStrategy": "world, is_idle, rank_devices, checkpoint_io, barrier, on_rank_zero",
+    "World": "num_nodes, is_rank_zero",
+    "NCCLOptions": "",
+    "RankZeroCheckpointIO": "save_checkpoint, load_checkpoint, wait",
+}
+
+
+def setup(app: Sphinx) -> None:
+    """Add to two pages what only the site has."""
+    app.connect("source-read", add_to_page)
+
+
+def add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """Give the first page the list of all pages for the sidebar, and the API page the docstrings."""
+    if page == root_doc:
+        source[0] += sidebar((ROOT / "docs/README.md").read_text())
+    if page == "docs/reference/api":
+        source[0] += docstrings()
+
+
+def sidebar(text: str) -> str:
+    """Return the pages that `docs/README.md` links, with its headings as captions."""
+    found = "\n```{toctree}\n:hidden:\n\nGuides and reference <docs/README>\n```\n"
+    for section in text.split("\n## ")[1:]:
+        pages = dict.fromkeys(re.findall(r"\]\(([^)#:]+\.md)[)#]", section))
+        names = "\n".join((Path("docs") / name).as_posix() for name in pages)
+        found += f"\n```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{names}\n```\n"
+    return found.replace("docs/../", "")
+
+
+def docstrings() -> str:
+    """Return the directives that show the docstring of each public name."""
+    found = "\n## Docstrings\n\n```{eval-rst}\n"
+    for name in lightning_ddp_ext.__all__:
+        if name.endswith("Error"):
+            continue
+        kind = "class" if isinstance(getattr(lightning_ddp_ext, name), type) else "function"
+        found += f".. auto{kind}:: lightning_ddp_ext.{name}\n"
+        if name in MEMBERS:
+            found += f"   :members: {MEMBERS[name]}\n"
+        found += "\n"
+    return found + "```\n"
