@@ -27,6 +27,7 @@ from tests.integration.continuing import (
     difference,
     generations,
     stream,
+    workers,
 )
 
 
@@ -64,6 +65,12 @@ CASES: dict[str, Check] = {
         shuffled(10, batch_size=None),
         *(["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]),
         limit_train_batches=4,
+    ),
+    # Loaders are made twice in an epoch, but once after a resume, and making them draws a number.
+    "reloaded": resumes(
+        shuffled(**workers(2)),
+        *(["train_batch_end-3"], ["train_batch_end-6"]),
+        reload_dataloaders_every_n_epochs=1,
     ),
     "last batch dropped": resumes(shuffled(18, drop_last=True), ["train_batch_end-3"], ["train_batch_end-6"]),
     "validation by the clock": resumes(
