@@ -29,11 +29,11 @@ FAIL = signal.SIGUSR2  # has the training step raise
 
 
 class Counting(L.LightningModule):
-    """A model that counts, with 2 MB of gradients, validations and a loader's worker."""
+    """A model that counts, with 2 MB of gradients, validations and perhaps a loader's worker."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, has_worker: bool) -> None:
         super().__init__()
-        self.world_size, self.fails = world_size, False
+        self.world_size, self.has_worker, self.fails = world_size, has_worker, False
         self.seen = nn.Parameter(torch.zeros(STEPS * BATCH * world_size))
         self.steps = nn.Parameter(torch.zeros(500_000))
 
@@ -56,7 +56,8 @@ class Counting(L.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         worker: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
-        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **worker)  # type: ignore[arg-type]
+        options = worker if self.has_worker else {}
+        return DataLoader(range(len(self.seen)), BATCH, shuffle=True, **options)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(range(7), batch_size=BATCH)  # type: ignore[arg-type]
@@ -89,7 +90,7 @@ def train(directory: Path, devices: int, during: str, max_epochs: int = -1, **op
         enable_checkpointing=True,
         callbacks=[saver],
     )
-    model = Counting(devices)
+    model = Counting(devices, has_worker=during == "background saves")
     trainer.fit(model, ckpt_path="last")
     return model
 
