@@ -56,9 +56,6 @@ class DistributedLoader:
     def __len__(self) -> int:
         return len(self.loader) if self.length is None else self.length
 
-    def __bool__(self) -> bool:
-        return True  # without asking for a length, which streams do not have
-
 
 class LazyIterator(Iterator[Any]):
     """One iterator over a :class:`DistributedLoader`, started when its first batch is requested."""

@@ -39,35 +39,32 @@ def show(own: Any, iterable: Any) -> Any:
     """Return a proxy of ``own`` that is iterated over as ``iterable`` is, and has its length.
 
     The proxy is of the class of ``own`` and shares its ``__dict__``, so that whatever one of them sets, both have.
-    Where a class allows no such proxy, as that of a list does, it is ``iterable`` itself.
+    Where a class allows no such proxy, as that of a list does, the proxy only has its name.
 
     >>> class Loader:
     ...     batch_size = 2
     >>> own = Loader()
     >>> shown = show(own, range(3))
     >>> shown.batch_size = 4
-    >>> isinstance(shown, Loader), own.batch_size, list(shown), show([1], "ab")
-    (True, 4, [0, 1, 2], 'ab')
+    >>> isinstance(shown, Loader), own.batch_size, list(shown), list(show([1], "ab"))
+    (True, 4, [0, 1, 2], ['a', 'b'])
     """
-    kind = _proxy_class(type(own))  # type: ignore[arg-type]
-    if kind is None:
-        return iterable
-    proxy: Any = object.__new__(kind)
-    for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", vars(own))):
+    proxy: Any = object.__new__(_proxy_class(type(own)))  # type: ignore[arg-type]
+    attributes = getattr(own, "__dict__", {"_ddpx_own": own})  # where `data.epochs` finds it
+    for name, value in (("_ddpx_own", own), ("_ddpx_iterable", iterable), ("__dict__", attributes)):
         object.__setattr__(proxy, name, value)
     return proxy
 
 
 def iterable_of(shown: object) -> Any:
-    """Return the ``iterable`` of what :func:`show` returned; another object itself."""
-    return shown._ddpx_iterable if isinstance(shown, Proxy) else shown
+    """Return the ``iterable`` of a proxy; ``None`` for another object."""
+    return shown._ddpx_iterable if isinstance(shown, Proxy) else None
 
 
 @cache
-def _proxy_class(own: type) -> type | None:
-    if not own.__dictoffset__:
-        return None
+def _proxy_class(own: type) -> type:
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     try:
-        return type(own.__name__, (Proxy, own), {"__module__": own.__module__, "__qualname__": own.__qualname__})
+        return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), names)
     except TypeError:  # instances also have slots, or are of C
-        return None
+        return type(own.__name__, (Proxy,), names)
