@@ -118,7 +118,7 @@ NOT_RUN = {
     r"^torchrun --nnodes 2.*\\\n.*$": "needs two machines",
     r"^export .*  # in both\n(.*\n)*.*pdb train.py$": "needs two terminals",
 }
-SHELL = [(name, code) for name, text in TEXTS.items() for title, code in blocks(text, "console|bash|sh") if not title]
+SHELL = [(name, code) for name, text in TEXTS.items() for _, code in blocks(text, "console")]
 
 
 def commands_of(code: str) -> str:
