@@ -33,14 +33,6 @@ html_title = f"{project} {version}"
 html_show_sourcelink = html_copy_source = False
 copybutton_exclude = ".linenos, .gp, .go"
 
-# The members that are public besides a class itself.
-MEMBERS = {
-    "DDPExtStrategy": "world, is_idle, rank_devices, checkpoint_io, barrier, on_rank_zero",
-    "World": "num_nodes, is_rank_zero",
-    "NCCLOptions": "",
-    "RankZeroCheckpointIO": "save_checkpoint, load_checkpoint, wait",
-}
-
 
 def setup(app: Sphinx) -> None:
     """Add to two pages what only the site has."""
@@ -52,7 +44,7 @@ def add_to_page(app: Sphinx, page: str, source: list[str]) -> None:
     if page == root_doc:
         source[0] += sidebar((ROOT / "docs/README.md").read_text())
     if page == "docs/reference/api":
-        source[0] += docstrings()
+        source[0] += docstrings(source[0])
 
 
 def sidebar(text: str) -> str:
@@ -65,15 +57,14 @@ def sidebar(text: str) -> str:
     return found.replace("docs/../", "")
 
 
-def docstrings() -> str:
-    """Return the directives that show the docstring of each public name."""
+def docstrings(text: str) -> str:
+    """Return the directives that show the docstrings of the names, and of the members, in the API page's tables."""
     found = "\n## Docstrings\n\n```{eval-rst}\n"
-    for name in lightning_ddp_ext.__all__:
-        if name.endswith("Error"):
-            continue
+    for name, about in re.findall(r"^\| \[`(\w+)`\]\S+ \| (.*)", text, re.MULTILINE):
         kind = "class" if isinstance(getattr(lightning_ddp_ext, name), type) else "function"
         found += f".. auto{kind}:: lightning_ddp_ext.{name}\n"
-        if name in MEMBERS:
-            found += f"   :members: {MEMBERS[name]}\n"
+        members = re.findall(r"`(\w+)`", about.partition("Members: ")[2])
+        if members or name == "NCCLOptions":  # the fields of the latter have docstrings
+            found += f"   :members: {', '.join(members)}\n"
         found += "\n"
     return found + "```\n"

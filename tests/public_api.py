@@ -19,7 +19,7 @@ PREFIX = {ParameterKind.keyword_only: "*, ", ParameterKind.var_positional: "*", 
 def lines() -> list[str]:
     """Return the API of the package that is imported: each public name, and the members that its page shows."""
     package = griffe.load("lightning_ddp_ext", search_paths=[Path(lightning_ddp_ext.__file__).parents[1]])
-    shown = dict(re.findall(r"^::: lightning_ddp_ext\.(\w+)\n +options:\n +members: \[(.*)\]", PAGE.read_text(), re.M))
+    shown = dict(re.findall(r"^\| \[`(\w+)`\].*Members: (.*)", PAGE.read_text(), re.M))
     found: list[str] = []
     for name in sorted(lightning_ddp_ext.__all__):
         public = package[name]

@@ -66,6 +66,11 @@ def test_first_example_runs(tmp_path: Path) -> None:
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in completed.output
 
 
+def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
+    """The code with a directory of the test and a port of this machine in place of the pages' own."""
+    return code.replace("file:///shared", f"file://{directory}").replace("10.0.0.1:29500", f"127.0.0.1:{port}")
+
+
 def run_blocks(rank: int, world_size: int, directory: Path) -> None:
     """Run each block on a rank, one after another, each with nothing but itself."""
     os.chdir(directory)
@@ -73,8 +78,7 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
         for title, code in found:
             if not title:
                 assert '"ddp_ext' not in code or "lightning_ddp_ext" in code, f"{name} lacks it:\n{code}"
-                code = code.replace("file:///shared", f"file://{directory}")
-                exec(compile(code, name, "exec"), {"__name__": "__main__"})
+                exec(compile(on_this_machine(code, directory), name, "exec"), {"__name__": "__main__"})
 
 
 def test_blocks_of_pages_run(tmp_path: Path) -> None:
@@ -88,7 +92,7 @@ def test_blocks_of_pages_run(tmp_path: Path) -> None:
 def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
     """A page's script ends with success."""
     script = tmp_path / "script.py"
-    script.write_text(code)
+    script.write_text(on_this_machine(code, tmp_path, free_port()))
     run_on_ranks(script, cwd=tmp_path, world_size=2 if '"ddp_ext"' in code else 1)
 
 
@@ -114,7 +118,7 @@ NOT_RUN = {
     r"^torchrun --nnodes 2.*\\\n.*$": "needs two machines",
     r"^export .*  # in both\n(.*\n)*.*pdb train.py$": "needs two terminals",
 }
-SHELL = [(name, code) for name, text in TEXTS.items() for title, code in blocks(text, "console|bash|sh") if not title]
+SHELL = [(name, code) for name, text in TEXTS.items() for _, code in blocks(text, "console")]
 
 
 def commands_of(code: str) -> str:
@@ -139,16 +143,13 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
     if commands != commands_of(code):
         commands, *shown = commands.splitlines(keepends=True)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    scripts = [(title or "train.py", script) for title, script in PAGES[name] if title] or [
-        ("train.py", PAGES[name][0][1])
-    ]
+    scripts = {"train.py": PAGES[name][0][1]} | {title: script for title, script in PAGES[name] if title}
     torch.save(Net().state_dict(), tmp_path / "last.ckpt")
     env = {"PL_TRAINER_MAX_EPOCHS": "1", "PL_TRAINER_ACCELERATOR": "cpu"}
-    address = f"127.0.0.1:{free_port()}"
-    for title, script in scripts:
-        here = script.replace("10.0.0.1:29500", address).replace("file:///shared", f"file://{tmp_path}")
-        (tmp_path / title).write_text(here)
-    here = commands.replace("10.0.0.1:29500", address)
+    port = free_port()
+    for title, script in scripts.items():
+        (tmp_path / title).write_text(on_this_machine(script, tmp_path, port))
+    here = on_this_machine(commands, tmp_path, port)
     done = run_script(f"set -e\n{here}", launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
     assert done.returncode == 0, done.output
     assert [line for line in shown if line not in ("...\n", "…\n") and line not in done.output] == []
@@ -275,9 +276,9 @@ def test_every_variable_of_ours_is_described() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:
-    rows = re.findall(r"^\| ([^|]*) \|", page_of("reference/api.md"), re.MULTILINE)
-    shown = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert shown == {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")} | {"DDPExtError"}
+    shown = re.findall(r"^\| \[`(\w+)`\]", page_of("reference/api.md"), re.MULTILINE)
+    names = {name for name in lightning_ddp_ext.__all__ if not name.endswith("Error")}
+    assert sorted(shown) == sorted(names | {"DDPExtError"})
 
 
 def test_citation_names_the_version() -> None:
