@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_ddp_ext.data.loader import forget_workers
-from lightning_ddp_ext.data.seeding import SeedWorker
+from lightning_ddp_ext.data.worker_start import StartWorker
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -35,9 +35,9 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
         whether the workers of one epoch are also those of the next one.
     """
     set_epoch(loader, epoch)
-    if seed is not None and isinstance(loader, DataLoader):
+    if isinstance(loader, DataLoader):
         own = loader.worker_init_fn
-        loader.worker_init_fn = SeedWorker(own.own if isinstance(own, SeedWorker) else own, epoch, rank, seed)
+        loader.worker_init_fn = StartWorker(own.own if isinstance(own, StartWorker) else own, epoch, rank, seed)
     kept = [each for each in all_below(loader) if isinstance(each, DataLoader) and each.persistent_workers]
     keeps_workers = False
     for each in kept:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,22 +48,6 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
     random.seed(for_python)
     np.random.seed([for_numpy % 2**32, for_numpy >> 32])  # it takes 32 bits at a time
     torch.manual_seed(for_torch)
-
-
-@dataclass(frozen=True)
-class SeedWorker:
-    """A ``worker_init_fn`` that calls the loader's ``own`` one, and then :func:`seed_generators`."""
-
-    own: Callable[[int], None] | None
-    epoch: int
-    rank: int
-    seed: int
-
-    def __call__(self, worker: int) -> None:
-        """Start a worker."""
-        if self.own is not None:
-            self.own(worker)
-        seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
 
 
 @contextmanager

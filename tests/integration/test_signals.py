@@ -153,6 +153,29 @@ def test_the_checkpoint_is_where_it_was_asked_for(tmp_path: Path) -> None:
         assert torch.load(path, weights_only=False)["state_dict"]
 
 
+# A signal, and how the workers that also get it were started.
+IN_GROUPS = ((signal.SIGTERM, "fork"), (signal.SIGTERM, "spawn"), (signal.SIGINT, "fork"), (signal.SIGUSR1, "fork"))
+
+
+def signalled_in_groups(rank: int, world_size: int, directory: Path) -> list[End]:
+    """How runs end whose rank 1 gets a signal together with its loader's workers."""
+    os.setpgid(0, 0)
+    ends = []
+    for signum, context in IN_GROUPS:
+        loaders = shuffled(120, num_workers=1, multiprocessing_context=context)
+        callbacks = [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)] if rank == 1 else []
+        place = directory / f"{signum}-{context}"
+        stopped = Training(loaders, directory).run(callbacks=callbacks, default_root_dir=place)
+        ends.append((stopped.status, [path.name for path in place.rglob("*.ckpt")], len(stopped.steps) in (3, 4)))
+    return ends
+
+
+def test_workers_leave_the_signal_of_a_group_to_their_rank(tmp_path: Path) -> None:
+    """torchrun, schedulers and terminals send it to all processes of a group; a rank needs its workers until it stops."""
+    expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum, _ in IN_GROUPS]
+    assert run_ranks(signalled_in_groups, 2, tmp_path, env=by_hand_env(2)) == [expected] * 2
+
+
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
     """How runs end that get each signal, and whether its handler is there again; and runs of people who have one."""
     found: list[Any] = []
