@@ -147,6 +147,22 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.netns
+def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
+    """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
+    where = Tcp(two_hosts[0].address, free_port())
+    hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
+    settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
+    settings[2]["stop"] = "all_reduce"
+    with started(where, settings, namespaces=hosts) as ranks:
+        ranks.wait_for("in front", 2)
+        two_hosts.cut()
+        here, there, blocked = ranks.wait()
+    assert f"rank 1 (host host-b, pid {there.pid}) died: no sign of life" in sentence(here, RankDiedError)
+    assert f"rank 0 (host host-a, pid {here.pid}) died: no sign of life" in sentence(there, RankDiedError)
+    assert f"[rank 2] RankDiedError: rank 1 (host host-b, pid {there.pid}) died" in blocked.output
+
+
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     """The others say where they have looked, what they found there, and what to check."""
