@@ -171,7 +171,7 @@ def signalled_in_groups(rank: int, world_size: int, directory: Path) -> list[End
 
 
 def test_workers_leave_the_signal_of_a_group_to_their_rank(tmp_path: Path) -> None:
-    """torchrun and terminals send it to all processes of a group; a rank needs its workers until it stops."""
+    """A rank needs them until it stops; torchrun and terminals send a signal to all processes of a group."""
     expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum, _ in IN_GROUPS]
     assert run_ranks(signalled_in_groups, 2, tmp_path, env=by_hand_env(2)) == [expected] * 2
 
