@@ -136,11 +136,11 @@ class Network(L.LightningModule):
         widths = [3, *[16] * 6, *[32] * 5, *[64] * 5]
         self.layers = nn.Sequential(*(block(a, b, 1 + (a != b and a > 3)) for a, b in itertools.pairwise(widths)))
         self.head = nn.Linear(64, 10)
-        self.began = 0.0
+        self.began = self.began_cpu = 0.0
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == WARMING_UP:
-            self.began = time.perf_counter()
+            self.began, self.began_cpu = time.perf_counter(), time.process_time()
         return self.head(self.layers(batch).mean((2, 3))).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -154,7 +154,8 @@ def network_step(strategy: str, converted: bool, batch_size: int, steps: int) ->
         model = Network()
         images: Any = torch.randn(batch_size, 3, 32, 32).repeat(2 * (steps + WARMING_UP), 1, 1, 1)
         trainer.fit(model, DataLoader(images, batch_size))
-        return {"ms": (time.perf_counter() - model.began) / steps * 1000}
+        clock, processor = time.perf_counter() - model.began, time.process_time() - model.began_cpu
+        return {"ms": clock / steps * 1000, "processor": processor / steps * 1000}
 
     figures: Figures = on_ranks(work, 2)[0]
     return figures
@@ -175,8 +176,12 @@ def measure_network(effort: Effort) -> Table:
         results = take_turns(turns, effort.repeats(9))
         stock = next(iter(results.values()))["ms"]
         for name, row in rows.items():
-            row += [spread(results[name]["ms"]), ratio(results[name]["ms"], stock)]
-    columns = [column for batch_size in batch_sizes for column in (f"batch {batch_size}: ms", "× stock")]
+            row += [spread(results[name]["ms"]), ratio(results[name]["ms"], stock), spread(results[name]["processor"])]
+    columns = [
+        column
+        for batch_size in batch_sizes
+        for column in (f"batch {batch_size}: ms", "× stock", "ms of processor time, rank 0")
+    ]
     return Table("network", ["a step of a network with 16 BatchNorm layers", *columns], list(rows.values()))
 
 

@@ -10,6 +10,7 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -116,11 +117,23 @@ def record(tables: list[dict[str, Any]], *, quick: bool) -> dict[str, Any]:
         machine["gpu"] = torch.cuda.get_device_name()
     return {
         "date": date.today().isoformat(),
+        "commit": commit(),
         "quick": quick,
         "machine": machine,
         "versions": {"python": platform.python_version(), **{name: metadata.version(name) for name in names}},
         "tables": {table.pop("name"): table for table in tables},
     }
+
+
+def commit() -> str:
+    """Return the commit that is measured, with ``+`` where the package differs from it."""
+    asked = ["git", "describe", "--always", "--dirty=+"]
+    try:
+        return subprocess.run(
+            asked, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 # Turns, and ranks that are forked from a process that has imported everything.

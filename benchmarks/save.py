@@ -77,7 +77,7 @@ def measure_save(effort: Effort) -> Table:
             kinds = {
                 name: alone(partial(timed_save, save, size, directory / "it.ckpt")) for name, save in saves.items()
             }
-            results = take_turns(kinds, effort.repeats(7 if size < 1024 else 3))
+            results = take_turns(kinds, effort.repeats(7 if size < 1024 else 5))
             raw, stock, ours = (results[name]["seconds"] for name in saves)
             memory = [f"{statistics.median(results[name]['peak']):.0f}" for name in list(saves)[1:]]
             ratios = ratio(ours, raw), ratio(ours, stock)
@@ -137,7 +137,7 @@ def measure_background(effort: Effort) -> Table:
     with scratch_directory() as directory:
         ios = {"stock `AsyncCheckpointIO`": make_stock_io, "`RankZeroCheckpointIO(background=True)`": make_our_io}
         kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}
-        results = take_turns(kinds, effort.repeats(3))
+        results = take_turns(kinds, effort.repeats(5))
     rows = [[name, *map(spread, figures.values())] for name, figures in results.items()]
     title = f"seconds that training stands still for {size_of(size)} in the background"
     return Table("background", [title, "first", "later", "× a memory copy", "memory × payload"], rows)

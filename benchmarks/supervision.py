@@ -60,12 +60,12 @@ def measure_step(effort: Effort) -> Table:
     steps = effort.choose(150, quick=20)
     kinds = effort.choose(("stock", "ours", "with all callbacks"), quick=("stock", "with all callbacks"))
     rows = []
-    for logged in effort.choose((0, 1, 10, 20), quick=(1,)):
-        turns: dict[str, Callable[[], Figures]] = {kind: partial(step, kind, logged, steps) for kind in kinds}
+    for ranks, logged in effort.choose(((2, 0), (2, 1), (2, 10), (2, 20), (4, 0)), quick=((2, 1),)):
+        turns: dict[str, Callable[[], Figures]] = {kind: partial(step, kind, logged, steps, ranks) for kind in kinds}
         results = take_turns(turns, effort.repeats(7))
         stock, *others = (results[kind]["clock"] for kind in kinds)
         ratios = [cell for other in others for cell in (spread(other), ratio(other, stock))]
-        rows.append([logged or "none", spread(stock), *ratios])
+        rows.append([f"{ranks} ranks, {logged or 'none'}", spread(stock), *ratios])
     columns = ["stock `ddp`, ms a step", "`ddp_ext`", "×", "with all callbacks", "×"]
     return Table("step", ["values logged in each step", *columns[: 2 * len(kinds) - 1]], rows)
 
@@ -125,8 +125,39 @@ def measure_signals(effort: Effort) -> Table:
         counts = [f"{sum(figures[figure]):.0f} of {repeats}" for figure in ("same", "saved")]
         rows.append([kind, spread(figures["seconds"]), *counts, "; ".join(sorted(seen[kind]))])
     title = f"SIGTERM to rank 1 of 2 in its {step}th step"
-    return Table("signals", [title, "seconds until both are gone", "same step", "saved", "exit statuses"], rows)
+    return Table("signals", [title, "seconds until both exited", "same step", "saved", "exit statuses"], rows)
+
+
+def hang(timeout: float) -> Figures:
+    """Seconds from the moment at which rank 1 gets stuck until both processes have exited."""
+    with scratch_directory() as directory:
+
+        def get_stuck(trainer: L.Trainer, index: int) -> None:
+            if index == SIGNALLED_AT and trainer.global_rank == 1:
+                (directory / "began").write_text(str(time.monotonic()))
+                time.sleep(600)
+
+        def work(rank: int) -> None:
+            stuck = L.pytorch.callbacks.LambdaCallback(
+                on_train_batch_start=lambda trainer, module, batch, index: get_stuck(trainer, index)
+            )
+            callbacks = [HangWatchdog(timeout=timeout, directory=directory), stuck]
+            make_trainer("ddp_ext", 2, callbacks=callbacks, default_root_dir=directory).fit(Net())
+
+        statuses(fork_ranks(2, work), seconds=120)
+        return {"seconds": time.monotonic() - float((directory / "began").read_text())}
+
+
+def measure_hang(effort: Effort) -> Table:
+    rows = []
+    for timeout in effort.choose((5.0, 10.0), quick=(2.0,)):
+        seconds = take_turns({"hang": partial(hang, timeout)}, effort.repeats(5))["hang"]["seconds"]
+        rows.append([f"{timeout:.0f} s", spread(seconds)])
+    return Table("hang", ["`HangWatchdog(timeout=)`, rank 1 of 2 gets stuck", "seconds until both exited"], rows)
 
 
 if __name__ == "__main__":
-    main(__doc__, {"step": measure_step, "max_time": measure_max_time, "signals": measure_signals})
+    main(
+        __doc__,
+        {"step": measure_step, "max_time": measure_max_time, "signals": measure_signals, "hang": measure_hang},
+    )

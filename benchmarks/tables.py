@@ -1,8 +1,9 @@
-"""Renew the tables of README.md from the results in results/*.json, between the comments that name them.
+"""Renew the tables of README.md from the results in results/*.json, and the commits that these were measured on.
 
     python benchmarks/tables.py
 
-A table stands between ``<!-- table: launching start -->``, script and table, and ``<!-- end -->``.
+A table stands between ``<!-- table: launching start -->``, script and table, and ``<!-- end -->``; the commits between
+``<!-- commits -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,19 @@ def renew(text: str) -> str:
         found = json.loads((RESULTS / f"{match[1]}.json").read_text())["tables"][match[2]]
         return f"<!-- table: {match[1]} {match[2]} -->\n\n{markdown(found['columns'], found['rows'])}\n<!-- end -->"
 
+    text = re.sub(
+        r"<!-- commits -->.*?<!-- end -->", f"<!-- commits -->\n\n{commits()}\n<!-- end -->", text, flags=re.DOTALL
+    )
     return re.sub(r"<!-- table: (\w+) (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def commits() -> str:
+    """Return the scripts by the commit on which each was measured."""
+    scripts: dict[str, list[str]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text())
+        scripts.setdefault(f"`{found['commit']}`, {found['date']}", []).append(path.stem)
+    return "".join(f"- {commit}: {', '.join(names)}\n" for commit, names in scripts.items())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What it costs a training step that ranks agree on having one more batch: `uneven_inputs="stop_at_shortest"`.
+"""What it costs a training step that ranks agree on having one more batch: `uneven_inputs=`.
 
     python benchmarks/uneven.py    # about 2 minutes on 2 cores
 
-Two ranks train the same model on streams of the same length, with the option and without. Where others use the
-machine, too, rank 0's processor time, of all its threads, says more than the clock.
+Two ranks train the same model on streams of the same length, with each of its values and without it. On a busy
+machine rank 0's processor time, of all its threads, says more than the clock.
 """
 
 from __future__ import annotations
@@ -46,13 +46,16 @@ def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
 
 def measure(effort: Effort) -> Table:
     width, steps = 64, effort.choose(150, quick=20)
-    kinds = {"without": None, "with": "stop_at_shortest"}
-    results = take_turns({name: partial(step, kind, width, steps) for name, kind in kinds.items()}, effort.repeats(15))
-    rows = []
-    for label, figure in (("by the clock", "clock"), ("processor time of rank 0", "processor")):
-        without, agreeing = (results[name][figure] for name in kinds)
-        rows.append([label, spread(without), spread(agreeing), ratio(agreeing, without)])
-    return Table("uneven", ["milliseconds a step", *kinds, "×"], rows)
+    kinds = (None, "stop_at_shortest", "join")
+    results = take_turns({str(kind): partial(step, kind, width, steps) for kind in kinds}, effort.repeats(15))
+    without, rows = results["None"], []
+    for kind in kinds:
+        own = results[str(kind)]
+        cells = [(spread(own[each]), ratio(own[each], without[each])) for each in ("clock", "processor")]
+        rows.append([f'`"{kind}"`' if kind else "without it", *cells[0], *cells[1]])
+    return Table(
+        "uneven", ["a step with `uneven_inputs=`", "ms by the clock", "×", "ms of processor time of rank 0", "×"], rows
+    )
 
 
 if __name__ == "__main__":
