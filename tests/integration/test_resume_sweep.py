@@ -110,7 +110,7 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
 
 
 def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Played]) -> str:
-    """Describe the faults of an epoch's rest, which should have each sample of the loader that ends it, and some padding."""
+    """Describe the faults of an epoch's rest: it must have each sample of the loader that ends it."""
     number = int(case.loaders == "min_size")
 
     def count(steps: Iterable[Step]) -> Counter[int]:

@@ -166,7 +166,7 @@ def signalled_in_groups(rank: int, world_size: int, directory: Path) -> list[End
         callbacks = [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)] if rank == 1 else []
         place = directory / f"{signum}-{context}"
         stopped = Training(loaders, directory).run(callbacks=callbacks, default_root_dir=place)
-        ends.append((stopped.status, [path.name for path in place.rglob("*.ckpt")], len(stopped.steps) in (3, 4)))
+        ends.append((stopped.status, [path.name for path in place.rglob("*.ckpt")], 3 <= len(stopped.steps) < 30))
     return ends
 
 
