@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
 _HEADER = 2  # the layer's index, and that of the pass
-_AWAKE = 0.002  # seconds; a small exchange between ranks that start together takes half of it
+_POLL_FOR = 0.002  # seconds; a small exchange between ranks that start together takes half of it
 
 _is_idle = False
 
@@ -38,7 +38,7 @@ def _wait_for(work: dist.Work) -> None:
 
     Other threads can use the processor meanwhile, such as torch's, which make the exchange.
     """
-    moment = time.monotonic() + _AWAKE
+    moment = time.monotonic() + _POLL_FOR
     while not work.is_completed() and time.monotonic() < moment:
         os.sched_yield()
     work.wait()

@@ -1,4 +1,4 @@
-"""The buffers of a module as bytes, to be noted in every step, and put back."""
+"""Read the buffers of a module as bytes in every step, and restore them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NotedBuffers:
     """The buffers that checkpoints of a module hold.
 
     Args:
-        module: whose buffers these are.
+        module: the module with the buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,10 +35,10 @@ class NotedBuffers:
         return [0 if each is None or each.is_inference() else each._version for each in self._buffers]
 
     def read(self, *, even_if_same: bool) -> bytes:
-        """Return the buffers; nothing if nothing has changed.
+        """Return the buffers as bytes; empty if no buffer changed.
 
         Args:
-            even_if_same: whether they may have changed unseen, as running statistics do in a forward pass.
+            even_if_same: whether they may have changed undetected, as running statistics do in a forward pass.
         """
         versions = self._versions()
         is_same, self._last = versions == self._last, versions
@@ -53,7 +53,7 @@ class NotedBuffers:
         return pickle.dumps((chosen, memory.cpu().numpy().tobytes()))
 
     def restore(self, content: bytes) -> bool:
-        """Put back what was noted; return whether nothing is missing of what has changed since."""
+        """Restore the noted buffers; return whether these are all that changed since."""
         chosen, memory = pickle.loads(content) if content else ([], b"")
         begin = 0
         for index in chosen:

@@ -1,7 +1,7 @@
-"""What each rank notes of itself in a file of its host, for the ranks that survive it; and which of them saves.
+"""Keep notes of each rank in a file of its host for surviving ranks, and choose the survivor that saves.
 
 The file is mapped, and the page cache keeps what a killed process has written. The file has no name: ranks of a host
-open each other's files and remove the names, so that it ends with the last of them, and no other run can find it.
+open each other's files and remove the names, so the kernel frees it after the last of them, and no other run finds it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _POLL = 0.01
 
 
 class Kind(IntEnum):
-    """What a note holds: random states at a moment, in the order in which moments follow one batch, or something else.
+    """The content of a note: random states at a moment, in the order of moments after one batch, or other data.
 
     The oldest note of a kind is overwritten.
     """
 
-    BACKWARD = 0  # of that batch: nothing is drawn after it, as a rule
+    BACKWARD = 0  # of that batch: usually nothing is drawn after it
     VALIDATION = 1  # before its iterators are made
     VALIDATED = 2  # after that, and after each of its steps
     EPOCH = 3  # before iterators over training data are made
@@ -44,13 +44,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Note:
-    """One note, as it was read.
+    """A note that was read.
 
     Attributes:
-        number: counts all notes of the rank.
-        kind: what it holds.
-        batches: that it had begun by then, in all epochs.
-        content: what it has noted.
+        number: the ordinal among all notes of the rank.
+        kind: the kind of content.
+        batches: the number of batches that the rank had started, in all epochs.
+        content: the noted data.
     """
 
     number: int
@@ -73,10 +73,10 @@ class RankNotes:
         self._written = dict.fromkeys(Kind, 0)
 
     def write(self, kind: Kind, batches: int, content: bytes) -> None:
-        """Write a note over the oldest of its kind; one that is cut short by a kill does not count.
+        """Write a note over the oldest of its kind; a note that a kill interrupted does not count.
 
         Raises:
-            OSError: there is no space left for it.
+            OSError: no space is left for it.
         """
         self._number += 1
         slot = kind * _SLOTS + self._written[kind] % _SLOTS
@@ -90,7 +90,7 @@ class RankNotes:
         memory[end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def _map(self, slot: int, size: int) -> memoryview:
-        """Map a slot; to write to a page for which there is no space would end the process."""
+        """Map a slot, after allocating it: a write to a page without space would kill the process."""
         if size > _SLOT:
             raise OSError(errno.EFBIG, f"{size >> 20} MiB are too many for a note")
         os.posix_fallocate(self._descriptor, slot * _SLOT, size)
@@ -112,7 +112,7 @@ class RankNotes:
         return Note(number, kind, batches, rest[:length]) if is_whole else None
 
     def close(self) -> None:
-        """Close the file, which ends with its last reader."""
+        """Close the file, which is freed after its last reader."""
         self._memory.clear()
         os.close(self._descriptor)
 
@@ -125,7 +125,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
         rank: this rank.
 
     Raises:
-        OSError: a rank cannot make its file; on all ranks.
+        OSError: a rank cannot create its file; on all ranks.
     """
     path, error, own = "", "", -1
     try:
@@ -135,7 +135,7 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
         error = f"rank {rank}: {reason}"
     paths, errors = zip(*gather((path, error)), strict=True)
     found = {other: own if other == rank else _open(path) for other, path in enumerate(paths)}
-    gather(None)  # all have opened what they can
+    gather(None)  # all ranks have opened their files
     if own >= 0:
         os.unlink(path)
     notes = {other: RankNotes(descriptor) for other, descriptor in found.items() if descriptor >= 0}
@@ -147,28 +147,28 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
 
 
 def _open(path: str) -> int:
-    """Open the notes of another rank; -1 where they are on another host, or in another container."""
+    """Open the notes of another rank; -1 if they are on another host, or in another container."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return -1
 
 
-# Who saves.
+# Choice of the rank that saves.
 
 
 def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:
     """Save, unless another survivor has saved the same or a later state; return whether this rank did.
 
-    A lock decides which one is first. It ends with its holder, so that a rank that is killed while it saves keeps none
-    of the others from it.
+    A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
+    save does not block the others.
 
     Args:
-        path: of the checkpoint; the lock is beside it.
-        run: names this start of the run.
-        batches: how far this rank is.
+        path: path of the checkpoint; the lock file is beside it.
+        run: the name of this start of the run.
+        batches: the number of batches that this rank has finished.
         save: called while the lock is held.
-        seconds: to wait for the lock.
+        seconds: the time to wait for the lock.
     """
     with open(lock_of(path), "a+") as file:
         _lock(file, time.monotonic() + seconds)

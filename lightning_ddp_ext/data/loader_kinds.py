@@ -41,7 +41,7 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
 
 
 def global_order_of(loader: Any) -> GlobalOrderSampler | None:
-    """Return the sampler of ours that decides what a loader reads; ``None`` if another one does."""
+    """Return the sampler of ours that a loader reads; ``None`` if it reads another one."""
     sampler = index_sampler_of(loader)
     if type(sampler) is BatchSampler:
         sampler = sampler.sampler
@@ -49,20 +49,20 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Have samplers of ours start at the beginning of the epoch, whose middle training may have reached."""
+    """Have samplers of ours start at the beginning of the epoch, even if training is in its middle."""
     for sampler in with_wrapped(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
 
 def _reads_indices(loader: object) -> bool:
-    """Whether a sampler with a length decides what is read; a class with another ``__iter__`` may not use it."""
+    """Whether a loader reads a sampler with a length; a class with another ``__iter__`` may not use it."""
     has_length = batches_of(index_sampler_of(loader)) != float("inf")
     return has_length and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
 
 
 class OrderPosition(LoaderPosition):
-    """Of a loader that reads a sampler of ours: a position in the global order, good for any number of ranks."""
+    """Position in a loader that reads a sampler of ours: one in the global order, valid for any number of ranks."""
 
     kind = "order"
 
@@ -97,7 +97,7 @@ class OrderPosition(LoaderPosition):
 
 
 class IndexPosition(LoaderPosition):
-    """Of a loader that reads some other sampler with a length: its indices are left out, and no sample is read."""
+    """Position in a loader that reads another sampler with a length: indices are skipped without reading samples."""
 
     kind = "indices"
 
@@ -128,7 +128,7 @@ class IndexPosition(LoaderPosition):
 
 
 class StatePosition(LoaderPosition):
-    """Of a loader that has a state, which is read when a checkpoint is saved.
+    """Position in a loader with a state, which is read when a checkpoint is saved.
 
     By then more batches may have been drawn than are done. So a checkpoint has an earlier state, and how many batches
     to drop after it; without one, from the beginning of the iterator.
@@ -139,7 +139,7 @@ class StatePosition(LoaderPosition):
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
         self.is_by_rank = self._world_size > 1  # else Lightning has given the loader the state that it saves
-        self._drawn: int | None = None  # batches of the newest iterator; ``None`` once it has ended
+        self._drawn: int | None = None  # batches of the newest iterator; ``None`` after its end
 
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class StatePosition(LoaderPosition):
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
         is_new = getattr(self.loader, "_iterator", None) is None
         if self.keeps_workers and self.epoch > 0 and is_new and index_sampler_of(self.loader) is not None:
-            # HACK: torchdata's iterators also draw an order where workers start, which those of another run have done
+            # HACK: torchdata's iterators also draw an order where workers start, as those of another run did
             with preserve_random_state(self.generators):
                 iter(self.loader)
         return self._count_drawn(super()._begin(start))

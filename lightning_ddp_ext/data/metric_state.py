@@ -33,12 +33,12 @@ def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterato
     yield
     for metric in _metrics(results, module):
         if id(metric) in before:
-            _put_back(*before[id(metric)])
+            _restore(*before[id(metric)])
         elif isinstance(metric, Metric):
             metric.reset()
     for key, result in results.items():
         if not result.has_reset:
-            _take_out(result, logged.get(key))
+            _restore_result(result, logged.get(key))
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
@@ -59,7 +59,7 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, set, deque)) else value
 
 
-def _put_back(metric: nn.Module, before: dict[str, Any]) -> None:
+def _restore(metric: nn.Module, before: dict[str, Any]) -> None:
     if isinstance(metric, Metric):
         before.update(_empty_lists(metric, before))
     vars(metric).clear()
@@ -73,7 +73,7 @@ def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tenso
     return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
 
 
-def _take_out(result: Any, before: dict[str, Any] | None) -> None:
+def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
     """Restore the value that was logged before, or none if that is ``None`` or was reset."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only

@@ -44,21 +44,21 @@ class IteratorStart:
 
 
 class LoaderPosition:
-    """How far the Trainer is in one training loader: anything that can be iterated over.
+    """The Trainer's position in one training loader, which may be any iterable.
 
     A position is a number of batches, which a resumed run reads and drops. ``loader_kinds`` has a subclass for each
     quicker way.
 
     Args:
-        loader: what is read.
+        loader: the loader to read.
         world_size: the number of ranks.
-        remembered: how many iterators are remembered: a checkpoint may be of some batches ago.
+        remembered: the number of remembered iterators, since a checkpoint may be some batches old.
 
     Attributes:
         name: the data's name in errors.
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
-        generators: what the loader and its samplers draw from, besides the global generators.
+        generators: the generators of the loader and its samplers, besides the global ones.
         keeps_workers: whether the workers of one epoch are also those of the next one.
     """
 
@@ -81,7 +81,7 @@ class LoaderPosition:
     # Reading.
 
     def start_epoch(self, epoch: int, *, done: int = 0, state: Mapping[str, Any] | None = None) -> None:
-        """Have the next iterators be those of an epoch.
+        """Set the epoch of the next iterators.
 
         Args:
             epoch: the epoch.
@@ -161,10 +161,10 @@ class LoaderPosition:
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of other data, or of another number of ranks that cannot shard these.
+        """Raise if the state is of other data, or of a number of ranks that cannot shard these.
 
         Raises:
-            ResumeError: they differ; it names the difference.
+            ResumeError: the state differs; the error names the difference.
         """
         now = self._description()
         for name, was in state["data"].items():
@@ -179,7 +179,7 @@ class LoaderPosition:
         """Return how many batches this rank reads from a position to the end of the data."""
         return batches_of(self.loader) - position
 
-    # What each kind of loader does otherwise.
+    # Overridden for each kind of loader.
 
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         """Make an iterator over the whole data, and record the random states in which it draws."""

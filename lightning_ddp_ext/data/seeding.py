@@ -27,8 +27,8 @@ def mix(*words: int) -> int:
 def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = None) -> None:
     """Seed the global generators of Python's ``random``, NumPy and torch (on all devices), each by a hash of all four.
 
-    So nothing is added up: (seed 0, epoch 1) is not (seed 1, epoch 0), and practically no other epoch, rank or worker
-    has one of these seeds. Not collective.
+    The numbers are not added: (seed 0, epoch 1) differs from (seed 1, epoch 0), and practically no other epoch, rank
+    or worker has one of these seeds. Not collective.
 
     Args:
         seed: the seed of the run.
@@ -54,8 +54,8 @@ def seed_generators(seed: int, *, epoch: int, rank: int, worker: int | None = No
 def workers_seeded_apart(loader: Any, *words: int) -> Iterator[None]:
     """Have workers that start in the block draw their seed from another generator than the loader's.
 
-    Where workers stay, one run starts them at another time than a run that is resumed, in which no other number that
-    is drawn may change because of that.
+    With persistent workers, a resumed run starts them at a different time than the original run. That must not change
+    any other random number.
     """
     own = loader.generator
     loader.generator = torch.Generator()

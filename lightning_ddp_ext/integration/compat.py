@@ -156,7 +156,7 @@ def calling_result() -> tuple[Any, bool]:
 # Signals.
 
 
-def put_back_handlers(trainer: Any) -> None:
+def restore_handlers(trainer: Any) -> None:
     """Have Lightning restore the handlers that changed; restoring all would remove ``faulthandler``'s, in C."""
     connector = _read(trainer, "_signal_connector")
     for signum, handler in list(_read(connector, "_original_handlers").items()):

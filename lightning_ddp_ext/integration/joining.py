@@ -87,7 +87,7 @@ class Rendezvous:
             made_up = secrets.token_hex(8)
             remove_at_exit(method.file_for(made_up))
             return {RUN_ID_VARIABLE: made_up}
-        has_address = _says_by_itself("main_address", environment) or _says_by_itself("main_port", environment)
+        has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise("main_port", environment)
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
             where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
             return {"MASTER_ADDR": where.host, "MASTER_PORT": str(where.port)}
@@ -182,7 +182,7 @@ def remove_at_exit(path: str) -> str:
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
     """Return the address of ``env://``; without a port, every process would choose a different one."""
-    if "MASTER_PORT" not in environ and not _says_by_itself("main_port", environment):
+    if "MASTER_PORT" not in environ and not _is_set_otherwise("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
             f"one by one (got MASTER_ADDR={environ.get('MASTER_ADDR')}, MASTER_PORT=None); export both, the same on "
@@ -191,7 +191,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
     return Tcp(environment.main_address, int(environment.main_port))
 
 
-def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
+def _is_set_otherwise(name: str, environment: ClusterEnvironment) -> bool:
     """Whether ``main_address`` or ``main_port`` was set to something other than the variables ``MASTER_...``."""
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 

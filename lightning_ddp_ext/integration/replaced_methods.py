@@ -27,7 +27,7 @@ class ReplacedMethods:
         setattr(owner, name, method)
         self._replaced.append((owner, name))
 
-    def put_back(self) -> None:
+    def restore_all(self) -> None:
         """Restore the methods of all objects."""
         while self._replaced:
             owner, name = self._replaced.pop()

@@ -1,7 +1,7 @@
-"""Save what a rank has after another rank died or failed, so that training continues with the next step.
+"""Save a surviving rank's state after another rank died or failed, so that training continues with the next step.
 
 Parameters and optimiser need no copy: with automatic optimisation an aborted collective raises before they change.
-Each rank notes its random states, and one also the buffers; a survivor puts them into an ordinary checkpoint.
+Each rank notes its random states, and one also notes the buffers; a survivor writes them to an ordinary checkpoint.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from .lightning_tree import TrainerStatus, pl
 from .loop_state import Restart, Stopped, find_restart
 from .resume import KEY, positions_of, shared_state, training_generators
 
-# What may have happened to a rank: the others are then in a state from which training can continue.
+# Events of a rank that leave the others in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
 _OF_STATES = [kind for kind in Kind if kind != Kind.BUFFERS]
 
 
 class Refused(Exception):
-    """Why nothing is saved."""
+    """The reason why nothing is saved."""
 
 
 class Rescue:
-    """What a strategy does so that the end of a rank loses no optimiser step.
+    """Saves the last optimiser step of a strategy after another rank died or failed.
 
     Args:
-        strategy: it hands each hook of training on.
-        name: of the file beside the other checkpoints, or a path; ``None`` to save nothing.
+        strategy: the strategy, which passes on each training hook.
+        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing.
     """
 
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
@@ -65,11 +65,11 @@ class Rescue:
         self.__init__(**state)  # type: ignore[misc]
 
     def _forget(self) -> None:
-        self._trainer: Any = None  # that is watched
+        self._trainer: Any = None  # the watched one
         self._refusal: str | None = None
         self._notes: dict[int, RankNotes] = {}  # of the ranks on this host
         self._own: RankNotes | None = None
-        self._weights: Any = None  # how the last optimiser step left them; `None` before the first one
+        self._weights: Any = None  # their versions after the last optimiser step; `None` before the first one
         self._evaluations = 0  # of the closure in this batch
         self._stepped = 0  # optimiser steps before this batch, as Lightning's loggers count them
         self._generators: list[Any] = []  # besides the global ones
@@ -78,7 +78,7 @@ class Rescue:
         self._validated = -1  # after how many batches the last validation ended
 
     def start(self) -> None:
-        """Begin to note states, if the Trainer fits on several ranks. Collective: every rank must call it."""
+        """Start to note states, if the Trainer fits on several ranks. Collective: every rank must call it."""
         self._close()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
@@ -109,7 +109,7 @@ class Rescue:
         strategy = self._strategy
         if strategy._model_averaging_period is not None:
             return "model_averaging_period lets the ranks have different weights"
-        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}  # to import it is slow
+        kinds = {base.__name__ for each in strategy.optimizers for base in type(each).__mro__}  # importing it is slow
         if "ZeroRedundancyOptimizer" in kinds:
             return "each rank has only a shard of the optimiser's state (ZeroRedundancyOptimizer)"
         if locate(self._path).local is None:
@@ -119,7 +119,7 @@ class Rescue:
         return None
 
     def end(self) -> None:
-        """End the notes; after a run that was resumed and has ended well, remove what failures have left."""
+        """Close the notes; after a resumed run that finished, remove the files that failures left."""
         trainer = self._trainer
         self._close()
         if trainer is None or trainer.ckpt_path is None or not trainer.is_global_zero:
@@ -151,7 +151,7 @@ class Rescue:
         self._has_new_iterator = True
 
     def on_train_batch_start(self) -> None:
-        """Begin a batch; note in which random states new iterators have drawn."""
+        """Start a batch; note the random states from which new iterators drew."""
         if self._own is not None:
             self._evaluations = 0
             self._stepped = self._trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -161,7 +161,7 @@ class Rescue:
                 self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
 
     def on_step(self) -> None:
-        """Count a forward pass; raise if a rank has failed, before the next collective does.
+        """Count a forward pass; raise if a rank failed, before the next collective does.
 
         Raises:
             RankFailedError: one of its kinds.
@@ -172,7 +172,7 @@ class Rescue:
 
     @contextmanager
     def validation_step(self) -> Iterator[None]:
-        """Note what the step has drawn; raise if a rank has failed, before the next collective does.
+        """Note the random states after the step; raise if a rank failed, before the next collective does.
 
         Raises:
             RankFailedError: one of its kinds.
@@ -183,16 +183,16 @@ class Rescue:
         self.note(Kind.VALIDATED)
 
     def on_validation_end(self) -> None:
-        """Record that a validation of training has ended."""
+        """Record that a validation within training is done."""
         if self._own is not None and not self._trainer.sanity_checking:
             self.note(Kind.VALIDATED)
             self._validated = self._progress.total.ready
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note what the next step needs, in a pass that averages gradients; on a GPU after it.
+        """Note the state for the next step, in a pass that averages gradients; on a GPU after it.
 
-        The optimiser's step would be queued there behind an all-reduce, and run on partial sums after its abort.
+        There the optimiser step would be queued behind an all-reduce, and use partial sums after its abort.
 
         Raises:
             RankFailedError: a rank has failed; on a GPU.
@@ -207,12 +207,12 @@ class Rescue:
             self.note(Kind.BACKWARD)
 
     def after_optimizer_step(self) -> None:
-        """Record how an optimiser step has left the weights."""
+        """Record the weights' versions after an optimiser step."""
         if self._own is not None:
             self._weights = self._fingerprint()
 
     def _fingerprint(self) -> tuple[int, int]:
-        """Return what is another once a callback has exchanged the weights, at no cost."""
+        """Return a cheap value that changes when a callback swaps the weights."""
         return self._parameter._version, self._parameter.data_ptr()
 
     def _raise_cause(self) -> None:
@@ -222,10 +222,10 @@ class Rescue:
     # After a failure.
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step unless another survivor has, and print a line.
+        """Save the last finished step, unless another survivor did, and print a line.
 
         Args:
-            exception: by which this rank ends because of another one.
+            exception: the exception with which this rank exits because of another one.
         """
         cause = None if self._trainer is None else self._peers.cause
         if cause is None or cause.kind not in _SURVIVED or cause.rank == self._strategy.global_rank:
@@ -282,13 +282,13 @@ class Rescue:
             if is_in_optimizer_step(trainer) and self._evaluations > 1:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
-                return "the next one had begun to change the weights"
+                return "the next one had started to change the weights"
         elif self._weights != self._fingerprint():
             return "the weights are not those that the optimiser left, as after a swap by weight averaging"
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
-        """Change the loops' state to one that is saved between two batches, or before a validation that is due."""
+        """Change the loops' state to one between two batches, or before a due validation."""
         batch, loop = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
         epoch, counts, total = loops["epoch_progress"]["current"], batch["current"], batch["total"]
         done, is_last = counts["processed"], batch["is_last_batch"]
@@ -302,7 +302,7 @@ class Rescue:
             if validates and self._validated != total["ready"]:
                 return "validation"
             if validates and is_last:
-                return None  # Lightning leaves the validation out, and counts the step after it
+                return None  # Lightning would skip the validation, and count the step after it
         if is_last or done % self._trainer.accumulate_grad_batches == 0:
             loop["_batches_that_stepped"] += 1
         return "batch"
@@ -314,7 +314,7 @@ class Rescue:
         states = self._states_of_ranks(restart, batches)
         known = [note for note in self._notes[min(self._notes)].read(Kind.BUFFERS) if note.batches <= batches]
         if not self._buffers.restore(known[0].content if known else b""):
-            raise Refused("a buffer has changed that was not noted")
+            raise Refused("a buffer changed that was not noted")
         checkpoint = dump_checkpoint(trainer)
         checkpoint["loops"]["fit_loop"] = loops
         checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)
@@ -324,7 +324,7 @@ class Rescue:
         return checkpoint
 
     def _states_of_ranks(self, restart: Restart, batches: int) -> list[dict[str, Any]]:
-        """Return the state of each rank; one without notes gets what all ranks share, and its own random state."""
+        """Return the state of each rank; a rank without notes gets the shared state, and its own random state."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("each rank's training loader keeps a state that only this rank has")
@@ -353,7 +353,7 @@ def _batches_at(restart: Restart, batch: Mapping[str, Any]) -> int:
 def _state_in(
     notes: Sequence[Note], restart: Restart, batches: int, loaders: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return the state of a rank at a restart, from its notes, the newest first; ``None`` where these have none."""
+    """Return the state of a rank at a restart, from its notes, the newest first; ``None`` if no note has it."""
     moment = {"batch_end": Kind.WINDOW, "validation": Kind.VALIDATION}.get(restart.at, Kind.VALIDATED)
     latest = Kind.EPOCH if restart.has_started else moment
     random = next((note for note in notes if note.kind <= latest and note.batches == batches), None)
@@ -371,7 +371,7 @@ def _state_in(
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:
-    """Take files out of a ``ModelCheckpoint``'s state that were not finished, as rank 0 died while it wrote them."""
+    """Remove unfinished files from a ``ModelCheckpoint``'s state, which rank 0 was writing when it died."""
 
     def is_missing(path: str) -> bool:
         location = Path(path)

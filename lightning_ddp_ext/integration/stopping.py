@@ -21,7 +21,7 @@ from lightning_ddp_ext.supervision.signals import StopSignals, defer_sigterm, ha
 
 from .checkpoint_paths import place_of
 from .checkpoints import Checkpoints
-from .compat import active_loop_of, combined_loader_of, mode_of, put_back_handlers
+from .compat import active_loop_of, combined_loader_of, mode_of, restore_handlers
 from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
@@ -109,7 +109,7 @@ class StopController:
         """Restore the signal handlers after the Trainer's run."""
         if self._trainer is None:
             return
-        put_back_handlers(self._trainer)  # those of Lightning were installed after ours
+        restore_handlers(self._trainer)  # those of Lightning were installed after ours
         has_failed, self.run.has_failed = self.run.has_failed, False
         if self._stopping is None:
             return
@@ -125,7 +125,7 @@ class StopController:
 
     def _request_stop(self, signum: int) -> None:
         if self._stopping is not None and current_run() is not None:
-            self._stopping.ask(signum)
+            self._stopping.request_stop(signum)
 
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately: the current step may take long, and users would press Ctrl-C again."""

@@ -305,7 +305,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             self.stops.remove_resumed()
             super().teardown()
         finally:
-            self._replaced.put_back()
+            self._replaced.restore_all()
             self.rescue.end()
             self.stops.detach()
 

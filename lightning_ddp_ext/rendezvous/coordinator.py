@@ -59,7 +59,7 @@ class Coordinator:
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
             while not self._table:
-                self._look_around()
+                self._check_conditions()
                 if self._error is not None:
                     raise self._error
                 self._channel.poll(min(_POLL, self._deadline.remaining))
@@ -73,7 +73,7 @@ class Coordinator:
             withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
-    def _look_around(self) -> None:
+    def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
         for rank, reason in self._channel.ended.items():
             ended = f"ended before all ranks had connected ({reason or 'it left'}); look at its output"

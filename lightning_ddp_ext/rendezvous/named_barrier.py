@@ -28,7 +28,7 @@ _MAKE_IT = (
     "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
     "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
 )
-_BE_THERE = "find its current activity with HangWatchdog, or give the strategy a longer timeout"
+_BE_IN_TIME = "find its current activity with HangWatchdog, or give the strategy a longer timeout"
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class NamedBarriers:
         while not self._is_open(call, self._timeout().total_seconds()):
             check()
             if not is_patient:
-                self._give_up(call)
+                self._end_wait(call)
 
-    def _give_up(self, call: Call) -> None:
+    def _end_wait(self, call: Call) -> None:
         """Have rank 0 name the absent ranks; if rank 0 does not answer, it is the absent one."""
         replies = self._remote.call([0], "overdue", asdict(call))
         self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
         if not self._is_open(call, 0.0):
-            raise self._report_absence(call, [0], "did not answer", _BE_THERE).to_error()
+            raise self._report_absence(call, [0], "did not answer", _BE_IN_TIME).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
         """Whether all ranks start the call within ``seconds``; raises if one of them cannot."""
@@ -182,7 +182,7 @@ class NamedBarriers:
         began = {each.rank for each in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._everyone if rank not in began]
         if absent and self._open < call.number:
-            self._report_absence(call, absent, "did not call it in time", _BE_THERE)
+            self._report_absence(call, absent, "did not call it in time", _BE_IN_TIME)
         return True
 
     def _report_absence(

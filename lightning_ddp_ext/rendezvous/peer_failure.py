@@ -85,7 +85,7 @@ class PeerFailure:
                 self.arrived.wait_for(lambda: self.cause, timeout=self.timeouts.first_cause)
         return self._record(event)
 
-    def note_raised(self) -> None:
+    def record_raised(self) -> None:
         """Record that the main thread raises because of the event, so the process need not be killed."""
         with self.arrived:
             self.has_raised = True

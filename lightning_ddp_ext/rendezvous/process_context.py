@@ -156,14 +156,14 @@ class ProcessContext:
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them. Never raises or waits long."""
         self.failure = exception
-        self.peers.note_raised()
+        self.peers.record_raised()
         mine = self.table[self.world.rank]
         self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))
         self.close_group()
 
     def close_group(self) -> None:
         """Abort this rank's part in all groups, which unblocks ranks that wait for it in a collective."""
-        self.peers.note_raised()
+        self.peers.record_raised()
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
         self.groups.abort_connections()
         self.groups.close(is_broken=True)
@@ -177,7 +177,7 @@ class ProcessContext:
             self._components.clear()
             self._connections.withdraw()
             self._connections.channel.close()
-            self.peers.note_raised()
+            self.peers.record_raised()
 
 
 _context: ProcessContext | None = None

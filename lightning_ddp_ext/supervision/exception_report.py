@@ -57,14 +57,14 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     elif cause is not None and cause.rank != context.world.rank and cause.reason == reason_of(exception):
         print_line(exception, " (another rank prints the traceback)")
     else:
-        _tell_torchrun(exception)
+        _write_for_torchrun(exception)
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
     if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise a prompt follows, and the process lives on
         context.component(GracefulStop).limit_exit()
 
 
-def _tell_torchrun(exception: BaseException) -> None:
+def _write_for_torchrun(exception: BaseException) -> None:
     """Write the file from which torchrun prints the cause, unless ``@record`` wrote it."""
     message = {
         "message": reason_of(exception),

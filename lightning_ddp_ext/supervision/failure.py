@@ -78,7 +78,7 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
         return exception
     if isinstance(exception, RankFailedError):
         rescue(exception)
-        context.peers.note_raised()
+        context.peers.record_raised()
         return exception
     if echoes_another_rank(exception):
         event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))

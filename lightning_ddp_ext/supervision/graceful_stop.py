@@ -100,7 +100,7 @@ class GracefulStop:
             context.peers, "stop", accept=self._accept, pause=self._pause, set_target=self._set_target
         )
 
-    def ask(self, signum: int) -> None:
+    def request_stop(self, signum: int) -> None:
         """Have all ranks stop; for any thread, but not within a signal handler. Further requests have no effect."""
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._limit_stop(request)

@@ -1,4 +1,4 @@
-"""Take over signals that ask a process to stop, call the handlers that were there, and give the signals back."""
+"""Handle signals that ask a process to stop, call the earlier handlers, and restore them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from typing import Any
 
 from lightning_ddp_ext.at_exit import Limit
 
-# Seconds in which a process that ends because of another rank prints the cause.
-_SAYS_WHY_WITHIN = 6.0
+# Seconds in which a process that exits because of another rank prints the cause.
+_PRINTS_CAUSE_WITHIN = 6.0
 
 
 class StopSignals:
-    """Handlers for signals, in front of those that are there.
+    """Handlers for signals, in front of the existing ones.
 
-    Python calls a handler in the main thread, when that is done with what it does in C: never, if it waits there for
-    a rank that does not come. So a thread hears of each signal, too, from Python's own handler in C, which writes the
-    signal's number to a descriptor at once.
+    Python calls a handler in the main thread once that returns from C code: never, if it waits there for a missing
+    rank. So a thread also gets each signal, from Python's own handler in C, which immediately writes the signal's
+    number to a descriptor.
 
-    A handler of the user's is called after ours. Python's own for Ctrl-C is not: it would raise in the middle of a
-    step. It is what a second Ctrl-C gets, though.
+    A user's handler is called after ours. Python's own handler for Ctrl-C is not: it would raise in the middle of a
+    step. It handles a second Ctrl-C.
 
     Args:
-        hear: called with the signal's number in the thread.
-        is_over: whether signals are left to the handlers that were there; asked in the main thread.
+        on_signal: called with the signal's number in the thread.
+        is_over: whether the earlier handlers get the signals; called in the main thread.
 
     Attributes:
-        noted: the last signal that has come to the main thread.
-        has_passed_on: whether a handler that was there before has been called.
+        noted: the last signal that the main thread received.
+        has_passed_on: whether an earlier handler was called.
     """
 
-    def __init__(self, hear: Callable[[int], None], is_over: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, on_signal: Callable[[int], None], is_over: Callable[[], bool] = lambda: False) -> None:
         self.noted: int | None = None
         self.has_passed_on = False
-        self._hear, self._is_over = hear, is_over
+        self._on_signal, self._is_over = on_signal, is_over
         self._before: dict[int, Any] = {}
         self._is_interrupted = False
         self._writer: socket.socket | None = None
@@ -49,7 +49,7 @@ class StopSignals:
         self._former_descriptor = -1
 
     def install(self, *signals: signal.Signals) -> None:
-        """Take these signals over, but for those that are ignored. Outside of the main thread this does nothing."""
+        """Install handlers for these signals, except ignored ones. Does nothing outside of the main thread."""
         self.noted, self.has_passed_on, self._is_interrupted = None, False, False
         if threading.current_thread() is not threading.main_thread():
             return
@@ -66,16 +66,16 @@ class StopSignals:
         _installed.add(self)
 
     def restore(self) -> None:
-        """Put back what was there, but for handlers that somebody has replaced since."""
+        """Restore the earlier handlers, except where ours was replaced since."""
         writer, listener = self._writer, self._listener
         if writer is None or listener is None:
             return
-        self._put_back(writer)
-        writer.shutdown(socket.SHUT_RDWR)  # also where a child that was forked has a copy of it
+        self._restore(writer)
+        writer.shutdown(socket.SHUT_RDWR)  # also if a forked child has a copy of it
         writer.close()
         listener.join()
 
-    def _put_back(self, writer: socket.socket) -> None:
+    def _restore(self, writer: socket.socket) -> None:
         _installed.discard(self)
         while self._before:
             each, handler = self._before.popitem()
@@ -94,11 +94,11 @@ class StopSignals:
                     with suppress(OSError):
                         os.write(self._former_descriptor, numbers)
                 for signum in taken.intersection(numbers):
-                    self._hear(signum)
+                    self._on_signal(signum)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum)
-        if before is not None and self._is_over():  # not torn down, as after an error in a callback's ``on_exception``
+        if before is not None and self._is_over():  # no teardown: a callback's ``on_exception`` raised
             signal.signal(signum, before)
             signal.raise_signal(signum)
             return
@@ -114,22 +114,22 @@ class StopSignals:
 _installed: weakref.WeakSet[StopSignals] = weakref.WeakSet()
 
 
-def _give_back() -> None:
-    """In a forked child, such as a loader's worker: its signals are not its parent's."""
+def _drop_in_child() -> None:
+    """Drop the handlers in a forked child, such as a loader worker: its signals are not its parent's."""
     for signals in list(_installed):
         if signals._writer is not None:
-            signals._put_back(signals._writer)
+            signals._restore(signals._writer)
     if isinstance(signal.getsignal(signal.SIGTERM), _Deferral):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_give_back)
+os.register_at_fork(after_in_child=_drop_in_child)
 
 
 def has_handler(signum: signal.Signals) -> bool:
-    """Whether a signal has been given to somebody: a function, or C code such as ``faulthandler``'s.
+    """Whether a signal has a handler: a function, or C code such as ``faulthandler``'s.
 
-    Python does not know of the latter; the kernel does, on Linux.
+    Python cannot see the latter; on Linux the kernel lists it.
     """
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
@@ -142,9 +142,9 @@ def has_handler(signum: signal.Signals) -> bool:
 
 
 def defer_sigterm() -> None:
-    """Have SIGTERM end this process some seconds from now, unless another handler is set. For the main thread.
+    """Have SIGTERM end this process after some seconds, unless another handler is set. For the main thread.
 
-    A launcher sends it to the other ranks as soon as one of them has died or failed, and these have yet to say which.
+    A launcher sends it to the other ranks as soon as one of them dies or fails, before these can print which one.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _Deferral())
@@ -158,10 +158,10 @@ class _Deferral:
 
     def __init__(self) -> None:
         self._is_requested = self._is_over = False
-        Limit("ddpx-sigterm").start(_SAYS_WHY_WITHIN, status_of(signal.SIGTERM), lambda: "", is_void=self._is_void)
+        Limit("ddpx-sigterm").start(_PRINTS_CAUSE_WITHIN, status_of(signal.SIGTERM), lambda: "", is_void=self._is_void)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self._is_requested = True  # before the look: the thread sets and looks the other way round
+        self._is_requested = True  # before the check: the thread does both in the opposite order
         if self._is_over:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -172,7 +172,7 @@ class _Deferral:
 
 
 def status_of(signum: int) -> int:
-    """The exit status of a process that stopped because of a signal, as shells and schedulers write it.
+    """Return the exit status of a process that stopped because of a signal, as shells and schedulers write it.
 
     >>> status_of(signal.SIGTERM)
     143
@@ -180,5 +180,5 @@ def status_of(signum: int) -> int:
     return 128 + signum
 
 
-# Of processes that were asked to stop and did so in good order.
+# Of processes that stopped in order after a request.
 STOP_STATUSES = {status_of(signum) for signum in signal.valid_signals()}

@@ -59,7 +59,7 @@ class Survey:
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
-        self._has_come_out = False  # from its failed collective
+        self._had_broken_collective = False  # from its failed collective
         self._limiter: threading.Thread | None = None
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
@@ -77,7 +77,7 @@ class Survey:
             text: the text of the error; another rank may have closed its connection after a timeout.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
-        self._has_come_out |= has_timed_out or was_closed
+        self._had_broken_collective |= has_timed_out or was_closed
         if has_timed_out:
             return self._request("collective", self._waited)
         event = self._peers.wait(self._peers.timeouts.first_cause)
@@ -133,7 +133,7 @@ class Survey:
 
     def _report(self) -> Report:
         report = self.describe()
-        return replace(report, is_waiting=report.is_waiting or self._has_come_out)
+        return replace(report, is_waiting=report.is_waiting or self._had_broken_collective)
 
     def _brief_report(self) -> Report:
         frame = main_frame()

@@ -81,12 +81,12 @@ class Watchdog:
             if late > _OVERSLEPT:  # the process was stopped and continued: it gets another timeout
                 self._reported_at = time.monotonic()
             elif late >= 0:
-                self._ask()
+                self._diagnose()
 
     def _seconds_left(self) -> float:
         return max(self.moved_at, self._reported_at) + self._timeout - time.monotonic()
 
-    def _ask(self) -> None:
+    def _diagnose(self) -> None:
         self._reported_at = time.monotonic()
         if self._survey is not None:
             self._survey.after_standstill()

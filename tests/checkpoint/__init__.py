@@ -1,1 +1,1 @@
-"""Tests of the room of checkpoints, without Lightning."""
+"""Tests of the subpackage `checkpoint`, without Lightning."""

@@ -1,4 +1,4 @@
-"""Checkpoints for the tests of this room: tensors of each kind, and how two checkpoints are compared."""
+"""Make checkpoints for the tests of this subpackage, with tensors of each kind, and compare them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of the room of sampling, without Lightning."""
+"""Tests of the subpackage `data`, without Lightning."""

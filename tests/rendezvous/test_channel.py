@@ -73,7 +73,7 @@ def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
 
 
 def test_sending_never_waits() -> None:
-    """What the kernel does not take is sent once there is room, up to a limit: then the peer is given up."""
+    """Data that the kernel does not accept are sent later, up to a limit: beyond it the peer is dropped."""
     here, there = socket.socketpair()
     with here, there:
         connection, line = Connection(here), encode("a", {"text": "x" * 300_000})

@@ -19,7 +19,7 @@ from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
 from tests.harness.ranks import RankProcesses, free_port
-from tests.rendezvous.rooms import Answer, place, server, silent, url, web
+from tests.rendezvous.servers import Answer, place, server, silent, url, web
 from tests.rendezvous.test_start_up import HOST, LONG, endings, meet, process, same_sentence, sentence, started
 
 CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; give each process its own RANK, or rank="

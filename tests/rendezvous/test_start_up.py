@@ -28,7 +28,7 @@ from lightning_ddp_ext.rendezvous.store import connect_store
 from tests.harness.network import Network
 from tests.harness.outcomes import stories
 from tests.harness.ranks import Outcome, RankProcesses, announce, free_port, hold, launch_ranks
-from tests.rendezvous.rooms import Answer, forward, place, request, server, silent, url, web
+from tests.rendezvous.servers import Answer, forward, place, request, server, silent, url, web
 
 HOST = os.uname().nodename
 LONG = 60.0  # an init_timeout that cannot be what ends a test

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning_ddp_ext.rendezvous.process_context import join, leave
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
 from tests.harness.ranks import run_ranks
-from tests.rendezvous.rooms import request
+from tests.rendezvous.servers import request
 
 
 def asked_after_the_end(rank: int, world_size: int, where: str) -> list[StopRequest | None]:
@@ -17,18 +17,18 @@ def asked_after_the_end(rank: int, world_size: int, where: str) -> list[StopRequ
     assert context is not None
     stopping, barriers = context.component(GracefulStop), context.barriers
 
-    def ask() -> None:
+    def request_stop() -> None:
         if rank == 1:
-            stopping.ask(15)
+            stopping.request_stop(15)
         barriers.enter("the request is on its way before this")
 
     stopping.begin(timedelta(seconds=60))
     found = [stopping.at_point(), stopping.at_last_point()]
     stopping.end()
-    ask()
+    request_stop()
     stopping.begin(timedelta(seconds=60))
     found.append(stopping.at_point())
-    ask()
+    request_stop()
     found += [stopping.at_point(), stopping.at_point()]
     stopping.end()
     leave()

@@ -54,7 +54,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replaced.put_back()
+        self._replaced.restore_all()
         self._checkpoints = _checkpoints_of(trainer, self._checkpoint_io, self._replaced)
         super().setup(trainer, pl_module, stage)
 
@@ -117,7 +117,7 @@ def _install(trainer: pl.Trainer, replaced: ReplacedMethods) -> Checkpoints:
             checkpoints.finish()
             teardown()
         finally:
-            replaced.put_back()
+            replaced.restore_all()
 
     replaced.replace(strategy, "save_checkpoint", checkpoints.save)
     replaced.replace(strategy, "remove_checkpoint", checkpoints.remove)

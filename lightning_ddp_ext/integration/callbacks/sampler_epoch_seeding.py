@@ -49,7 +49,7 @@ class SamplerEpochSeeding(pl.Callback):
         if isinstance(data, DataPath):
             data.worker_seed = self.seed
             return
-        self._replaced.put_back()
+        self._replaced.restore_all()
 
         def prepare(as_lightning: Prepare, dataloader: object, shuffle: bool, stage: RunningStage) -> object:
             source = source_of(dataloader)
@@ -70,8 +70,8 @@ class SamplerEpochSeeding(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._replaced.put_back()
+        self._replaced.restore_all()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._replaced.put_back()
+        self._replaced.restore_all()
