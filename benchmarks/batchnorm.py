@@ -7,7 +7,7 @@ Layers: a forward and a backward of ours beside torch's plain BatchNorm followed
 as torch's SyncBatchNorm exchanges, by turns in one pair of processes. On a GPU, if there is one, torch's SyncBatchNorm
 takes that place; both ranks share the GPU then, over gloo.
 
-Network: steps of a Trainer with stock ``ddp`` and no conversion, and with ours, each fit in processes of its own.
+Network: steps of a Trainer with stock ``ddp`` and no conversion, and with ours, each fit in separate processes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure_layers(effort: Effort) -> Table:
 
 
 def measure_collectives(effort: Effort) -> Table:
-    """What one layer launches, counted by torch's profiler."""
+    """Count one layer's launches with torch's profiler."""
 
     def launched(run: Callable[[], object]) -> str:
         with profile(activities=[ProfilerActivity.CPU]) as recorded:

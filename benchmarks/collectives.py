@@ -28,7 +28,7 @@ SIZES = [2**power for power in range(10, 27, 4)]  # bytes: 1 KiB to 64 MiB
 
 
 def exchange(tensor: Tensor, rank: int, world_size: int) -> None:
-    """What the ring does in one of its steps, with a whole tensor."""
+    """Run one step of the ring with a whole tensor."""
     sent = dist.isend(tensor, (rank + 1) % world_size)
     dist.recv(torch.empty_like(tensor), (rank - 1) % world_size)
     sent.wait()

@@ -102,7 +102,7 @@ def measure_start(effort: Effort) -> Table:
 
 
 def seconds_until_gone(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
-    """From SIGKILL to one rank in training until the last process of the run is gone."""
+    """Measure the time from SIGKILL to one rank in training until the last process exited."""
     with started(strategy, by_torchrun, world_size, "endless") as (run, directory):
         while len(first_steps(directory)) < world_size:
             time.sleep(0.05)
@@ -135,12 +135,12 @@ def measure_deaths(effort: Effort) -> Table:
         ]
         longest = max(statistics.median(values) for values in found)
         rows.append([name, f"{longest:.1f}", f"{max(map(max, found)):.1f}"])
-    title = f"seconds until the last process is gone, after SIGKILL of each of {world_size} ranks"
+    title = f"seconds until the last process exits, after SIGKILL of each of {world_size} ranks"
     return Table("deaths", [title, "longest median", "longest"], rows)
 
 
 def measure_ends(effort: Effort) -> Table:
-    """Exit statuses of ranks whose training has gone well."""
+    """Return the exit statuses of ranks whose training succeeded."""
 
     def run(strategy: str) -> Figures:
         pids = fork_ranks(2, lambda rank: make_trainer(strategy, 2, max_steps=4).fit(Net()))

@@ -2,7 +2,7 @@
 
     python benchmarks/loaders.py    # about 2 minutes on 2 cores
 
-The same model and data with strategy="ddp", and with ours, on one rank, each fit in a process of its own.
+The same model and data with strategy="ddp", and with ours, on one rank, each fit in a separate process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all benchmarks share: ranks in processes of their own, kinds that take turns, tables, and results as JSON."""
+"""Shared parts of all benchmarks: ranks in separate processes, kinds that take turns, tables, and results as JSON."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def on_ranks(
 
 
 def alone(work: Callable[[], Figures]) -> Callable[[], Figures]:
-    """Return a function that runs ``work`` in a process of its own."""
+    """Return a function that runs ``work`` in a separate process."""
 
     def run() -> Figures:
         figures: Figures = on_ranks(lambda rank, directory: work(), 1)[0]
@@ -189,7 +189,7 @@ def fork_ranks(
     """Run ``work(rank)`` in processes forked from this one, with the variables of a launcher; their process ids.
 
     Each ends as a script does, through the interpreter's whole finalisation, since that is where processes crash;
-    or at once, where only what came before is measured.
+    or immediately, if only earlier work is measured.
     """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world_size)}
     pids = []
@@ -236,7 +236,7 @@ def statuses(pids: Sequence[int], seconds: float = 60.0) -> list[int]:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A temporary directory that this process removes, and not the ones forked from it, which leave the block, too."""
+    """A temporary directory that only this process removes, and not forked ones, which also leave the block."""
     owner, directory = os.getpid(), tempfile.mkdtemp(prefix="benchmark-")
     try:
         yield Path(directory)

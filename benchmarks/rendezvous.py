@@ -7,7 +7,7 @@ Every rank is forked from a process that has imported torch. What one host of fe
 than a cluster would need: rank 0's own CPU time is what carries over.
 
 torch's store looks up the name of each rank's address. Where the name server answers only some questions of a burst,
-each of the others takes 5 s, which is not what is measured here. In a network namespace there is no name server:
+each of the others takes 5 s, which is not what is measured here. In a network namespace names do not resolve:
 
     unshare -n sh -c "ip link set lo up; python benchmarks/rendezvous.py"
 """
@@ -72,7 +72,7 @@ def request(rank: int, world_size: int, init_method: str) -> Request:
 def join(kind: str, rank: int, world_size: int, directory: Path, port: str) -> None:
     if kind == "bare torch":
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-        dist.all_reduce(torch.ones(1))  # ours contains one, too; without it the group is not known to work
+        dist.all_reduce(torch.ones(1))  # ours also contains one, which shows that the group works
     else:
         method = f"tcp://127.0.0.1:{port}" if kind == "`tcp://`" else f"file://{directory}/store"
         process_context.join(request(rank, world_size, method))
@@ -147,7 +147,7 @@ def connect(rank: int, world_size: int, directory: Path) -> ProcessContext:
 
 
 def handshake_barriers_and_a_death(world_size: int) -> Figures:
-    """One run; the last rank kills a process of its own that holds its connection."""
+    """Run once; the last rank kills a child process that holds its connection."""
 
     def work(rank: int, directory: Path) -> Figures:
         began, cpu = time.monotonic(), cpu_seconds()
@@ -186,7 +186,7 @@ def measure_scale(effort: Effort) -> Table:
         "rank 0's CPU in it, ms a rank",
         "a barrier, ms",
         "rank 0's CPU in it, µs a rank",
-        "s until the last rank knows of a death",
+        "s until the last rank detects a death",
     ]
     return Table("scale", columns, rows)
 

@@ -134,7 +134,7 @@ def kill(width: int) -> Figures:
 
         statuses(fork_ranks(2, work), seconds=120)
         ended, killed = time.time(), float((directory / "killed").read_text().split()[0])
-        return {"file": (directory / NAME).stat().st_mtime - killed, "gone": ended - killed}
+        return {"file": (directory / NAME).stat().st_mtime - killed, "exited": ended - killed}
 
 
 def measure_kill(effort: Effort) -> Table:
@@ -142,7 +142,7 @@ def measure_kill(effort: Effort) -> Table:
     # Four layers with two moments of Adam: 504 MiB at width 3318.
     for width, name in effort.choose(((64, "0.2 MiB"), (3318, "504 MiB")), quick=((64, "0.2 MiB"),)):
         found = take_turns({name: partial(kill, width)}, effort.repeats(5))[name]
-        rows.append([name, spread(found["file"]), spread(found["gone"])])
+        rows.append([name, spread(found["file"]), spread(found["exited"])])
     return Table("kill", ["seconds from the kill of rank 0 of 2, a checkpoint of", "to the file", "to the end"], rows)
 
 

@@ -149,7 +149,7 @@ def send(model: Layers, path: Path, rank: int, checking: threading.Thread) -> li
 
 
 def write_file(path: Path, layers: int) -> None:
-    """A checkpoint of a Trainer that has made one step; in a process of its own."""
+    """Save a checkpoint of a Trainer after one step; runs in a separate process."""
 
     def work(rank: int, directory: Path) -> None:
         trainer = make_trainer("auto", 1, max_steps=1)

@@ -3,7 +3,7 @@
     python benchmarks/samplers.py                       # about 3 minutes on 2 cores; takes 8 GiB of memory
     python benchmarks/samplers.py index --repeats 3     # one table
 
-Every measurement runs in a process of its own. Memory is the most that has been resident, over what was before.
+Every measurement runs in a separate process. Memory is the peak resident size, minus that before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sized:
 
 
 class InMemory(torch.utils.data.Dataset[Any]):
-    """Samples in one tensor; batches are taken from it at once, so that the sampler is what costs."""
+    """Samples in one tensor; whole batches are indexed, so that the sampler dominates."""
 
     def __init__(self, length: int) -> None:
         self.samples = torch.arange(length)

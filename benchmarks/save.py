@@ -25,7 +25,7 @@ Content = dict[str, Any]
 
 
 def content_of(mebibytes: float) -> Content:
-    """So many MiB in tensors of 4 MiB, or of a sixteenth of it all."""
+    """Return that many MiB in tensors of 4 MiB, or of a sixteenth of the total."""
     each = min(4, max(mebibytes / 16, 0.25))
     count = round(mebibytes / each)
     return {"state_dict": {f"layer.{number}": torch.rand(int(each * MIB) // 4) for number in range(count)}}
@@ -109,7 +109,7 @@ def wait(io: Any) -> None:
 
 
 def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -> Figures:
-    """How long each call takes that begins a save, beside a copy in memory, and the memory that it takes."""
+    """Measure each call that begins a save, beside a copy in memory, and its memory."""
     content, io = content_of(mebibytes), make_io()
     twin = {name: torch.zeros_like(tensor) for name, tensor in content["state_dict"].items()}
     seconds, copies, most = [], [], []
@@ -132,7 +132,7 @@ def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -
 
 
 def measure_background(effort: Effort) -> Table:
-    """How long training stands still for a save, and what memory that takes."""
+    """Measure the pause of training for a save, and its memory."""
     size, saves = effort.choose((1024, 20), quick=(1, 2))
     with scratch_directory() as directory:
         ios = {"stock `AsyncCheckpointIO`": make_stock_io, "`RankZeroCheckpointIO(background=True)`": make_our_io}

@@ -3,7 +3,7 @@
     python benchmarks/supervision.py    # about 4 minutes on 2 cores
 
 The same small model with stock ``ddp``, with ours, and with ours and the callbacks that supervise; each fit in
-processes of its own.
+separate processes.
 """
 
 from __future__ import annotations

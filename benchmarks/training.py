@@ -22,7 +22,7 @@ def make_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
 
 
 class Net(L.LightningModule):
-    """Four linear layers, and so many values logged over all ranks in each step."""
+    """Four linear layers, and a number of values logged over all ranks in each step."""
 
     def __init__(self, width: int = 64, logged: int = 0) -> None:
         super().__init__()
@@ -46,6 +46,6 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def milliseconds_a_step(self, steps: int) -> dict[str, float]:
-        """What a step has taken since the first ones, by the clock and of processor time of all threads."""
+        """Return the time of a step after the first ones: by the clock, and processor time of all threads."""
         clock, cpu = time.perf_counter() - self.began, time.process_time() - self.began_cpu
         return {"clock": clock / steps * 1000, "processor": cpu / steps * 1000}

@@ -63,7 +63,7 @@ def loaders() -> tuple[DataLoader[Batch], DataLoader[Batch]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train on the UCI digits, on several ranks.")
     parser.add_argument("--strategy", default="ddp_ext", help="ddp_ext, ddp_ext_spawn, …, or Lightning's ddp")
-    parser.add_argument("--init-method", help="where the ranks meet, as in DDPExtStrategy(init_method=...)")
+    parser.add_argument("--init-method", help="where the ranks connect, as in DDPExtStrategy(init_method=...)")
     parser.add_argument("--devices", type=int, default=2, help="ranks on this machine")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--checkpoints", default="checkpoints", help="directory to write them to")

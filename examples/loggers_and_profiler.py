@@ -26,7 +26,7 @@ class Model(BoringModel):
 
     def on_train_epoch_end(self) -> None:
         only_rank_0.info("epoch %d ends", self.current_epoch)
-        only_rank_1.info("rank 1 alone says this")
+        only_rank_1.info("only rank 1 prints this")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Spread one network over two devices in each rank, and compute its parts at the same time on micro-batches.
 
-Run it: python examples/model_parallel.py (2 ranks of 2 devices: four GPUs if there are so many, else the CPU)
+Run it: python examples/model_parallel.py (2 ranks of 2 devices: four GPUs if available, else the CPU)
 
 While the second part computes one micro-batch, the first part computes the next one: on two GPUs that takes up to a
 third off a step. On the CPU both parts share the same cores, so nothing is gained, and the table says so.
@@ -61,6 +61,6 @@ if __name__ == "__main__":
     seconds_per_step(1)  # warms up
     times = {number: seconds_per_step(number) for number in (1, 2, 4)}
     if torch.distributed.get_rank() == 0:
-        print(f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, as there are no four GPUs'}")
+        print(f"micro-batches  a step  on {'two GPUs' if HAS_GPUS else 'the CPU, without four GPUs'}")
         for number, seconds in times.items():
             print(f"{number:13}  {seconds * 1000:4.0f} ms  {seconds / times[1]:.2f} ×")

@@ -17,7 +17,7 @@ class Doubler(L.LightningModule):
     """Stands for a trained model: load yours with `load_from_checkpoint`."""
 
     def predict_step(self, batch: list[Tensor], _: int) -> dict[str, Tensor]:
-        # One row for each sample; tuples, dicts and lists of these can be gathered, too.
+        # One row for each sample; tuples, dicts and lists of these can also be gathered.
         ids, x = batch
         return {"id": ids, "prediction": 2 * x}
 

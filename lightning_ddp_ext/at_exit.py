@@ -1,4 +1,4 @@
-"""The end of this process, whichever kind of process it is."""
+"""End this process, whatever kind of process it is, and delay a forced exit for unfinished work."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 _TO_PRINT = 5.0  # seconds; a machine may be busy
-# Seconds that each piece of work that is under way may delay a forced end.
+# Seconds by which each piece of unfinished work may delay a forced exit.
 _delays: list[float] = []
 _changed = threading.Condition()
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Run ``action`` when the process ends; children of multiprocessing skip ``atexit`` and run finalisers instead."""
+    """Run ``action`` when the process exits; children of multiprocessing skip ``atexit`` and run finalisers instead."""
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
 
 
 @contextmanager
 def delaying_forced_end(seconds: float) -> Iterator[None]:
-    """Have a forced end of this process, such as after another rank's death, wait ``seconds`` for the block to end."""
+    """Delay a forced exit of this process, such as after another rank's death, up to ``seconds`` for the block."""
     with _changed:
         _delays.append(seconds)
     try:
@@ -38,7 +38,7 @@ def delaying_forced_end(seconds: float) -> Iterator[None]:
 
 
 def wait_for_delays() -> bool:
-    """Wait until all such blocks have ended, or have had their time; return whether there were any."""
+    """Wait until all such blocks are finished, or have used up their time; return whether one was running."""
     with _changed:
         longest = max(_delays, default=0.0)
         _changed.wait_for(lambda: not _delays, timeout=longest)
@@ -46,7 +46,7 @@ def wait_for_delays() -> bool:
 
 
 class Limit:
-    """Ends this process after some time, unless it is lifted before. Its thread is named ``name``."""
+    """Exit this process after some time, unless the limit is lifted before. Its thread is named ``name``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -62,14 +62,14 @@ class Limit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start counting, unless it counts already. Not for a signal handler, nor while the interpreter ends.
+        """Start counting, if it is not counting yet. Do not call it in a signal handler or during interpreter shutdown.
 
         Args:
-            seconds: until the end.
-            status: of the process.
-            sentence: returns what it prints then.
-            is_void: asked at the end of the time; if it is True, the process lives on.
-            after_saves: seconds from the end of a save that is under way then; ``None`` to end in the middle of it.
+            seconds: until the exit.
+            status: exit status of the process.
+            sentence: returns the text that it prints then.
+            is_void: called when the time is over; if it returns True, the process lives on.
+            after_saves: seconds to wait for an unfinished save; ``None`` to interrupt it.
         """
 
         def end() -> None:
@@ -97,9 +97,9 @@ class Limit:
 
 
 def end_at_once(status: int, sentence: str = "") -> NoReturn:
-    """End this process from any thread, with its daemonic children, such as workers of loaders that are stuck.
+    """Exit from any thread, and end daemonic children, such as stuck loader workers.
 
-    It first prints the sentence, and what the process printed before.
+    It first prints the sentence and flushes earlier output.
     """
     with suppress(Exception):
         for child in multiprocessing.active_children():

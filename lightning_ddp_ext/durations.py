@@ -18,7 +18,7 @@ def to_timedelta(value: float | timedelta, *, field: str) -> timedelta: ...
 @overload
 def to_timedelta(value: None, *, field: str) -> None: ...
 def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | None:
-    """Return the duration that ``value`` means; ``None`` stays ``None``, and what is longer than 24 days counts as 24.
+    """Return the duration that ``value`` means, at most 24 days; ``None`` stays ``None``.
 
     Args:
         value: seconds (a number), a ``timedelta``, or ``None``.

@@ -8,7 +8,7 @@
     │   └── MissingRanksError                some ranks did not connect within init_timeout
     ├── GroupInUseError (RuntimeError)       this process has a process group that does not fit
     ├── CheckpointError (RuntimeError)       a checkpoint could not be written or read
-    │   ├── CheckpointSaveError (OSError)    not written, or not for good
+    │   ├── CheckpointSaveError (OSError)    not written, or not durable
     │   ├── CheckpointNotFoundError (FileNotFoundError)    a rank that has to read the file does not see it
     │   ├── DamagedCheckpointError           truncated, altered, or not a checkpoint
     │   └── UnsafeCheckpointError (pickle.UnpicklingError) holds a class that weights_only=True does not allow
@@ -122,7 +122,7 @@ class DamagedCheckpointError(CheckpointError):
     """A file is truncated, altered or not a checkpoint.
 
     Attributes:
-        damaged: names of the records whose content differs from what was written, as far as they are known.
+        damaged: names of the records whose content differs from what was written, if known.
     """
 
     def __init__(self, message: str, damaged: tuple[str, ...] = ()) -> None:
@@ -131,7 +131,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
-    """A file holds something other than data, and ``weights_only=True``; nothing of it has been run."""
+    """A file holds something other than data, and ``weights_only=True``; none of its code was run."""
 
 
 class SamplingError(DDPExtError, RuntimeError):
@@ -161,7 +161,7 @@ class DivergenceError(DDPExtError, RuntimeError):
 
 
 class NonFiniteError(DDPExtError, RuntimeError):
-    """A loss is NaN or infinite; raised on the rank where it is, while the other ranks raise ``RankFailedError``.
+    """A loss is NaN or infinite; raised on that rank, while the other ranks raise ``RankFailedError``.
 
     Attributes:
         rank: the rank.

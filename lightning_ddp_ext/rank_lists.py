@@ -22,7 +22,7 @@ def listed(items: Iterable[object], separator: str = ", ") -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks as they stand in a sentence; consecutive ones as a range.
+    """Return ranks for a sentence, consecutive ones as a range.
 
     >>> ranks_in_words([2]), ranks_in_words([2, 1])
     ('rank 2', 'ranks 1, 2')

@@ -19,15 +19,15 @@ Ranks = Literal["all"] | int | Iterable[int]
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
-    Each line looks up the rank: in the default process group, or before there is one, in the launcher's variables. A
-    process without such variables is rank 0. Where the rank is not known yet, as on a second node, only ``"all"`` logs.
+    Each line looks up the rank: in the default process group, or else in the launcher's variables. A
+    process without such variables is rank 0. While the rank is unknown, as on a second node, only ``"all"`` logs.
 
     Args:
         name: the name of the ``logging.Logger`` that gets the lines, with its levels, handlers and filters.
         ranks: ``"all"``, one rank, or several.
 
     Raises:
-        ConfigurationError: ``ranks`` is none of these.
+        ConfigurationError: ``ranks`` is not one of these.
 
     >>> log = rank_logger(__name__, ranks=0)
     >>> log.isEnabledFor(logging.WARNING)
@@ -51,11 +51,11 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none b
 
     @override
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs  # the base class would put an ``extra`` of its own in the place of the caller's
+        return msg, kwargs  # the base class would replace the caller's ``extra`` by its own
 
 
 def _own_rank() -> int | None:
-    """The rank of this process as far as it is known by now."""
+    """Return the rank of this process; ``None`` while it is unknown."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return read_rank(os.environ)

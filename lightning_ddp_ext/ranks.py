@@ -1,4 +1,4 @@
-"""Do work that concerns every rank, and end on all ranks with a result or with the same error."""
+"""Run work that concerns every rank; all ranks get a result, or raise the same error."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 T = TypeVar("T")
 
 _LONGEST_REASON = 2000
-# Bytes of one broadcast: about this size is the fastest, and bounds the memory that it takes on a device.
+# Bytes of one broadcast: this size is about the fastest, and limits device memory.
 _PIECE = 64 << 20
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that do something together, seen from one of them. Each method is collective: every rank must call it.
+    """A set of ranks, from the view of one of them. Each method is collective: every rank must call it.
 
     Args:
         rank: this rank.
-        world_size: how many there are; 1 needs no process group.
-        device: this rank's own.
+        world_size: number of ranks; 1 needs no process group.
+        device: this rank's device.
         group: their process group; ``None`` for the default one.
     """
 
@@ -73,16 +73,16 @@ class Ranks:
     def on_rank_zero(self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None) -> T:
         """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.
 
-        If rank 0 dies during the work, the control channel releases the others.
+        If rank 0 dies during the work, the control channel unblocks the others.
 
         Args:
-            work: called on rank 0 alone. Its result must be picklable, or that is the error.
+            work: called on rank 0 alone. Its result must be picklable.
             what: names the work in the note that other ranks add to the error.
             settle: waits until every rank has the error. Without it, the first rank to raise might abort the broadcast
                 that a slower rank is still receiving.
 
         Raises:
-            Exception: whatever ``work`` raised; on other ranks of the same type and with the same text if pickle keeps
+            Exception: the exception of ``work``; on other ranks of the same type and with the same text if pickle keeps
                 both, else a ``RuntimeError`` with type and text, and the failing rank's traceback as its cause.
 
         >>> Ranks().on_rank_zero(lambda: 6 * 7, "multiplying")
@@ -137,7 +137,7 @@ def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank sends instead of a result."""
+    """An error that a rank sends instead of a result."""
 
     error: Exception
     traceback_text: str
@@ -155,14 +155,14 @@ class _Failure:
 
     def to_error(self, what: str, *, rank: int) -> Exception:
         """Return the error for other ranks."""
-        # What `add_note` does, which Python 3.10 does not have.
+        # `add_note` does not exist in Python 3.10.
         vars(self.error).setdefault("__notes__", []).append(f"raised on rank {rank} during {what}")
         self.error.__cause__ = RemoteTraceback(self.traceback_text)
         return self.error
 
 
 class RemoteTraceback(Exception):
-    """The traceback of another rank, as the cause of an error."""
+    """The traceback of another rank, set as the cause of an error."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0]}"

@@ -1,4 +1,4 @@
-"""A name for this start of the run, the same on all of its ranks."""
+"""Name this start of the run, identically on all of its ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def sanitise(name: str) -> str:
 
 
 def _torchrun_parts(environ: Environ) -> list[str]:
-    """Run id and port, because the default run id "none" repeats; on one node also the restart.
+    """Return run id and port, because the default run id "none" repeats; on one node also the restart count.
 
-    Each agent counts the restarts of its own node's failures alone, so on several nodes the counts differ:
+    Each agent only counts restarts after failures on its node, so on several nodes the counts differ:
     https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/agent/server/api.py#L938-L970
     """
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -44,14 +44,14 @@ def _torchrun_parts(environ: Environ) -> list[str]:
 
 
 def _mpi_parts(environ: Environ) -> list[str]:
-    """The name of the job that mpirun started: PMIx (Open MPI 4 and 5), older Open MPI, Intel MPI."""
+    """Return the name of the job that mpirun started: PMIx (Open MPI 4 and 5), older Open MPI, Intel MPI."""
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "I_MPI_HYDRA_UUID")
     jobs = [environ[name] for name in names if environ.get(name)]
     return ["mpi", jobs[0]] if jobs and launcher_of(environ) in (OPEN_MPI, HYDRA) else []
 
 
 def _slurm_parts(environ: Environ) -> list[str]:
-    """Job, array task, step and requeue: together they never repeat on a cluster."""
+    """Return job, array task, step and requeue, which together never repeat on a cluster."""
     if not is_slurm(environ) or "SLURM_JOB_ID" not in environ:
         return []
     task, restart = environ.get("SLURM_ARRAY_TASK_ID", ""), environ.get("SLURM_RESTART_COUNT", "0")

@@ -1,9 +1,9 @@
 """Choose between ``lightning`` and ``pytorch_lightning``, and register the strategy's names with both.
 
-The two are separate class trees, often installed together: a strategy made from one is refused by a Trainer of the
+The two are separate class trees, often installed together: a Trainer of one refuses a strategy made from the
 other. So the files of ``integration`` are loaded once for each tree that is used, as ``lightning_ddp_ext.integration``
 for ``lightning.pytorch`` and as ``lightning_ddp_ext.pytorch_lightning`` for the other one. Everything else, such as the
-control channel and the errors, is there once.
+control channel and the errors, exists once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ADAPTERS = {
 
 
 def adapter(name: str) -> Any:
-    """The module of ``integration`` with this name, for the tree that the package's own names are for."""
+    """Return the module of ``integration`` with this name, for the tree of the package's own names."""
     return import_module(f"{_ADAPTERS[_chosen]}.{name}")
 
 
 def register_names() -> None:
-    """Make the strategy names known to each tree that the program has imported, or imports later."""
+    """Register the strategy names with each tree that the program has imported, or imports later."""
     for tree in _ADAPTERS:
         if tree in sys.modules:
             _register(tree)
@@ -38,7 +38,7 @@ def register_names() -> None:
 
 
 def _choose() -> str:
-    """Return the tree that is imported already, else one that is installed; ``lightning`` before the other one."""
+    """Return the tree that is already imported, else an installed one; ``lightning`` takes precedence."""
     imported = [tree for tree in _ADAPTERS if tree in sys.modules]
     installed = [tree for tree in _ADAPTERS if importlib.util.find_spec(tree.partition(".")[0]) is not None]
     return (imported or installed or ["lightning.pytorch"])[0]
@@ -48,13 +48,13 @@ _chosen = _choose()
 
 
 def _register(tree: str) -> None:
-    # The other tree may be of a version that we do not support, and of no interest to the program's own Trainers.
+    # The other tree may have an unsupported version, without affecting the program's own Trainers.
     with suppress(ImportError):
         import_module(f"{_ADAPTERS[tree]}.public")  # registers them
 
 
 class _RegisterOnImport(MetaPathFinder):
-    """Finds what the other finders find; a tree gets our strategy names when its import ends."""
+    """Finds the same modules as the other finders; a tree gets our strategy names at the end of its import."""
 
     _is_asking = False
 
@@ -76,7 +76,7 @@ class _RegisterOnImport(MetaPathFinder):
 
 def _call_after_import(loader: Any, action: Any) -> None:
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # the class's own is there again
+        del loader.exec_module  # restores the class's own method
         loader.exec_module(module)
         action()
 

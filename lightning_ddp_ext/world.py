@@ -1,8 +1,8 @@
-"""Who this process is among the ranks, as plain integers.
+"""Determine this process's place among the ranks, as plain integers.
 
 ``read_world`` reads the variables of the innermost launcher, because those of the outer ones are inherited and wrong:
 torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM, and then RANK, WORLD_SIZE and LOCAL_RANK if all three are set.
-A single MPI process is no world: Lightning starts its own processes there, and so do we.
+A single MPI process does not count as a world: Lightning starts its own processes there, and so do we.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class World:
         local_rank: this process among those of its node.
         local_world_size: processes on this node.
         node_rank: this node among all.
-        source: who said so, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
+        source: the source of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
         ConfigurationError: the numbers contradict one another.
@@ -102,16 +102,16 @@ def read_world(
     world_size: int | None = None,
     devices: int | None = None,
 ) -> World | None:
-    """The world that arguments or else a launcher's variables describe, ``None`` where nothing does.
+    """Return the world of the arguments, or else of a launcher's variables; ``None`` without both.
 
     Args:
         environ: environment variables, usually ``os.environ``; only read.
         rank: this process among all; needs ``world_size``.
         world_size: processes in all; needs ``rank``.
-        devices: processes per node as the Trainer says; used where no variable says so, by default all of the world.
+        devices: processes per node of the Trainer, used if no variable has the number; by default all of the world.
 
     Raises:
-        ConfigurationError: an argument is missing or wrong, or a variable is missing, is no integer, or is out of
+        ConfigurationError: an argument is missing or wrong, or a variable is missing, not an integer, or out of
             range.
 
     >>> read_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}).node_rank
@@ -128,9 +128,9 @@ def read_world(
 
 
 def read_rank(environ: Environ) -> int | None:
-    """Return the rank for log lines before the ranks connect; ``None`` where it is not known.
+    """Return the rank for log lines before the ranks connect; ``None`` if unknown.
 
-    A script that Lightning started once more on the first node has ``LOCAL_RANK`` but no ``RANK``.
+    A script that Lightning started again on the first node has ``LOCAL_RANK`` but no ``RANK``.
 
     >>> read_rank({"LOCAL_RANK": "1", "NODE_RANK": "0"}), read_rank({}), read_rank({"NODE_RANK": "1"})
     (1, 0, None)
@@ -146,7 +146,7 @@ def read_rank(environ: Environ) -> int | None:
 
 
 def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
-    """Refuse a Trainer whose processes are not those that were started.
+    """Raise if a Trainer's processes are not those that were started.
 
     Raises:
         ConfigurationError: ``devices * num_nodes`` is not ``world.world_size``, or there are more ranks on a node than
@@ -169,10 +169,10 @@ def check_devices(world: World, *, devices: int, num_nodes: int) -> None:
 
 
 def launcher_of(environ: Environ) -> Launcher | None:
-    """The innermost launcher that has left its variables.
+    """Return the innermost launcher whose variables are set.
 
     Raises:
-        ConfigurationError: a variable that shows it is no integer.
+        ConfigurationError: one of its variables is not an integer.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return TORCHRUN
@@ -187,7 +187,7 @@ def launcher_of(environ: Environ) -> Launcher | None:
 
 
 def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
-    """The environment as if the arguments stood there."""
+    """Return the environment with the arguments as variables."""
     for field, value in arguments.items():
         _check_integer(field, value)
     for field in ("rank", "world_size"):
@@ -200,7 +200,7 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
 
 
 def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
-    """A World in which what no variable says is worked out as if ranks filled one node after another."""
+    """Return a World; missing numbers follow from ranks that fill one node after another."""
     rank, world_size = _integer(environ, launcher.rank), _integer(environ, launcher.world_size)
     local_rank = _known(environ, launcher.local_rank)
     node_rank = _known(environ, *launcher.node_rank)
@@ -208,9 +208,9 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
     if launcher is SLURM:
         local_world_size = _slurm_tasks_on_node(environ)
     if local_world_size is None:
-        # More devices than ranks is for check_devices to refuse: it names both numbers as the user wrote them.
+        # check_devices raises for more devices than ranks: it names both numbers as the user wrote them.
         local_world_size = world_size if devices is None else min(devices, world_size)
-    per_node = max(local_world_size, 1)  # what is below 1 is for World to refuse
+    per_node = max(local_world_size, 1)  # World raises for numbers below 1
     return World(
         rank=rank,
         world_size=world_size,
@@ -222,12 +222,12 @@ def _read(environ: Environ, launcher: Launcher, devices: int | None) -> World:
 
 
 def is_slurm(environ: Environ) -> bool:
-    """Lightning's rule: an interactive job is a shell in which people start processes by other means."""
+    """Apply Lightning's rule: an interactive job is a shell in which people start processes by other means."""
     return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def _slurm_tasks_on_node(environ: Environ) -> int | None:
-    """Tasks on each node if they are spread evenly; more where Lightning accepts a local rank beyond that."""
+    """Return the tasks on each node if they are spread evenly; more if Lightning accepts a higher local rank."""
     nodes = _known(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     tasks = -(-_integer(environ, "SLURM_NTASKS") // nodes) if nodes else _known(environ, "SLURM_NTASKS_PER_NODE")
     return None if tasks is None else max(tasks, _integer(environ, "SLURM_LOCALID") + 1)
@@ -250,5 +250,5 @@ def _integer(environ: Environ, name: str) -> int:
 
 
 def _known(environ: Environ, *names: str) -> int | None:
-    """The first of the variables that is set."""
+    """Return the value of the first variable that is set."""
     return next((_integer(environ, name) for name in names if name in environ), None)

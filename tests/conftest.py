@@ -68,7 +68,7 @@ def _starts_processes(module: str) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of rank processes while nobody waits for it yet."""
+    """Start the server of rank processes before a test needs it."""
     if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
         start_server()
 
@@ -85,7 +85,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
-    """A fresh directory that several hosts could share; skips where there is none outside of the temporary ones."""
+    """A fresh directory that several hosts could share; skips if all writable ones are temporary."""
     temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
     parents = [path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))]
     skip_because(None if parents else "clone and home are below a directory for temporary files")
@@ -97,7 +97,7 @@ def shared_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def two_hosts() -> Iterator[Network]:
-    """Hosts ``host-a`` and ``host-b`` on one network; skips where there can be none."""
+    """Hosts ``host-a`` and ``host-b`` on one network; skips where network namespaces are not allowed."""
     skip_because(why_unavailable())
     with network("host-a", "host-b") as hosts:
         yield hosts

@@ -269,7 +269,7 @@ def described(text: str) -> dict[str, str]:
 
 
 def test_every_variable_of_ours_is_described() -> None:
-    """`DDPX_*` as the package's source has them, without those that are none of the user's business."""
+    """`DDPX_*` as the package's source has them, without internal ones."""
     sources = "".join(path.read_text() for path in (ROOT / "lightning_ddp_ext").rglob("*.py"))
     described = re.findall(r"^\| `(DDPX_\w+)`", page_of("reference/environment.md"), re.MULTILINE)
     assert set(described) == set(re.findall(r"DDPX_[A-Z_]+", sources)) - INTERNAL

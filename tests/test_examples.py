@@ -81,7 +81,7 @@ def test_adopted_project(tmp_path: Path) -> None:
 
 
 def test_resume_elsewhere(tmp_path: Path) -> None:
-    """A run on two ranks is killed, its file is found whole, and three ranks go on at the step that was saved."""
+    """A run on two ranks is killed, its file is whole, and three ranks continue at the saved step."""
     output = run_on_ranks(EXAMPLES / "resume_elsewhere.py", cwd=tmp_path, world_size=1)
     assert "2 ranks begin at step 0" in output
     assert re.search(r"^killed; what is left: .*run\.ckpt", output, re.MULTILINE)

@@ -74,7 +74,7 @@ def test_a_hang_ends_at_the_time_limit_with_stacks() -> None:
     assert "in hang_or_stop" in stopped
 
 
-# Leaves a process behind that is in another session and whose parent has gone.
+# Leaves a process behind that is in another session and whose parent has exited.
 ORPHAN = """
     import subprocess, sys
     command = [sys.executable, "-c", "import threading; threading.Event().wait()"]
@@ -110,7 +110,7 @@ def test_leaks_in_the_process_are_named_and_undone(tmp_path: Path, monkeypatch: 
     for thread in threads:
         thread.start()
     (temporary / "lightning_ddp_ext-leftover").touch()
-    (temporary / "somebody-elses").touch()
+    (temporary / "another-users").touch()
     (here / "lightning_logs").mkdir()
     os.chdir(tmp_path)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -49,7 +49,7 @@ def imports_of(module: str) -> Iterator[str]:
 
 
 def ours(module: str) -> set[str]:
-    """What a module imports of this package."""
+    """Return the modules of this package that a module imports."""
     return {name for name in imports_of(module) if name in FILES}
 
 

@@ -29,7 +29,7 @@ WORKS: list[tuple[Callable[[], Any], str, str]] = [
 
 
 def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
-    """What the strategy's ``on_rank_zero`` returns and raises in the second step."""
+    """Return results and errors of the strategy's ``on_rank_zero`` in the second step."""
     outcomes = []
     results = iter([[1, 2]])
 

@@ -1,4 +1,4 @@
-"""The world is read from whoever started the processes, and contradictions are named."""
+"""The world is read from the launcher's variables, and contradictions are named."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_innermost_launcher_is_believed(layers: list[dict[str, str]], source
 def test_arguments_go_before_launchers_and_are_completed(
     arguments: dict[str, int], environ: dict[str, str], local_rank: int, local_world_size: int, node_rank: int
 ) -> None:
-    """Local rank and node come from arguments, else from variables, else from the Trainer's devices."""
+    """Arguments set local rank and node, else variables, else the Trainer's devices."""
     expected = world(local_rank=local_rank, local_world_size=local_world_size, node_rank=node_rank, source="arguments")
     assert read(environ, rank=3, world_size=4, **arguments) == expected
 

@@ -1,4 +1,4 @@
-"""Give a layer a class made from its own and ``SyncBatchNorm``, and give it its own class back."""
+"""Give a layer a class made from its own and ``SyncBatchNorm``, and restore its own class."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_ddp_ext.batchnorm.layer import CONTEXT, SyncBatchNorm
 from lightning_ddp_ext.batchnorm.sync_context import SyncContext
 from lightning_ddp_ext.errors import ConfigurationError
 
-_OWN = "_ddpx_own_class"  # in a made class: the class that it was made from
-_REACHED = "_ddpx_reached"  # in a layer, while its own forward runs: that has called SyncBatchNorm.forward
+_OWN = "_ddpx_own_class"  # in a made class: the original class
+_REACHED = "_ddpx_reached"  # in a layer, while its own forward runs: whether that has called SyncBatchNorm.forward
 
 
 class _CalledByOwnForward(SyncBatchNorm):
@@ -69,11 +69,11 @@ def synchronise(layer: Module, context: SyncContext) -> None:
     """Give a layer a class that synchronises, and its context."""
     own: Any = type(layer)
     object.__setattr__(layer, "__class__", _synchronised_class(own))
-    vars(layer)[CONTEXT] = context  # a class may refuse unknown attributes
+    vars(layer)[CONTEXT] = context  # a class may reject unknown attributes
 
 
 def restore(layer: Module) -> None:
-    """Give a converted layer its own class back; other layers stay as they are."""
+    """Restore the class of a converted layer; other layers stay as they are."""
     own = vars(type(layer)).get(_OWN)
     if own is not None:
         object.__setattr__(layer, "__class__", own)
@@ -82,7 +82,7 @@ def restore(layer: Module) -> None:
 
 
 def _reduce(layer: Any, protocol: Any) -> Any:
-    """Copy and pickle a layer by its own class, as a class that was made cannot be imported."""
+    """Reduce a layer to its own class for copies and pickles, since the made class cannot be imported."""
     made = type(layer)
     function, arguments, *rest = super(made, layer).__reduce_ex__(protocol)
     function, *arguments = (vars(made)[_OWN] if part is made else part for part in (function, *arguments))

@@ -1,4 +1,4 @@
-"""Make the BatchNorm layers of a model synchronise, report what became of each, and undo it."""
+"""Make the BatchNorm layers of a model synchronise, report on each of them, and undo it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Conversion:
     """The result of a conversion, for each BatchNorm layer of a model.
 
     Args:
-        converted: the names of those that synchronise now.
+        converted: names of the layers that synchronise now.
         left_alone: by name, why others were not chosen, or "synchronises already".
         unsupported: by name and class, why the remaining layers are not converted.
         world_size: how many ranks join their batches.
@@ -47,7 +47,7 @@ class Conversion:
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         line = f"SyncBatchNorm: {len(self.converted)} of {total} layers, statistics over {ranks}"
         others = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-        return f"{line}; not: {others}" if others else line
+        return f"{line}; not converted: {others}" if others else line
 
     def warning(self) -> str | None:
         """Name the unsupported layers; ``None`` without any."""
@@ -96,7 +96,7 @@ def convert_sync_batchnorm(
             or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: a selector fits no layer, or ``process_group`` is none of these.
+        ConfigurationError: a selector fits no layer, or ``process_group`` is not one of these.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
@@ -135,9 +135,9 @@ def convert(module: Module, choice: Choice, process_group: dist.ProcessGroup | N
 
 
 def restore_batchnorm(module: ModuleT) -> ModuleT:
-    """Undo ``convert_sync_batchnorm``: each layer is again what it was before, with the weights that it has now.
+    """Undo ``convert_sync_batchnorm``: each layer gets its former class back, with its current weights.
 
-    Layers that were written as synchronised ones stay. Copies of converted layers are also converted, and have to be
+    Layers that are synchronised in the model's own code stay. Copies of converted layers are converted, and must be
     restored as well. Not collective.
 
     Returns:

@@ -35,7 +35,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
         """
         x = dense(input.to(torch.promote_types(input.dtype, torch.float32)))
         mean, var = mean_and_var(x)
-        # Each rank decides for its own share: what ranks exchange is the same either way.
+        # Each rank decides for its own part of the batch: the exchanged data have the same form either way.
         if x.dtype == torch.float32 and has_large_offset(mean, var, eps=eps):
             x = x.double()
             mean, var = mean_and_var(x)
@@ -56,7 +56,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
     @once_differentiable
     @np.errstate(all="ignore")
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Differentiate; collective, if the input needs a gradient."""
+        """Compute the gradients; collective, if the input needs a gradient."""
         x, weight, mean, var = ctx.saved_tensors
         dy = grad_outputs[0].to(x.dtype)
         grad_weight, grad_bias = _parameter_gradients(dy, x, mean, var, ctx.eps)
@@ -75,7 +75,7 @@ class SyncBatchNormOnCPU(torch.autograd.Function):
 
 def _parameter_gradients(dy: Tensor, x: Tensor, mean: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return this rank's sums of ``dy`` × normalised ``x``, and of ``dy``, per channel."""
-    if x.numel() == 0:  # which the kernel divides by
+    if x.numel() == 0:  # the kernel divides by it
         return torch.zeros_like(mean), torch.zeros_like(mean)
     wanted = [False, True, True]
     gradients = torch.ops.aten.native_batch_norm_backward(dy, x, None, mean, var, None, None, False, eps, wanted)

@@ -1,4 +1,4 @@
-"""Synchronised BatchNorm on CUDA: the function of torch's own SyncBatchNorm, with what it lacks."""
+"""Synchronised BatchNorm on CUDA: torch's own SyncBatchNorm function, extended to empty batches and memory formats."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Normalise(TorchSyncBatchNorm):
         if dy.stride() != ctx.strides:  # some kernels look at the memory format of only one of input and gradient
             dy = dy.new_empty_strided(dy.shape, ctx.strides).copy_(dy)
         gradients = TorchSyncBatchNorm.backward(ctx, dy)[:3]
-        if dy.numel() == 0:  # for which torch has none
+        if dy.numel() == 0:  # torch has no kernel for it
             gradients = dy, dy.new_zeros(dy.size(1)), dy.new_zeros(dy.size(1))
         needed, others = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:]
         wanted = (value if is_needed else None for value, is_needed in zip(gradients, needed, strict=True))

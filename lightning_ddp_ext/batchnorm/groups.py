@@ -1,4 +1,4 @@
-"""Which ranks join their batches."""
+"""Choose the ranks that join their batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Ranks = str | int | dist.ProcessGroup | None
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` if it is not ``None``, ``"node"``, a number from 1 on, or a process group."""
+    """Raise a ``ConfigurationError`` unless it is ``None``, ``"node"``, a number from 1 on, or a process group."""
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
-    # Ranks outside of a group have torch's NON_GROUP_MEMBER in its place; each of them is alone.
+    # Ranks outside of a group get torch's NON_GROUP_MEMBER instead; each of them is alone.
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
     if not (ranks is None or ranks == "node" or is_number or is_group):
         raise ConfigurationError(
@@ -48,7 +48,7 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 def batchnorm_group() -> dist.ProcessGroup | None:
     """Return a group of all ranks for BatchNorm alone, or ``None`` for the default group. Collective.
 
-    With gloo, gradients in DDP and numbers of layers then do not wait for one another, and a rank in another layer does
+    With gloo, DDP's gradients and the layers' numbers then do not wait for each other, and a rank in another layer does
     not take the ones for the others.
     """
     context = current()

@@ -21,8 +21,8 @@ CONTEXT = "_ddpx_context"  # the attribute that layers get when they are convert
 class SyncBatchNorm(_BatchNorm):
     r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
 
-    In training, mean and variance are those of all ranks' batches joined, however many values each of them has, none
-    included; running statistics are the same on all ranks. One collective forward and one backward: every rank must
+    In training, mean and variance are those of all ranks' batches joined, however many values each of them has, even
+    none; running statistics are the same on all ranks. One collective forward and one backward: every rank must
     run the same layers in the same order. In evaluation and in a single process it is ``torch.nn.BatchNorm``.
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
@@ -33,7 +33,7 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features: C.
         eps, momentum, affine, track_running_stats, device, dtype: as in ``torch.nn.BatchNorm2d``.
-        process_group: the ranks whose batches are joined; ``None``: all there are.
+        process_group: the ranks whose batches are joined; ``None`` for all ranks.
         bias: as in ``torch.nn.BatchNorm2d``, where torch has it (from 2.13 on).
 
     Raises:
@@ -66,7 +66,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose batches are joined; ``None``: all ranks."""
+        """The group whose batches are joined; ``None`` for all ranks."""
         return self._ddpx_context.process_group
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -95,7 +95,7 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     def _check_channels_and_device(self, input: Tensor) -> None:
-        # The kernels for given statistics trust their callers, and read beyond the end of a weight.
+        # The kernels for given statistics do not check sizes, and would read out of bounds.
         if input.size(1) != self.num_features:
             raise BatchNormError(
                 f"{self._ddpx_context.name} takes inputs of {self.num_features} channels "

@@ -1,4 +1,4 @@
-"""Which BatchNorm layers a model has, and which of them were asked for."""
+"""Find the BatchNorm layers of a model, and select those to convert."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Choice:
             elif layer in excluded:
                 reasons[layer] = "in exclude"
             elif self.predicate is not None and not self.predicate(name, layer):
-                reasons[layer] = "predicate says no"
+                reasons[layer] = "predicate returned False"
         return reasons
 
 

@@ -17,7 +17,7 @@ from lightning_ddp_ext.errors import BatchNormError
 
 _PASSES = ("forward", "backward")
 _HEADER = 2  # the layer's index, and that of the pass
-_AWAKE = 0.002  # seconds; a small exchange between ranks that begin together takes half of that
+_AWAKE = 0.002  # seconds; a small exchange between ranks that start together takes half of it
 
 _is_idle = False
 
@@ -28,15 +28,15 @@ def is_idle() -> bool:
 
 
 def set_idle(idle: bool) -> None:
-    """Make this rank's synchronised layers take part with empty batches, or with its own batches again."""
+    """Have this rank's synchronised layers take part with empty batches, or again with its own."""
     global _is_idle
     _is_idle = idle
 
 
 def _wait_for(work: dist.Work) -> None:
-    """Wait for an exchange; a short one is over before this thread has slept, as waking up takes a third of its time.
+    """Wait for an exchange; poll first, since waking a thread takes a third of the time of a short one.
 
-    Meanwhile other threads can have the processor, such as those of torch that make the exchange.
+    Other threads can use the processor meanwhile, such as torch's, which make the exchange.
     """
     moment = time.monotonic() + _AWAKE
     while not work.is_completed() and time.monotonic() < moment:
@@ -46,10 +46,10 @@ def _wait_for(work: dist.Work) -> None:
 
 @dataclass(frozen=True)
 class SyncContext:
-    """The ranks that a layer shares its statistics with, and which of the model's layers it is.
+    """The ranks that share a layer's statistics, and the layer's index in the model.
 
     On CPU all layers of a model send messages of one length that begin with the layer and the pass, so ranks in
-    different layers notice it. Messages of different lengths would end in an abort, or in a wait without end. The few
+    different layers notice it. Messages of different lengths would cause an abort or an endless wait. The few
     numbers of a layer are NumPy arrays, for which a call costs a third of what it costs for a tensor.
 
     Args:

@@ -1,4 +1,4 @@
-"""A checkpoint file, and whether each of its records still has the checksum that was written with it.
+"""Open a checkpoint file, and check each of its records against the checksum that was written with it.
 
 A file of ``torch.save`` is a zip archive without compression, with a CRC-32 for each record: ``data.pkl`` is the
 pickled structure, and ``data/N`` the memory of one or several tensors. ``torch.load`` does not check these sums.
@@ -27,9 +27,9 @@ _SIGNATURE = b"PK\x03\x04"
 _DIRECTORY = 0x10
 _READ_SIZE = 256 << 10
 _ANOTHER = "use an earlier checkpoint"
-# How a RuntimeError of torch begins, or ends, that stands for one of the system.
+# The text of torch's RuntimeErrors that stand for system errors.
 _SYSTEMS = re.compile(r"^unable to (open|stat|mmap) |annot allocate memory")
-# What zipfile raises for damage; RuntimeError: a record claims to be encrypted, or to need a newer version.
+# Exceptions of zipfile for damage; RuntimeError: a record claims to be encrypted, or to need a newer version.
 _DAMAGE = (zipfile.BadZipFile, EOFError, struct.error, ValueError, OverflowError, RuntimeError)
 
 
@@ -38,8 +38,8 @@ class Archive:
     """A checkpoint file.
 
     Attributes:
-        path: where it can be opened on this machine.
-        name: what the user calls it.
+        path: its path on this machine.
+        name: the user's name for it.
         size: bytes.
         records: in the order of the file; none, and no checksums, where torch wrote the file before version 1.6.
     """
@@ -51,16 +51,16 @@ class Archive:
 
     @classmethod
     def open(cls, path: Path | str, name: str = "") -> Archive:
-        """Read the directory of a checkpoint file.
+        """Read the directory of a checkpoint archive.
 
         Args:
-            path: where it can be opened on this machine.
-            name: what the user calls it, where that is something else.
+            path: its path on this machine.
+            name: the user's name for it, if it differs.
 
         Raises:
-            CheckpointNotFoundError: there is no such file.
+            CheckpointNotFoundError: the file does not exist.
             DamagedCheckpointError: it is empty, truncated, a directory, or not a checkpoint; or its records overlap.
-            CheckpointError: the system does not let this process read it.
+            CheckpointError: the system refuses to let this process read it.
         """
         name = name or str(path)
         with reading(name, was_there=False), open(path, "rb") as file:
@@ -74,12 +74,12 @@ class Archive:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether every record has one."""
+        """Whether every record has a checksum."""
         return bool(self.records) and all(map(_has_crc, self.records))
 
     @property
     def fingerprint(self) -> str | None:
-        """Equal for files of equal content, whatever host they are on; ``None`` where that cannot be told."""
+        """Return a value that is equal for files of equal content on any host; ``None`` where that is unknown."""
         if not self.has_checksums:
             return None
         facts = [(_name(record), record.header_offset, record.file_size, record.CRC) for record in self.records]
@@ -91,9 +91,9 @@ class Archive:
         The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
 
         Raises:
-            DamagedCheckpointError: records have been altered, which it names; or the file has become shorter.
-            CheckpointNotFoundError: the file has been removed meanwhile.
-            CheckpointError: the system does not let this process read it.
+            DamagedCheckpointError: records were altered, and it names them; or the file became shorter.
+            CheckpointNotFoundError: the file was removed meanwhile.
+            CheckpointError: the system refuses to let this process read it.
         """
         if not self.records:
             return
@@ -118,11 +118,11 @@ class Archive:
 
 @contextmanager
 def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
-    """Raise what prevents this process from reading the file ``name`` as an error that does not blame its bytes.
+    """Raise a system error on the file ``name`` as a checkpoint error that does not call the file damaged.
 
     Args:
-        name: what the user calls the file.
-        was_there: whether it has been opened before.
+        name: the user's name for the file.
+        was_there: whether it was opened before.
     """
     try:
         yield
@@ -136,15 +136,15 @@ def reading(name: str, *, was_there: bool = True) -> Iterator[None]:
         ) from None
     except IsADirectoryError:
         raise DamagedCheckpointError(
-            f"checkpoint {name} is a directory, not a file that torch.save has written; give the path of a file in it, "
-            "or use the strategy that has written it (sharded checkpoints are directories)"
+            f"checkpoint {name} is a directory, not a file that torch.save wrote; give the path of a file in it, "
+            "or use the strategy that wrote it (sharded checkpoints are directories)"
         ) from None
     except Exception as error:
         raise unreadable(name, error) from error
 
 
 def unreadable(name: str, error: Exception) -> CheckpointError:
-    """Return the error for a file that may be whole: memory is short, the system refuses, or a class of it raises."""
+    """Return the error for a file that may be whole: memory is short, the system refuses, or a class raises."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}".partition("\n")[0]
     if isinstance(error, MemoryError) or "annot allocate memory" in str(error):
         remedy = "free some memory"
@@ -158,12 +158,12 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether the system refuses something; from torch that is a ``RuntimeError`` with the system's words."""
+    """Whether it is a system error, which torch raises as a ``RuntimeError`` with the system's words."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 
 def _has_records(file: BinaryIO, name: str) -> bool:
-    """Whether it is an archive, or else a pickle, as torch wrote them before 1.6."""
+    """Whether the file is an archive; if not, it must be a pickle, as torch wrote them before 1.6."""
     beginning = file.read(4)
     if not beginning:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
@@ -179,7 +179,7 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
         with _zip_file(file) as archive:
             records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         for record in records:
-            # Of a directory torch would read nothing, and use what is in memory.
+            # For a directory record torch would read nothing, and use uninitialised memory.
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
                 raise ValueError(f"record {record.filename} has no proper header")
         if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
@@ -202,18 +202,18 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
 
 
 def _zip_file(file: BinaryIO) -> zipfile.ZipFile:
-    """Read the directory of an archive; zipfile takes an error of the disk for damage, and the other way round."""
+    """Read the directory of an archive; zipfile confuses disk errors and damage, in both directions."""
     try:
         return zipfile.ZipFile(file)
     except (zipfile.BadZipFile, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__context__
-        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # a place that is not in the file
+        if isinstance(cause, OSError) and cause.errno != errno.EINVAL:  # EINVAL: an offset outside the file
             raise cause from None
         raise zipfile.BadZipFile(str(error)) from None
 
 
 def _is_whole(archive: zipfile.ZipFile, record: ZipInfo) -> bool:
-    """Whether the content has the checksum, which zipfile compares at the end."""
+    """Whether the content matches the checksum, which zipfile compares at the end."""
     try:
         with archive.open(record) as content:
             while content.read(_READ_SIZE):

@@ -1,6 +1,6 @@
-"""Save in the background: training waits for a copy in memory, and threads do the rest in the order of the calls.
+"""Save in the background: training waits for a copy in memory, and threads write the files in the order of the calls.
 
-There is one copy at a time, which bounds memory: a save waits until the last checkpoint has been written. Removals are
+There is one copy at a time, which bounds memory: a save waits until the last checkpoint is written. Removals are
 queued in the same order. After a failed save they wait for one that succeeds, or they might remove the last good
 checkpoint.
 """
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes and removes checkpoints, in the foreground or in the background.
+    """Write and remove checkpoints, in the foreground or in the background.
 
     The process exits when everything is written: its threads are not daemons.
 
@@ -33,23 +33,23 @@ class Saver:
     def __init__(self) -> None:
         self.deadline = 600.0
         self._last_save_failed = False
-        self._postponed: dict[str, Callable[[], None]] = {}  # removals, by path
+        self._postponed: dict[str, Callable[[], None]] = {}  # removals by path
         self._buffer = Buffer()
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
         self._unreported: list[BaseException] = []
-        weakref.finalize(self, _log, self._unreported)  # also at the end of the process
+        weakref.finalize(self, _log, self._unreported)  # also at process exit
 
     def __reduce__(self) -> Any:
-        return Saver, ()  # started ranks get a copy; threads and the buffer belong to this process
+        return Saver, ()  # started ranks get an empty one; threads and the buffer belong to this process
 
     def save(self, path: str, job: Callable[[], None]) -> None:
-        """Write a checkpoint now by calling ``job``; then do the removals that have waited for a save that succeeds."""
-        self._last_save_failed = True  # until it has succeeded
+        """Write a checkpoint now by calling ``job``; then do the removals that waited for a successful save."""
+        self._last_save_failed = True  # until it succeeds
         with delaying_forced_end(self.deadline):
             job()
         self._last_save_failed = False
-        self._postponed.pop(path, None)  # what is there now is new
+        self._postponed.pop(path, None)  # the file is new
         while self._postponed:
             self._postponed.pop(next(iter(self._postponed)))()
 
@@ -62,7 +62,7 @@ class Saver:
         """
         with self._saving:
             self.join()
-            self._last_save_failed = True  # until it has succeeded
+            self._last_save_failed = True  # until it succeeds
             try:
                 content = self._buffer.take(checkpoint)
                 self._start(partial(self.save, path, lambda: write(content())))
@@ -70,7 +70,7 @@ class Saver:
                 raise unwritable(checkpoint, path, error) from error
 
     def follow_up(self, path: str, job: Callable[[], None], *, later: bool, postpone: bool = False) -> None:
-        """Run a removal or a link unless the save before it failed; now, or after everything queued so far.
+        """Run a removal or a link unless the save before it failed; now, or after all jobs queued so far.
 
         With ``postpone``, the job then waits for the next save that succeeds.
         """
@@ -91,7 +91,7 @@ class Saver:
     def _start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a new thread, after the previous thread has finished."""
         jobs: list[Callable[[], None]] = []
-        with self._starting:  # the thread waits for the end of this: if this is interrupted, it has nothing to do
+        with self._starting:  # the thread starts after this block; if the block is interrupted, the thread has no job
             thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
             thread.start()
             self._last_thread = thread
@@ -109,23 +109,23 @@ class Saver:
             self._unreported.append(error)
 
     def raise_error(self) -> None:
-        """Raise the first background error since the last call, if there is one."""
+        """Raise the first background error since the last call, if any."""
         errors = self._unreported[:]
         self._unreported.clear()
         if errors:
             raise errors[0]
 
     def join(self) -> None:
-        """Wait until everything is done; memory is kept for the next time."""
+        """Wait for all jobs; keep the memory for the next save."""
         if self._last_thread is not None:
             self._last_thread.join()
 
     def release(self) -> None:
-        """Give the memory back, once everything is done."""
+        """Wait for all jobs, then release the memory."""
         self._buffer.release()
 
     def wait(self) -> None:
-        """Wait until everything is done.
+        """Wait for all jobs.
 
         Raises:
             Exception: the first error that has not been raised yet.

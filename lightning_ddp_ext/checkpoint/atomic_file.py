@@ -1,7 +1,7 @@
-"""Write a file so that it appears at its path whole or not at all, and find what killed writers have left.
+"""Write a file so that it appears at its path whole or not at all, and find what killed writers left behind.
 
-It is written under a temporary name in the same directory, forced to the disk, and renamed. A temporary file counts as
-left behind if it was not written to for an hour, as some file systems keep locks to one host.
+The file is written under a temporary name in the same directory, forced to the disk, and renamed. A temporary file is
+considered left behind after an hour without a write, since on some file systems locks only work within one host.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NOT_SUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 class Sink:
-    """The writable end of a temporary file: unbuffered; it keeps the error that ended it.
+    """Writes to a temporary file without a buffer, and keeps the error that stopped it.
 
     Args:
-        descriptor: where to write.
+        descriptor: the file to write to.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -34,7 +34,7 @@ class Sink:
         self.error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``; an error of the disk, or Ctrl-C, is kept in ``error``: torch rewords it."""
+        """Write all of ``data``; keep a disk error or Ctrl-C in ``error``, since torch rewords it."""
         view = memoryview(data).cast("B")
         size = len(view)
         try:
@@ -46,16 +46,16 @@ class Sink:
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing, since nothing is buffered."""
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Sink]:
-    """Put at ``path``, on the disk, what the block writes to the sink; if it raises, nothing changes.
+    """Put the data that the block writes to the sink at ``path``, on the disk; if it raises, nothing changes.
 
     Raises:
         NotDurableError: the file is in place, but its directory could not be forced to the disk.
-        OSError: the system's, as it is; nothing has changed.
+        OSError: the system's own error; nothing has changed.
     """
     partial = _temporary(path, "partial")
     # O_EXCL follows no link that another user may have put there.
@@ -77,14 +77,14 @@ def atomic_write(path: Path) -> Iterator[Sink]:
 
 
 class NotDurableError(OSError):
-    """A file is in place, and a loss of power may undo that."""
+    """The file is in place, but a loss of power may undo that."""
 
 
 def atomic_symlink(target: Path, path: Path) -> None:
     """Make ``path`` a symbolic link to ``target`` in one step.
 
     Raises:
-        OSError: the system's, as it is.
+        OSError: the system's own error.
     """
     temporary = _temporary(path, "link")
     os.symlink(os.path.relpath(target, path.parent), temporary)
@@ -100,8 +100,8 @@ def _temporary(path: Path, suffix: str) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Force to the disk which names are in the directory, where its file system and its owner allow that."""
-    with suppress(PermissionError):  # one may write to it, and not read
+    """Force the names in the directory to the disk, where its file system and permissions allow that."""
+    with suppress(PermissionError):  # a directory may be writable, but not readable
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -117,7 +117,7 @@ class Leftover:
     """A temporary file of this user.
 
     Attributes:
-        path: where it is.
+        path: its path.
         size: bytes.
         age: seconds since it was last written to.
     """
@@ -128,12 +128,12 @@ class Leftover:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether no process can be writing it."""
+        """Whether it is so old that no process is writing it."""
         return self.age > _LEFT_BEHIND_AFTER
 
 
 def find_leftovers(directory: Path) -> list[Leftover]:
-    """Return this user's temporary files in the directory, also one that is being written."""
+    """Return this user's temporary files in the directory, including any that is being written."""
     found = []
     for path in (directory / name for name in sorted(filter(_NAME.fullmatch, os.listdir(directory)))):
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""See through the prefixes that wrappers put into the names of weights, and know plain state dicts."""
+"""Ignore the prefixes that wrappers put into the names of weights, and recognise plain state dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WRAPPED = "module."
 
 
 def is_plain_state_dict(content: Any) -> bool:
-    """Whether it is what ``torch.save(model.state_dict(), path)`` writes: names and tensors, and nothing around."""
+    """Whether it is a plain state dict, as ``torch.save(model.state_dict(), path)`` writes it."""
     return (
         isinstance(content, Mapping)
         and any(isinstance(value, Tensor) for value in content.values())
@@ -24,7 +24,7 @@ def is_plain_state_dict(content: Any) -> bool:
 
 
 def canonical(name: str) -> str:
-    """A name without what DDP and ``torch.compile`` put into it.
+    """Return a name without the prefixes of DDP and ``torch.compile``.
 
     >>> canonical("module._orig_mod.net._orig_mod.weight")
     'net.weight'
@@ -36,9 +36,9 @@ def canonical(name: str) -> str:
 
 
 def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dict[str, str]:
-    """For each name of a file that the model does not have, the model's name that is the same but for prefixes.
+    """Map names that only the file has to names of the model that differ only in prefixes.
 
-    A name that the model has is never touched, nor is one for which there are two.
+    Names that the model has, and names with two candidates, are left out.
 
     >>> names_in_model(["module.net.weight"], ["net.weight"])
     {'module.net.weight': 'net.weight'}
@@ -49,7 +49,7 @@ def names_in_model(file_names: Iterable[str], model_names: Iterable[str]) -> dic
 
 
 def _unambiguous(names: Iterable[str]) -> dict[str, str]:
-    """Names by their canonical name, where no other has the same."""
+    """Return names by their canonical name, where that is unique."""
     by_canonical: dict[str, list[str]] = {}
     for name in names:
         by_canonical.setdefault(canonical(name), []).append(name)
@@ -57,7 +57,7 @@ def _unambiguous(names: Iterable[str]) -> dict[str, str]:
 
 
 def renamed(weights: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
-    """The same weights under the model's names, with the modules' versions that ``state_dict()`` notes."""
+    """Return the weights under the model's names, with the module versions that ``state_dict()`` records."""
     result = OrderedDict((names.get(name, name), value) for name, value in weights.items())
     metadata = getattr(weights, "_metadata", None)
     if isinstance(metadata, Mapping):

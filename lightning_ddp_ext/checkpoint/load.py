@@ -1,4 +1,4 @@
-"""Read a checkpoint file on one rank: checked, with tensors in this process's own memory, and refusals explained."""
+"""Read a checkpoint file on one rank: check it, and put its tensors into this process's own memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_ddp_ext.errors import CheckpointError, ConfigurationError, Damage
 
 Mode = Literal["auto", "map", "broadcast"]
 MapLocation = str | torch.device | Mapping[str, str] | Callable[..., Any] | None
-# Takes the memory of a tensor, in the file or on the CPU, and the device that it was saved from; gives it in its place.
+# Takes a tensor's storage, in the file or on the CPU, and the device it was saved from; returns the placed storage.
 Placement = Callable[[UntypedStorage, str], UntypedStorage]
 
 # Bytes: a file up to this size is read rather than mapped, which is faster and takes no more memory than this.
@@ -30,11 +30,11 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a checkpoint is to be read; the same on every rank.
+    """Options for reading a checkpoint, the same on every rank.
 
     Attributes:
         mode: whether each rank maps the file, or rank 0 sends it.
-        map_location: as for ``torch.load``, but that ``None`` leaves tensors on the CPU.
+        map_location: as for ``torch.load``, except that ``None`` leaves tensors on the CPU.
         weights_only: as for ``torch.load``.
         verify: whether checksums are checked.
     """
@@ -46,13 +46,13 @@ class LoadOptions:
 
 
 def placement(map_location: MapLocation) -> Placement:
-    """What ``map_location`` does with the memory of one tensor.
+    """Return the function by which ``map_location`` places the storage of a tensor.
 
-    ``None`` leaves all on the CPU, from where a model and its optimisers take it to their own device. A placement
-    raises :class:`~lightning_ddp_ext.errors.CheckpointError` where there is no such device.
+    ``None`` leaves all on the CPU, from where a model and its optimisers copy it to their own device. A placement
+    raises :class:`~lightning_ddp_ext.errors.CheckpointError` if the device does not exist.
 
     Raises:
-        ConfigurationError: it is neither a device, nor a mapping of devices, nor callable.
+        ConfigurationError: it is not a device, a mapping of devices, nor callable.
     """
     if map_location is None:
         return lambda storage, location: storage
@@ -74,7 +74,7 @@ def placement(map_location: MapLocation) -> Placement:
 
 
 def _chosen_device(map_location: MapLocation) -> Callable[[UntypedStorage, str], Any]:
-    """What says for the memory of one tensor to which device it goes, or gives it there."""
+    """Return the function that chooses the device of a storage, or moves it there."""
     if isinstance(map_location, (str, torch.device)):
         target = _device(map_location)
         return lambda storage, location: target
@@ -99,7 +99,7 @@ def _device(name: Any) -> str:
         return str(torch.device(name))
     except (RuntimeError, TypeError):
         raise ConfigurationError(
-            f"map_location names {name!r}, which is no device; write 'cpu', 'cuda:0', ..."
+            f"map_location names {name!r}, which is not a device; write 'cpu', 'cuda:0', ..."
         ) from None
 
 
@@ -108,9 +108,9 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
 
     Args:
         archive: the file.
-        options: how.
+        options: how to read it.
         map_weights: whether weights of the ``state_dict`` may stay mapped from the file, because they are copied into
-            the model and dropped. Everything else is always in memory of this process's own.
+            the model and dropped. Everything else is copied into this process's own memory.
 
     Raises:
         CheckpointError: one of its kinds, as for :func:`load`.
@@ -120,7 +120,7 @@ def read(archive: Archive, options: LoadOptions, *, map_weights: bool = False) -
         content = load(archive, place, options.weights_only, mmap=True)
         try:
             return _copied_but_for_weights(content)
-        except Exception:  # there is no state_dict, or an object that can be unpickled, but not pickled again
+        except Exception:  # the state_dict is missing, or an object cannot be pickled again
             del content
     return load(archive, place, options.weights_only, mmap=False)
 
@@ -129,8 +129,8 @@ def _copied_but_for_weights(content: Any) -> Any:
     checkpoint = {"state_dict": content} if is_plain_state_dict(content) else content
     state_dict = checkpoint["state_dict"]
     weights = {name: value for name, value in state_dict.items() if _is_only_copied(name, value)}
-    others = copy.copy(state_dict)  # of the same type, with the versions of modules
-    others.update(dict.fromkeys(weights))  # their places stay
+    others = copy.copy(state_dict)  # of the same type, with the module versions
+    others.update(dict.fromkeys(weights))  # keeps their places
     pickled, storages = split({**checkpoint, "state_dict": others})
     copied = join(pickled, [storage.clone() for storage in storages])
     copied["state_dict"].update(weights)
@@ -138,32 +138,32 @@ def _copied_but_for_weights(content: Any) -> Any:
 
 
 def _is_only_copied(name: str, value: Any) -> bool:
-    """Whether loading the model copies it, and keeps nothing of it."""
+    """Whether loading the model copies it, and keeps no reference."""
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided and not value.is_quantized
     return is_plain and not name.endswith("_extra_state")
 
 
 def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
-    """``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
+    """Call ``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
 
     Raises:
-        DamagedCheckpointError: it cannot be unpickled, and its bytes are to blame.
-        UnsafeCheckpointError: ``weights_only`` forbids what is in it.
+        DamagedCheckpointError: it cannot be unpickled because its bytes are wrong.
+        UnsafeCheckpointError: ``weights_only`` forbids one of its classes.
         CheckpointError: a class that it needs cannot be imported or raises, or this process cannot read the file.
     """
     options: dict[str, Any] = {} if weights_only is None else {"weights_only": weights_only}
-    options["map_location"] = place  # torch's annotation knows no untyped storages, which is what it passes
+    options["map_location"] = place  # torch's annotation lacks untyped storages, which it passes
     try:
         return torch.load(archive.path, mmap=mmap and bool(archive.records), **options)
     except CheckpointError:
         raise
-    except Exception as error:  # there is no end to what garbage, and the classes of users, can do
+    except Exception as error:  # garbage and users' classes can raise any error
         is_in_message = isinstance(error, pickle.UnpicklingError)
         raise _explained(archive, error, weights_only) from (None if is_in_message else error)
 
 
 def _explained(archive: Archive, error: Exception, weights_only: bool | None) -> CheckpointError:
-    """Return the named error; the bytes are to blame if they differ from what was written, or if nothing tells."""
+    """Return the checkpoint error; it blames the bytes if a checksum differs, or without checksums."""
     if is_of_system(error):
         return unreadable(archive.name, error)
     archive.check(())
@@ -171,7 +171,7 @@ def _explained(archive: Archive, error: Exception, weights_only: bool | None) ->
         refused = _REFUSED.search(str(error))
         if refused or (archive.records and weights_only is not False):
             return _unsafe(archive.name, error, refused and refused[1])
-    # torch's reader of the archive notices damage beside the records, which no checksum covers.
+    # torch's archive reader notices damage outside of the records, which no checksum covers.
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     is_readers = type(error) is RuntimeError and where == torch.serialization.__file__
     if (archive.has_checksums and not is_readers) or isinstance(error, (ImportError, AttributeError)):
@@ -185,6 +185,6 @@ def _unsafe(name: str, error: Exception, refused: str | None) -> UnsafeCheckpoin
     may_be_allowed = refused and "blocked" not in str(error)
     allow = f"call torch.serialization.add_safe_globals([{kind}]) before, or " if may_be_allowed else ""
     return UnsafeCheckpointError(
-        f"checkpoint {name} holds {kind}, which weights_only=True refuses; nothing of it has been run. If you "
+        f"checkpoint {name} holds {kind}, which weights_only=True refuses; none of its code was run. If you "
         f"trust the file, {allow}pass weights_only=False"
     )

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a file system, and a path in it."""
+"""Locate a checkpoint: a file system, and a path in it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PathLike = str | Path
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint is.
+    """The location of a checkpoint.
 
     Attributes:
         fs: the file system.
         path: the path in it.
-        url: how the user wrote it.
+        url: the path or URL as the user wrote it.
     """
 
     fs: AbstractFileSystem
@@ -34,12 +34,12 @@ class Location:
 
     @property
     def local(self) -> Path | None:
-        """The path on this machine's own file systems, network ones among them; ``None`` for a store elsewhere."""
+        """The path on this machine's file systems, including network ones; ``None`` for an object store."""
         return Path(self.path) if isinstance(self.fs, LocalFileSystem) else None
 
 
 def locate(path: PathLike) -> Location:
-    """The location that a path or URL (``s3://bucket/key``) stands for.
+    """Return the location of a path or URL (``s3://bucket/key``).
 
     Raises:
         CheckpointError: no library for that kind of URL is installed.
@@ -48,16 +48,16 @@ def locate(path: PathLike) -> Location:
     try:
         fs, inner = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not there: {error}") from error
+        raise CheckpointError(f"checkpoint path {url!r} needs a file system that is not installed: {error}") from error
     return Location(fs, inner, url)
 
 
 @contextmanager
 def on_local_disk(location: Location) -> Iterator[str]:
-    """A path at which the file can be opened: its own, or that of a temporary copy of an object of a store elsewhere.
+    """Yield a path at which the file can be opened: its own, or that of a temporary copy from an object store.
 
     Raises:
-        CheckpointNotFoundError: there is no such object.
+        CheckpointNotFoundError: the object does not exist.
         CheckpointError: it cannot be fetched.
     """
     if location.local is not None:
@@ -70,7 +70,7 @@ def on_local_disk(location: Location) -> Iterator[str]:
             raise CheckpointNotFoundError(
                 f"checkpoint {location.url} does not exist; give the path of a file"
             ) from None
-        except Exception as error:  # every kind of store has its own
+        except Exception as error:  # each kind of store raises its own errors
             raise CheckpointError(
                 f"checkpoint {location.url} cannot be fetched: {type(error).__name__}: {error}"
             ) from error

@@ -30,15 +30,15 @@ def restore(
     """Read the checkpoint at ``location`` on every rank. Collective: every rank must call it with the same options.
 
     Args:
-        location: where it is; the path may be one that only rank 0 sees.
-        ranks: who reads.
-        options: how.
-        map_weights: whether the ``state_dict`` may be mapped from the file. Only for callers that copy the weights into
-            a model and drop them; all else is in this process's own memory.
+        location: its path or URL, which may exist on rank 0 only.
+        ranks: the ranks that read.
+        options: how to read it.
+        map_weights: whether the ``state_dict`` may be mapped from the file. For callers that copy the weights into
+            a model and drop them; everything else is copied into this process's own memory.
 
     Returns:
-        The checkpoint; how it was read, in words for the log; and whether all of it was checked, unless ``verify`` is
-        off.
+        The checkpoint; a description of how it was read, for the log; and whether all of it was checked, unless
+        ``verify`` is off.
 
     Raises:
         CheckpointError: one of its kinds, the same on every rank.
@@ -48,7 +48,7 @@ def restore(
         views = ranks.gather(view)
         missing = _ranks_without_file(views, options, location)
         if options.mode == "broadcast" or missing:
-            why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as asked for"
+            why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as requested"
             how = f"sent from rank 0 to all ({why})"
             if ranks.rank != 0:
                 path = _file_in_memory(stack)
@@ -73,12 +73,12 @@ class _View:
     """The file that one rank sees at the path.
 
     Attributes:
-        host: where it is.
-        file: equal for one and the same file, as seen from one host.
-        content: equal for files of equal content, whatever host they are on, as far as that can be told.
+        host: name of the rank's host.
+        file: equal for ranks of one host that see the same file.
+        content: equal for files of equal content on any host, where that is known.
         size: bytes.
-        has_checksums: whether that of all of its content can be told.
-        error: why it sees none.
+        has_checksums: whether every record has a checksum.
+        error: the reason why the rank cannot read it.
     """
 
     host: str
@@ -90,7 +90,7 @@ class _View:
 
 
 def _open(stack: ExitStack, location: Location, ranks: Ranks, options: LoadOptions) -> tuple[str, _View]:
-    """Return where this rank can open the checkpoint, unless it is to receive it; an error is part of the view."""
+    """Return the path at which this rank can open the checkpoint, and its view of it, which includes errors."""
     host = socket.gethostname()
     if location.local is None and ranks.rank != 0 and options.mode != "map":
         return "", _View(host)
@@ -123,7 +123,7 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
 
 
 def _file_in_memory(stack: ExitStack) -> str:
-    """Make a file that takes memory until it is neither open nor mapped."""
+    """Make a file in memory that is freed once it is neither open nor mapped."""
     descriptor = os.memfd_create("checkpoint")
     stack.callback(os.close, descriptor)
     return f"/proc/self/fd/{descriptor}"
@@ -140,5 +140,5 @@ def _send(path: str, size: int, ranks: Ranks, name: str) -> None:
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors that one of several ranks checks, of a file that all of them read."""
+    """Return the tensors of a file that one of the ranks that read it has to check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

@@ -1,4 +1,4 @@
-"""Write a checkpoint, or remove one: on a local disk by ourselves, elsewhere through fsspec."""
+"""Write or remove a checkpoint: a local file directly, any other URL through fsspec."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from lightning_ddp_ext.checkpoint.location import Location, PathLike, locate
 from lightning_ddp_ext.checkpoint.snapshot import split
 from lightning_ddp_ext.errors import CheckpointError, CheckpointSaveError
 
-_UNTOUCHED = "what was there before is untouched"
-_IN_PLACE = "the new file is in place and whole, but a loss of power may undo the save"
-_NOT_KNOWN = "only the store knows whether what was there before is untouched"
+_UNTOUCHED = "an existing file is left untouched"
+_IN_PLACE = "the new file is in place and whole, but a loss of power may still undo the save"
+_NOT_KNOWN = "the store decides whether an existing file is left untouched"
 _REMEDIES = {
     errno.EROFS: "its file system is mounted read-only: save elsewhere",
     errno.EISDIR: "there is a directory at that path: remove it, or choose another name",
     errno.ENAMETOOLONG: "shorten the file name",
-    errno.ENOTDIR: "a file stands where the path needs a directory: choose another path",
-    errno.EEXIST: "a file stands where the path needs a directory: choose another path",
+    errno.ENOTDIR: "a directory of the path is a file: choose another path",
+    errno.EEXIST: "a directory of the path is a file: choose another path",
 }
 
 
 def write(checkpoint: Any, path: PathLike) -> None:
-    """Write ``checkpoint`` in torch's format to ``path``, which then holds it whole, or else what it held before.
+    """Write ``checkpoint`` in torch's format to ``path``, or raise and leave ``path`` as it was.
 
-    A local file is streamed, forced to the disk and put in place in one step, and what killed saves have left beside it
-    is removed. In a store behind fsspec it is written
-    within a transaction: where the store completes an upload as a whole (S3, GCS, Azure, memory) the same holds, and
-    the store itself answers for its lasting.
+    A local file is streamed, forced to the disk and renamed in one step, and temporary files of killed saves beside it
+    are removed. In a store behind fsspec it is written within a transaction. If the store completes an upload as a
+    whole (S3, GCS, Azure, memory), the same holds, and the store itself is responsible for durability.
 
     Args:
-        checkpoint: whatever ``torch.save`` takes.
-        path: a path or URL; missing directories are made.
+        checkpoint: anything that ``torch.save`` takes.
+        path: a path or URL; missing directories are created.
 
     Raises:
-        CheckpointSaveError: it is not written, or not for good; says what is there.
+        CheckpointSaveError: it is not written, or not durable; says what is at the path.
     """
     location = locate(path)
     is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED
@@ -66,16 +65,16 @@ def write(checkpoint: Any, path: PathLike) -> None:
 
 def _write_local(checkpoint: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _is_directory(path):  # said before a gigabyte has been written, not after
+    if _is_directory(path):  # before writing a gigabyte in vain
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with suppress(OSError):  # what is left does no harm
+    with suppress(OSError):  # left-over files are harmless
         remove_leftovers(path.parent)
     with atomic_write(path) as sink:
         try:
-            torch.save(checkpoint, sink)  # type: ignore[arg-type] # needs no more than write and flush
+            torch.save(checkpoint, sink)  # type: ignore[arg-type] # only needs write and flush
         except Exception:
             if sink.error is not None:
-                raise sink.error from None  # torch would replace it, also a KeyboardInterrupt
+                raise sink.error from None  # torch would replace it, even a KeyboardInterrupt
             raise
 
 
@@ -87,7 +86,7 @@ def _write_remote(checkpoint: Any, location: Location) -> None:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch record checksums, whatever the user's setting."""
+    """Have torch record checksums, regardless of the user's setting."""
     chosen = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -97,10 +96,10 @@ def _checksums() -> Iterator[None]:
 
 
 def remove(path: PathLike) -> None:
-    """Remove a checkpoint, file or directory; nothing happens where there is none.
+    """Remove a checkpoint, file or directory; do nothing if it does not exist.
 
     Raises:
-        CheckpointError: it is still there.
+        CheckpointError: it could not be removed.
     """
     location = locate(path)
     local = location.local
@@ -121,7 +120,7 @@ def link(target: PathLike, path: PathLike) -> None:
     """Make ``path`` a symbolic link to the local file ``target`` in one step.
 
     Raises:
-        CheckpointSaveError: the file system has no links, or a directory is in the way.
+        CheckpointSaveError: the file system has no links, or the path is a directory.
     """
     local, source = locate(path).local, locate(target).local
     assert local is not None and source is not None, "Lightning refuses links elsewhere"  # noqa: PT018
@@ -137,7 +136,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def _explained(error: OSError, location: Location) -> str:
-    """What the system says, and what to do."""
+    """Return the system's message and a remedy."""
     directory = Path(location.path).parent
     remedy = _REMEDIES.get(error.errno or 0, "look at the file system, or save elsewhere")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -151,7 +150,7 @@ def _explained(error: OSError, location: Location) -> str:
 
 
 def unwritable(checkpoint: Any, path: PathLike, error: Exception, is_there: str = _UNTOUCHED) -> CheckpointSaveError:
-    """The named error for a checkpoint that nothing can write; says which entry is to blame, if one is."""
+    """Return the error for a checkpoint that cannot be written; name the entry that causes it, if one does."""
     culprit = ""
     for key, value in checkpoint.items() if isinstance(checkpoint, dict) else ():
         try:

@@ -1,7 +1,7 @@
-"""Take a checkpoint apart into the memory of its tensors and everything else, pickled; copy it; put it together again.
+"""Split a checkpoint into the storages of its tensors and a pickle of everything else; copy it; join both again.
 
-Tensors are pickled as ``torch.save`` pickles them, so every kind that it takes can be taken apart and put together. A
-snapshot is the checkpoint as it is at one moment, in memory that is used again for the next one.
+Tensors are pickled as ``torch.save`` pickles them, so every kind that it takes is supported. A
+snapshot is a copy of the checkpoint at one moment, in memory that the next one reuses.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.serialization import location_tag, register_package
 from torch.storage import TypedStorage
 
 _ALIGNMENT = 64
-_LOCATION = "_ddpx_location"  # of a copy: the device of what it was copied from
+_LOCATION = "_ddpx_location"  # of a copy: the device of the original
 
 # torch.save records as a tensor's device what the first function of this list returns; that of the CPU has number 10.
 register_package(9, lambda storage: getattr(storage, _LOCATION, None), lambda storage, location: None)
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
-    """Pickle everything but the memory of tensors; that memory comes beside it, each piece once and not copied.
+    """Pickle everything but the storages of tensors; return these beside it, each once and without a copy.
 
     Raises:
-        Exception: whatever pickling raises for what cannot be pickled.
+        Exception: any error of pickling.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -37,27 +37,27 @@ def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
 
 
 def join(pickled: bytes, storages: list[UntypedStorage]) -> Any:
-    """Put a checkpoint together, with these pieces of memory in place of those that it was taken from."""
+    """Join a checkpoint from its pickle and storages, which replace the original ones."""
     try:
         return _Unpickler(io.BytesIO(pickled), storages).load()
     finally:
-        torch._utils._validate_loaded_sparse_tensors()  # as torch.load does: it also forgets them
+        torch._utils._validate_loaded_sparse_tensors()  # as torch.load does; it also clears their list
 
 
 def identity_of(storage: UntypedStorage) -> tuple[str, int, int]:
-    """Equal for storages that are the same memory; parts of a NumPy array begin at one place, and differ in size."""
+    """Return a key that is equal for storages of the same memory; views of a NumPy array may differ in size only."""
     return str(storage.device), storage.data_ptr(), storage.nbytes()
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """The memory as a tensor of bytes."""
+    """Return the storage as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.storages: list[UntypedStorage] = []  # kept alive, so that their addresses stay their own
+        self.storages: list[UntypedStorage] = []  # kept alive, so that no address is reused
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype] | None:
@@ -67,7 +67,7 @@ class _Pickler(pickle.Pickler):
         number = self._numbers.setdefault(identity_of(storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
-        return number, obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # as torch.load gives it back
+        return number, obj.dtype if isinstance(obj, TypedStorage) else torch.uint8  # as torch.load returns it
 
 
 class _Unpickler(pickle.Unpickler):
@@ -81,7 +81,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Buffer:
-    """Memory for one snapshot after another; it grows when one is larger than all before."""
+    """Memory for one snapshot after another; it grows with the largest one."""
 
     def __init__(self) -> None:
         self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -89,18 +89,18 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """The number of bytes that it takes."""
         return self._bytes.numel()
 
     def take(self, checkpoint: Any) -> Callable[[], Any]:
         """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
 
         Returns:
-            What gives the copy, made of new objects on this memory, until the next one is taken. ``torch.save`` records
-            the devices that its tensors were on.
+            A function that returns the copy, new objects on this memory, until the next one is taken. ``torch.save``
+            records the devices of the original tensors.
 
         Raises:
-            Exception: whatever pickling raises for what cannot be pickled.
+            Exception: any error of pickling.
         """
         pickled, storages = split(checkpoint)
         copies, copied = self._copy(storages)
@@ -113,7 +113,7 @@ class Buffer:
         return content
 
     def _copy(self, storages: list[UntypedStorage]) -> tuple[list[UntypedStorage], list[torch.cuda.Event]]:
-        """Copies of ``storages``; those from GPUs are there when the events have happened."""
+        """Return copies of ``storages``; those from GPUs are complete after the events."""
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
@@ -121,9 +121,9 @@ class Buffer:
         for storage in storages:
             size = storage.nbytes()
             piece = self._bytes[used : used + size]
-            with torch.cuda.stream(sides.get(storage.device)):  # none for the CPU: then it does nothing
+            with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU: a no-op
                 piece.copy_(bytes_of(storage), non_blocking=True)
-            # An empty part of the buffer would have the address of the next one, and torch.save takes them for one.
+            # An empty part of the buffer would have the address of the next one, and torch.save would confuse them.
             copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
             setattr(copies[-1], _LOCATION, location_tag(storage))
             used += aligned(size)
@@ -133,12 +133,12 @@ class Buffer:
 
     def _make_room(self, size: int, *, pinned: bool) -> None:
         if size > self.size or pinned > self._is_pinned:
-            self.release()  # before there is a new one
+            self.release()  # before allocating a new one
             self._bytes = pinned_memory(size) if pinned else torch.empty(size, dtype=torch.uint8)
             self._is_pinned = pinned
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         for side in self._streams.values():
             side.synchronize()
         self._bytes, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
@@ -152,10 +152,10 @@ class Buffer:
 def pinned_memory(size: int) -> Tensor:
     """Return bytes that GPUs copy to in the background, page-locked as long as the tensor exists.
 
-    torch's own pinned memory is rounded up to a power of two, and stays with its allocator until the process ends.
+    torch's own pinned memory is rounded up to a power of two, and its allocator keeps it until the process exits.
     """
     memory, cudart = torch.empty(size, dtype=torch.uint8), torch.cuda.cudart()
-    if size:  # nothing cannot be pinned
+    if size:  # zero bytes cannot be pinned
         error = int(cudart.cudaHostRegister(memory.data_ptr(), size, 1))  # 1: for all GPUs
         if error:
             raise RuntimeError(f"page-locking {size} bytes of memory failed (CUDA error {error}); set background=False")
@@ -164,5 +164,5 @@ def pinned_memory(size: int) -> Tensor:
 
 
 def aligned(size: int) -> int:
-    """So many bytes, rounded up."""
+    """Return a number of bytes, rounded up to the alignment."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

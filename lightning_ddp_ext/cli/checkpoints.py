@@ -1,4 +1,4 @@
-"""Verify and list checkpoint files without running any code of theirs, and remove what killed saves left."""
+"""Verify and list checkpoint files without running any code in them, and remove what killed saves left."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
 
 
 def check(path: str) -> dict[str, Any]:
-    """Return facts about a file: ``whole`` is ``None`` if nothing tells; ``error`` is a sentence or ``None``."""
+    """Return facts about a file: ``whole`` is ``None`` if unknown; ``error`` is a sentence or ``None``."""
     facts: dict[str, Any] = {"path": path, "whole": None, "damaged": [], "error": None}
     try:
         with on_local_disk(locate(path)) as local:
@@ -54,7 +54,7 @@ def _show(facts: dict[str, Any]) -> None:
     elif facts["whole"]:
         say(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
     else:
-        say(f"{facts['path']} has no checksums, so altered numbers cannot be told from right ones")
+        say(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
 
 
 def inspect(path: str) -> int:
@@ -79,7 +79,7 @@ def inspect(path: str) -> int:
 
 
 def _tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
-    """Walk through containers, each of them once: a small file can refer to one of them billions of times."""
+    """Yield the tensors in containers, visiting each once: a small file can refer to one of them billions of times."""
     pending, seen = [("", content)], set[int]()
     while pending:
         name, value = pending.pop()

@@ -1,4 +1,4 @@
-"""Try out the ranks of a launcher: have them connect, reduce, save, verify and restore."""
+"""Test the ranks of a launcher: have them connect, reduce, save, verify and restore."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS = 4
 
 
 def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
-    """Train, save, verify and restore on all ranks; rank 0 prints when each part was done."""
+    """Train, save, verify and restore on all ranks; rank 0 prints the time of each part."""
     logging.disable(logging.INFO)  # Lightning's lines, and those of our strategy
     warnings.simplefilter("ignore")
     model_class = importlib.import_module(f"{pl.__name__}.demos.boring_classes").BoringModel
@@ -70,7 +70,7 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
         trainer = train(2 * _STEPS, path)
         if trainer.global_step != 2 * _STEPS:
             raise DDPExtError(f"a resumed run ended after step {trainer.global_step}, not {2 * _STEPS}")
-        trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all have read it
+        trainer.strategy.barrier("the end of the test")  # rank 0 keeps its file until all ranks have read it
         report("restored")
     report(f"all is well (ranks: {trainer.world_size}, nodes: {trainer.num_nodes})")
     return 0

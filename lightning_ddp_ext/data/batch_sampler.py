@@ -7,15 +7,15 @@ from typing import Any
 
 
 class PermanentBatchSampler:
-    """Yields what another sampler yields, or what the next iterator is given instead, and padded at the end.
+    """Yields the items of another sampler, or an order given for the next iterator, padded at the end.
 
     A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
     Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
 
     Args:
         batch_sampler: a batch sampler, or, for a loader without batches, a sampler.
-        padded_to: items in all, reached by repeating the last one; ``None`` to repeat nothing.
-        spare: the item to repeat where the sampler has none.
+        padded_to: the total number of items, reached by repeating the last one; ``None`` for no repeats.
+        spare: the item to repeat if the sampler is empty.
 
     >>> sampler = PermanentBatchSampler(["a", "b", "c"])
     >>> sampler.draw_next_by(lambda: iter(["c"]))
@@ -32,7 +32,7 @@ class PermanentBatchSampler:
         self._draw: Callable[[], Iterator[Any]] | None = None
 
     def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
-        """Have the next iterator yield what ``draw()`` returns, which is called when its first item is requested."""
+        """Have the next iterator yield the items of ``draw()``, called when its first item is requested."""
         self._draw = draw
 
     def __iter__(self) -> Iterator[Any]:

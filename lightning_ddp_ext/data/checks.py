@@ -47,7 +47,7 @@ def length_of(thing: Any, field: str, remedy: str) -> int:
     """Return ``len(thing)``.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: it has no length.
     """
     try:
         return len(thing)

@@ -1,4 +1,4 @@
-"""Start an epoch in a loader: call ``set_epoch`` on all that has it, and have workers notice."""
+"""Start an epoch in a loader: call ``set_epoch`` on all objects that have it, also in workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHORT = 32  # a longer list or dict holds samples, unless its first element is 
 def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) -> bool:
     """Call ``set_epoch`` on every sampler, dataset and loader inside a loader, before it is iterated over.
 
-    Workers that persist would not notice that: where a dataset takes epochs, or with a seed, the next iterator starts
+    Persistent workers would miss that: if a dataset takes epochs, or with a seed, the next iterator starts
     new ones.
 
     Args:
@@ -50,17 +50,17 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
 
 
 def set_epoch(loaders: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on everything that has this method at or below ``loaders``, once each.
+    """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has this method.
 
-    The innermost objects are first. So one that makes its batches in ``set_epoch`` makes them from something that
-    has the epoch already. Not collective. What a ``set_epoch`` raises is raised.
+    Inner objects come first. So one that makes its batches in ``set_epoch`` makes them from objects that already have
+    the epoch. Not collective. Exceptions of a ``set_epoch`` propagate.
 
     The search follows attributes, whatever their names, of these objects:
 
     - instances of torch's ``DataLoader``, ``Sampler`` and ``Dataset``,
     - objects that have a method ``set_epoch``,
-    - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a loader of one's own,
-    - lists, tuples and dicts, and their elements. Of one with more than 32 elements it looks at the first only, and
+    - other objects with ``__iter__`` or ``__getitem__``, such as a combined loader or a user's own loader class,
+    - lists, tuples and dicts, and their elements. Of one with more than 32 elements it only looks at the first, and
       continues if that is a loader, sampler or dataset, or has ``set_epoch``.
 
     It does not follow modules (a ``LightningModule`` is one), a ``Trainer``, tensors, arrays, strings and classes, and
@@ -82,15 +82,15 @@ def set_epoch_of(thing: object, epoch: int) -> None:
 
 def has_set_epoch(thing: object) -> bool:
     """Whether an object has a method ``set_epoch``."""
-    # Looked up statically: an object with __getattr__ may promise anything, and a property may fail.
+    # Looked up statically: an object with __getattr__ may claim any method, and a property may fail.
     return callable(getattr_static(thing, "set_epoch", None))
 
 
 def all_below(root: object) -> list[object]:
-    """Return ``root`` and all objects below it that are followed, each once, after what is below it."""
+    """Return ``root`` and all objects below it that are followed, each once and after those below it."""
     seen: set[int] = set()
     found: list[object] = []
-    stack = [(root, False)]  # not recursive: datasets may be wrapped a thousand times
+    stack = [(root, False)]  # not recursive: datasets may be nested a thousand levels deep
     while stack:
         thing, is_done = stack.pop()
         if is_done:

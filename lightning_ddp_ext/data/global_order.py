@@ -17,14 +17,14 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 STATE_VERSION = 1
 
-FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices computed at once: few at first, so that the first one is yielded soon
-CHUNK = 1 << 10  # indices converted to Python at once: few enough that the next ones find their memory in the cache
+FIRST_BLOCK, BLOCK = 256, 1 << 14  # indices per computation: few at first, so that the first one is yielded soon
+CHUNK = 1 << 10  # indices per conversion to Python: few enough that the next ones find their memory in the cache
 
 Order = Callable[[NDArray[np.int64]], NDArray[Any]]
 
 
 class GlobalOrderSampler(DistributedSampler[Any]):
-    """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` what a global position holds.
+    """Base of our samplers: a subclass names its ``kind``, and returns in ``_order`` the items of global positions.
 
     It is a ``DistributedSampler`` because Lightning wraps any other sampler in its own.
 
@@ -35,7 +35,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
     """
 
     kind: ClassVar[str]
-    """Distinguishes the orders of different samplers."""
+    """The name that distinguishes the orders of different samplers."""
 
     def __init__(
         self,
@@ -59,27 +59,27 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._position = 0
 
     def _order(self) -> Order:
-        """Return the order of ``self.epoch``: a function from positions to what the sampler yields for them."""
+        """Return the order of ``self.epoch``: a function from positions to the sampler's items."""
         raise NotImplementedError
 
     def _set_wrapped_epoch(self) -> None:
-        """Set the epoch of what this sampler wraps."""
+        """Set the epoch of wrapped objects."""
 
     # The interface of a DistributedSampler.
 
     @property
     def length(self) -> int:
-        """Positions of the global order of an epoch."""
+        """The number of positions of an epoch's global order."""
         return self._length
 
     @property
     def num_replicas(self) -> int:  # type: ignore[override]
-        """Number of ranks, now."""
+        """The current number of ranks."""
         return self._ranks()[0]
 
     @property
     def rank(self) -> int:  # type: ignore[override]
-        """This process's rank, now."""
+        """The current rank of this process."""
         return self._ranks()[1]
 
     @property
@@ -94,11 +94,11 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
-        """What all ranks together read in an epoch."""
+        """The number of positions that all ranks together read in an epoch."""
         return self.length if self.uneven == "exact" else len(self) * self.num_replicas
 
     def __len__(self) -> int:
-        """What this rank reads in a whole epoch, whatever ``position`` is; loops count from an epoch's beginning."""
+        """Return this rank's items of a whole epoch, regardless of ``position``: loops count from its start."""
         return len(self.shard(0))
 
     def __iter__(self) -> Iterator[Any]:
@@ -133,7 +133,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         return self._position
 
     def shard(self, start: int) -> Shard:
-        """Return what this rank reads from a position on."""
+        """Return the shard that this rank reads from a position on."""
         num_replicas, rank = self._ranks()
         return Shard(self.length, num_replicas, rank, self.uneven, start)
 
@@ -150,7 +150,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         self._set_wrapped_epoch()
 
     def identity(self) -> dict[str, int | bool | str]:
-        """What must be equal for a position to mean the same."""
+        """Return the parameters that must be equal for a position to mean the same."""
         return {
             "version": STATE_VERSION,
             "kind": self.kind,
@@ -161,7 +161,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
         }
 
     def _ranks(self) -> tuple[int, int]:
-        """Number of ranks and own rank; what was not given is the process group's at this moment, else 1 and 0.
+        """Return number of ranks and rank; missing arguments are those of the current process group, else 1 and 0.
 
         So a sampler that is built before the process group is right once the group exists.
         """

@@ -20,12 +20,12 @@ class DistributedLoader:
     does nothing before its first batch: only then does ``start_iterator`` look up the epoch and the position.
 
     Args:
-        source: what the Trainer was given; any iterable. It is left as it is, unless it has a state.
+        source: the loader that the Trainer was given; any iterable. It is not changed, unless it has a state.
         start_iterator: given this loader and the new iterator, returns the iterator that yields the batches.
 
     Attributes:
         source: as given.
-        loader: what is read: a copy of ``source``, if that is a ``DataLoader`` without a state.
+        loader: the loader to read: a copy of ``source``, if that is a ``DataLoader`` without a state.
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
         position: how far training is in it; ``None`` for a loader that is evaluated.
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
@@ -65,7 +65,7 @@ class LazyIterator(Iterator[Any]):
         self._batches: Iterator[Any] | None = None
 
     def start(self) -> Iterator[Any]:
-        """Start to read, unless that is done."""
+        """Start the iterator, unless it has started."""
         if self._batches is None:
             self._batches = self.loader.start_iterator(self.loader, self)
         return self._batches
@@ -75,7 +75,7 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return what a Trainer was given for a loader that it shows, also another Trainer; another loader is its own."""
+    """Return the loader that a Trainer was given for one that it shows; other loaders are returned as is."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -88,7 +88,7 @@ def is_stateful(loader: object) -> bool:
 def own_copy(loader: Any) -> Any:
     """Copy a ``DataLoader``, so that changes and iterators of the copy leave the original as it is.
 
-    Other iterables are not copied, since nothing of them is changed.
+    Other iterables are not copied, since they are not changed.
     """
     if not isinstance(loader, DataLoader):
         return loader
@@ -106,7 +106,7 @@ def forget_workers(loader: DataLoader[Any]) -> None:
 
 
 def index_sampler_of(loader: Any) -> Any:
-    """Return the sampler of batches, or of samples, that decides what is read; ``None`` where no sampler does."""
+    """Return the sampler of batches, or of samples, that a loader reads; ``None`` if it reads none."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler

@@ -1,4 +1,4 @@
-"""A step that leaves no trace in any metric: what was counted before it is what is counted after it."""
+"""Run a step without a trace in any metric: metrics count the same before and after it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterato
     """Have ``self.log`` and the metrics of torchmetrics work on copies in the block, and drop these at its end.
 
     A key that is logged for the first time stays, with a value that adds nothing to any reduction, so that this rank
-    takes part in those at the end of the epoch. Values that are not reduced over the ranks stay where nothing else has
-    been logged: alone, the neutral ones would be infinite or no number.
+    takes part in those at the end of the epoch. Values that are not reduced over the ranks stay where nothing else was
+    logged, since the neutral ones would be infinite or NaN.
 
     Args:
-        results: Lightning's collection of what was logged, by key.
-        module: whose metrics, at any depth; those that were logged from elsewhere are in ``results``.
+        results: Lightning's collection of logged values, by key.
+        module: the module whose metrics are kept, at any depth; metrics logged from elsewhere are in ``results``.
     """
     before = {id(metric): (metric, dict(vars(metric))) for metric in _metrics(results, module)}
     logged = {key: dict(vars(result)) for key, result in results.items()}  # whose values are never changed in place
@@ -42,14 +42,14 @@ def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterato
 
 
 def _metrics(results: Mapping[str, Any], module: nn.Module) -> list[nn.Module]:
-    """All metrics and collections of them, each once."""
+    """Return all metrics and metric collections, each once."""
     logged = (result.value for result in results.values() if not result.is_tensor)
     found = (each for root in (module, *logged) for each in root.modules())
     return list({id(each): each for each in found if isinstance(each, (Metric, MetricCollection))}.values())
 
 
 def _copied(value: Any) -> Any:
-    """Copy what a metric may change in place; a list holds batches that were appended, which stay what they are."""
+    """Copy state that a metric may change in place; appended batches do not change, so lists are copied shallowly."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):  # such as the groups of a collection
@@ -67,14 +67,14 @@ def _put_back(metric: nn.Module, before: dict[str, Any]) -> None:
 
 
 def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """No rows for a list that was empty, but of the type and shape that the other ranks join them with."""
+    """Return zero rows for an empty list, of the type and shape of the other ranks' rows."""
     lists = [name for name, join in metric._reductions.items() if join is dim_zero_cat and before[name] == []]
     states = {name: getattr(metric, name) for name in lists}
     return {name: [torch.atleast_1d(rows[0])[:0]] for name, rows in states.items() if rows}
 
 
 def _take_out(result: Any, before: dict[str, Any] | None) -> None:
-    """Leave what had been logged before: nothing if that is ``None``, or had been reset."""
+    """Restore the value that was logged before, or none if that is ``None`` or was reset."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:
@@ -83,7 +83,7 @@ def _take_out(result: Any, before: dict[str, Any] | None) -> None:
         of_step = result._forward_cache
         vars(result).update(counted)
         if is_joint:
-            result._forward_cache = of_step  # that of the ranks that do count
+            result._forward_cache = of_step  # the value of the ranks that count
     elif is_joint:
         for state, neutral in result._defaults.items():
             setattr(result, state, neutral.clone().to(getattr(result, state).device))

@@ -1,4 +1,4 @@
-"""Which positions of the global order does a rank read?"""
+"""Split the positions of a global order among the ranks."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Shard:
         return max(0, -((behind - left) // self.world_size))
 
     def positions(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the rank's positions number ``begin`` up to ``end`` (exclusive), cut at ``len(self)``."""
+        """Return the rank's positions from ``begin`` up to ``end`` (exclusive), cut at ``len(self)``."""
         end = min(end, len(self))
         first, last = (self.start + self.rank + number * self.world_size for number in (begin, end))
         found = np.arange(first, max(first, last), self.world_size, dtype=np.int64)
         return found % self.length if last - self.world_size >= self.length else found
 
     def position_after(self, consumed: int) -> int:
-        """Return the first position that no rank has read once every rank has read ``consumed`` (or all) of its own.
+        """Return the first position that no rank has read once every rank has read ``consumed`` (or all) of its shard.
 
-        The same on every rank, and ``length`` once the ranks are done, also where ``"drop"`` has left some out.
+        It is the same on every rank, and ``length`` once the ranks are done, even if ``"drop"`` left some out.
         """
         if self.uneven == "drop" and 0 < len(self) <= consumed:
             return self.length

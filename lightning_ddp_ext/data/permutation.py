@@ -1,4 +1,4 @@
-"""A random permutation of any length that is computed position by position and stores nothing."""
+"""Compute a random permutation of any length position by position, without storing it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RoundKey = tuple[Halves, Halves, Halves]
 
 
 def _half(number: int) -> Halves:
-    """An array without dimensions, which NumPy's functions take faster than one of its scalars."""
+    """Return an array without dimensions, which is faster in NumPy than a scalar."""
     return np.array(number, dtype=np.uint32)
 
 
@@ -33,7 +33,7 @@ class Permutation:
     A position is a pair from Z_a × Z_b with a = ⌈√length⌉ and b = ⌈length / a⌉, and ten Feistel rounds add, modulo a
     and b in turn, a hash of one half to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     The few pairs beyond ``length`` are permuted again until they fall below it. Up to a length of 65,536 it is a table
-    instead, because ten rounds do not make all orders of a few positions equally likely, whatever the hash.
+    instead, because ten rounds do not make all orders of a few positions equally likely, with any hash.
 
     Args:
         length: 0 to 2**62.
@@ -55,12 +55,12 @@ class Permutation:
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:
-        # NumPy promises that this stream stays the same in all versions; it does not for Generator.permutation.
+        # NumPy promises that this stream stays the same in all versions; for Generator.permutation it does not.
         draws = np.random.PCG64(self._key).random_raw(self._length)
         return np.argsort(draws, kind="stable").astype(np.int64)
 
     def _walk(self, positions: NDArray[Any]) -> NDArray[np.int64]:
-        """Cycle walking: a value beyond the length goes through the rounds until it is below."""
+        """Walk cycles: apply the rounds to a value until it is below the length."""
         values = self._run_rounds(positions.astype(np.uint64))
         beyond = np.flatnonzero(values >= np.uint64(self._length))
         while beyond.size:
@@ -70,7 +70,7 @@ class Permutation:
         return values.view(np.int64)
 
     def _run_rounds(self, values: Words) -> Words:
-        """Send values through all rounds."""
+        """Apply all rounds to the values."""
         columns = np.uint64(self._columns)
         rows = values // columns
         halves = [rows.astype(np.uint32), (values - rows * columns).astype(np.uint32)]
@@ -86,12 +86,12 @@ class Permutation:
 
 
 def _round_key(word: int) -> RoundKey:
-    """An odd factor, an offset, and another odd factor."""
+    """Return an odd factor, an offset, and another odd factor."""
     return _half(word & 0xFFFFFFFF | 1), _half(mix(word) & 0xFFFFFFFF), _half(word >> 32 | 1)
 
 
 def _hash(values: Halves, key: RoundKey) -> Halves:
-    """31 bits each; a multiplication carries upwards, so the upper half is brought down between two of them."""
+    """Hash to 31 bits; a multiplication carries upwards, so the upper half is shifted down between two of them."""
     factor, offset, second_factor = key
     hashes = values * factor + offset
     hashes ^= hashes >> _SIXTEEN
@@ -103,4 +103,4 @@ def _hash(values: Halves, key: RoundKey) -> Halves:
 def _add_modulo(values: Halves, hashes: Halves, size: Halves) -> Halves:
     """Add 31-bit hashes to values below ``size``, which is at most 2**31, modulo ``size``."""
     sums = hashes + values
-    return sums - sums // size * size  # far quicker than a remainder
+    return sums - sums // size * size  # much faster than a remainder

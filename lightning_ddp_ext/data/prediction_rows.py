@@ -1,4 +1,4 @@
-"""Join what batches of predictions hold, with a row for each sample, and put the rows into order."""
+"""Join the predictions of batches, with a row for each sample, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REMEDY = (
 
 
 class PredictedBatch(NamedTuple):
-    """What one step has returned, and the samples that it was for."""
+    """The output of one step, and the samples of its batch."""
 
     samples: list[Any]
     output: Any
 
 
 def join_batches(batches: list[PredictedBatch]) -> Any:
-    """Return the predictions of all batches in the order of their samples, the first one of each; ``None`` for none.
+    """Return the first prediction of each sample, in the order of samples; ``None`` without batches.
 
     >>> join_batches([PredictedBatch([2, 0], ["c", "a"]), PredictedBatch([1, 2], ["b", "again"])])
     ['a', 'b', 'c']
@@ -43,9 +43,9 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
 
 
 def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
-    """Return the rows, in this order, of what the parts hold together.
+    """Return the rows of all parts, in this order.
 
-    A part is what one batch's step has returned, or an item of that; it has a row for each sample of its batch.
+    A part is the output of one batch's step, or an item of that; it has a row for each sample of its batch.
     """
 
     def join_items(key: Any) -> Any:

@@ -9,18 +9,18 @@ from typing import Any
 
 
 class Proxy:
-    """What :func:`show` returns; each class of objects has a subclass."""
+    """Base of the proxies that :func:`show` returns; each class of objects has a subclass."""
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any
     _ddpx_own: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return another object like the one that is shown: Lightning makes some by ``type(loader)(...)``."""
+        """Make another object like the one that is shown: Lightning makes some by ``type(loader)(...)``."""
         return cls.__bases__[-1](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Leave out what the object's class does for subclasses that its users write."""
+        """Skip the subclass hook of the object's class, which is for subclasses that users write."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ddpx_iterable)
@@ -29,7 +29,7 @@ class Proxy:
         return len(self._ddpx_iterable)
 
     def __bool__(self) -> bool:
-        return True  # without asking for a length, which streams do not have
+        return True  # without calling ``__len__``, which streams lack
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return copy.copy, (self._ddpx_own,)  # a copy is detached from the training run
@@ -38,8 +38,8 @@ class Proxy:
 def show(own: Any, iterable: Any) -> Any:
     """Return a proxy of ``own`` that is iterated over as ``iterable`` is, and has its length.
 
-    The proxy is of the class of ``own`` and shares its ``__dict__``, so that whatever one of them sets, both have.
-    Where a class allows no such proxy, as that of a list does, the proxy only has its name.
+    The proxy is of the class of ``own`` and shares its ``__dict__``, so that both see the same attributes.
+    If a class does not allow such a proxy, as ``list`` does not, the proxy only has its name.
 
     >>> class Loader:
     ...     batch_size = 2
@@ -66,5 +66,5 @@ def _proxy_class(own: type) -> type:
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
     try:
         return type(own.__name__, (Proxy, own) if own.__dictoffset__ else (Proxy,), names)
-    except TypeError:  # instances also have slots, or are of C
+    except TypeError:  # instances also have slots, or are implemented in C
         return type(own.__name__, (Proxy,), names)

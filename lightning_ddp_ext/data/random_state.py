@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# What the functions of the modules `torch`, `numpy.random` and `random` draw from.
+# The generators from which the modules `torch`, `numpy.random` and `random` draw.
 _GLOBAL: tuple[Any, ...] = (torch.default_generator, np.random.get_state.__self__, random.getstate.__self__)  # type: ignore[attr-defined]
 
 
@@ -43,7 +43,7 @@ def record_random_state(generators: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()) -> None:
-    """Restore what :func:`record_random_state` returned; a generator of another kind than then is left as it is."""
+    """Restore what :func:`record_random_state` returned; a generator of a different kind than then is left alone."""
     for generator, (kind, state) in zip((*_GLOBAL, *generators), recorded, strict=False):
         if kind == _kind_of(generator):
             _set_state(generator, state)
@@ -51,7 +51,7 @@ def restore_random_state(recorded: Sequence[Any], generators: Sequence[Any] = ()
 
 @contextmanager
 def preserve_random_state(generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore after the block the states before it."""
+    """Restore the current states after the block."""
     state = record_random_state(generators)
     try:
         yield
@@ -72,7 +72,7 @@ class RandomStateBytes:
         self._known: dict[int, tuple[Any, bytes]] = {}  # by the generator's id: its memory and its state
 
     def read(self, generators: Sequence[Any] = ()) -> bytes:
-        """Return what ``record_random_state`` does, for :func:`random_state_in`."""
+        """Return the states as bytes, for :func:`random_state_in`."""
         own: Any = torch.default_generator.get_state().numpy()
         further = [pickle.dumps(_states_of(*generators))] if generators else []
         return pickle.dumps([own.tobytes(), *map(self._read, _GLOBAL[1:]), *further])
@@ -87,7 +87,7 @@ class RandomStateBytes:
 
 
 def random_state_in(content: bytes) -> list[Any]:
-    """Return what ``record_random_state`` would have returned."""
+    """Return the recorded states as ``record_random_state`` returns them."""
     own, *others = pickle.loads(content)
     state = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     return [(_kind_of(torch.default_generator), state), *(each for other in others for each in pickle.loads(other))]
@@ -105,7 +105,7 @@ def _memory_of(generator: Any) -> Any:
 
 
 def _shows(generator: Any, draw: Callable[[], object]) -> bool:
-    """Whether each draw changes the memory, also one of a spare normal number."""
+    """Whether each draw changes the memory, including a draw of the spare normal number."""
     return len({(draw(), _memory_of(generator))[1] for _ in range(3)}) == 3
 
 

@@ -1,4 +1,4 @@
-"""Samplers in a computed order: shuffled without a list of all samples, as torch shuffles, or each sample once."""
+"""Samplers that compute their order: shuffled without a list, shuffled as torch does, or each sample once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         rank: this rank; None: the process group's at the time of use, else 0.
         shuffle: whether the order is random, or the dataset's.
         seed: the same on every rank, not negative.
-        drop_last: the same as ``uneven="drop"``, whatever ``uneven`` is.
+        drop_last: the same as ``uneven="drop"``; overrides ``uneven``.
         uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
             ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 
@@ -58,7 +58,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         *,
         uneven: Uneven = "pad",
     ) -> None:
-        length = length_of(dataset, "dataset", "an iterable dataset shares out its data by itself, without a sampler")
+        length = length_of(dataset, "dataset", "an iterable dataset splits its data by itself, without a sampler")
         super().__init__(dataset, length, num_replicas, rank, shuffle, seed, "drop" if drop_last else uneven)
 
     @override
@@ -69,7 +69,7 @@ class ScalableDistributedSampler(GlobalOrderSampler):
 
 
 class ExactDistributedSampler(ScalableDistributedSampler):
-    """Each sample on exactly one rank, for evaluation: nothing is repeated and nothing left out.
+    """A sampler for evaluation: each sample is on exactly one rank, without repeats or omissions.
 
     Ranks may get one sample more than others, or none at all, so batch counts may differ. The arguments and errors are
     those of ``ScalableDistributedSampler``.
@@ -90,7 +90,7 @@ class ExactDistributedSampler(ScalableDistributedSampler):
 
 
 class TorchOrderSampler(ScalableDistributedSampler):
-    """Bit for bit the order of ``torch.utils.data.DistributedSampler``, from any position on, on any number of ranks.
+    """The order of ``torch.utils.data.DistributedSampler``, bit for bit, from any position, for any number of ranks.
 
     An epoch's order takes 8 bytes a sample, and the time to draw it.
     """
@@ -107,5 +107,5 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The dataset's own order."""
+    """A sampler in the dataset's own order."""
     return positions

@@ -1,4 +1,4 @@
-"""Share out what any sampler or batch sampler yields, so that it is the same on every number of ranks."""
+"""Split the items of any sampler or batch sampler among the ranks, in one order for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from lightning_ddp_ext.errors import ConfigurationError
 
 
 class SharedSampler(GlobalOrderSampler):
-    """Shares out what any other sampler yields; all ranks have the same list, whatever the state of their generators.
+    """Splits the items of any other sampler among the ranks; the state of their generators does not matter.
 
     Every rank draws the whole list of an epoch, with all generators that the sampler can reach seeded from ``seed``
     and the epoch.
 
     Args:
-        sampler: any sampler with a length; ``set_epoch`` is called on it and what it wraps.
+        sampler: any sampler with a length; ``set_epoch`` is called on it and wrapped objects.
         num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
 
     Raises:
@@ -37,7 +37,7 @@ class SharedSampler(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "shared"
-    _field: ClassVar[str] = "sampler"  # the attribute that holds what is shared out
+    _field: ClassVar[str] = "sampler"  # the attribute that holds the wrapped sampler
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SharedSampler(GlobalOrderSampler):
     @property
     @override
     def length(self) -> int:
-        """The wrapped sampler's length, now."""
+        """The current length of the wrapped sampler."""
         return length_of(self._wrapped, self._field, "give it a __len__ that says how many items it yields")
 
     @property
@@ -62,7 +62,7 @@ class SharedSampler(GlobalOrderSampler):
 
     @override
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a position to mean the same."""
+        """Return the parameters that must be equal for a position to mean the same."""
         return {**super().identity(), "sampler": identity_of(self._wrapped)}
 
     @override
@@ -75,7 +75,7 @@ class SharedSampler(GlobalOrderSampler):
         length = self.length
         with seeded(mix(self.seed, self.epoch), *with_wrapped(self._wrapped)):
             items = islice(self._wrapped, length)
-            # A batch sampler may fill one list again and again.
+            # A batch sampler may reuse one list.
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
@@ -86,14 +86,14 @@ class SharedSampler(GlobalOrderSampler):
 
 
 class DistributedBatchSamplerWrapper(SharedSampler):
-    """Shares out the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
+    """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
     Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
     ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
     ``position`` counts batches of all ranks.
 
     Args:
-        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and what it wraps.
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and wrapped objects.
         num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
         uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
             some ranks one more batch.

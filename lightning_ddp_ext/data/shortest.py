@@ -1,4 +1,4 @@
-"""End an iterator on all ranks together, when the first of them has no more batches, or when the last one has none."""
+"""End an iterator on all ranks together, when the first, or when the last of them has no more batches."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def end_together(
 ) -> Iterator[T]:
     """Yield equally many items on all ranks: as many as the shortest iterator has, or with ``"join"`` the longest.
 
-    One item is drawn ahead. Before each item the ranks find out which of them have another one. With
-    ``"stop_at_shortest"`` it is dropped if some rank has none. With ``"join"`` a rank that has no more items repeats
-    its last one; if it has had none, it gets one from another rank, pickled.
+    One item is drawn ahead. Before each item the ranks exchange which of them have another one. With
+    ``"stop_at_shortest"`` it is dropped if some rank does not. With ``"join"`` a rank that has no more items repeats
+    its last one; if its iterator was empty, it gets one from another rank, pickled.
 
     Collective: every rank must draw equally many items. A rank whose iterator raises leaves the others waiting in a
-    collective, from which the failure of a rank releases them.
+    collective, until this rank's failure releases them.
 
     Args:
         items: this rank's own iterator; not used after its end.

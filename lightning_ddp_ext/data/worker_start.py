@@ -1,4 +1,4 @@
-"""Start a loader's worker: in a process group of its own, and with seeded generators."""
+"""Start a loader's worker: in a separate process group, with seeded generators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_ddp_ext.data.seeding import seed_generators
 
 @dataclass(frozen=True)
 class StartWorker:
-    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's ``own`` one, and seeds the worker.
+    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own one, and seeds the worker.
 
     torchrun, schedulers and terminals send a signal to all processes of a group. It would kill the workers, which a
     rank needs until it stops.
@@ -31,7 +31,7 @@ class StartWorker:
 
     def __call__(self, worker: int) -> None:
         """Start a worker."""
-        with suppress(OSError):  # the leader of a session cannot leave it
+        with suppress(OSError):  # a session leader cannot change its group
             os.setpgid(0, 0)
         if self.own is not None:
             self.own(worker)

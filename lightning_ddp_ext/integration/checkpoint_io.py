@@ -1,4 +1,4 @@
-"""Lightning's ``CheckpointIO`` on top of the subpackage ``checkpoint``: what one rank can do alone."""
+"""Lightning's ``CheckpointIO`` on top of the subpackage ``checkpoint``, for one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_ddp_ext.ranks import Ranks
 from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 from .options import check_choice
 
-# The file in which Lightning's launchers hand weights from a started rank, at its end, to the process that started it.
+# The file in which Lightning's launchers pass weights from a started rank to the process that started it.
 _HANDED_OVER = ".temp.ckpt"
 
 
@@ -36,19 +36,19 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     ``memory://``, ...) go through fsspec within a transaction.
 
     Args:
-        map_location: on which device tensors of the file are put, in all forms of ``torch.load``. ``None``: on the CPU,
-            from where model and optimisers take them to each rank's own device.
-        background: whether ``save_checkpoint`` returns when the content has been copied in memory. The file may not be
-            there yet then: see :meth:`wait`. The next save, or the end of ``fit``, raises the error of a failed one.
+        map_location: the device for tensors of the file, in all forms of ``torch.load``. ``None``: the CPU,
+            from where model and optimisers copy them to each rank's device.
+        background: whether ``save_checkpoint`` returns as soon as the content is copied in memory. The file may not
+            exist yet then: see :meth:`wait`. The next save, or the end of ``fit``, raises the save error.
         verify: whether checksums are checked on loading. Files of torch 1.6 and later have them, unless they were
-            switched off; a file without is read with a warning.
+            switched off; a file without checksums is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
-            What is passed to ``Trainer.fit(weights_only=...)`` comes first.
+            ``Trainer.fit(weights_only=...)`` takes precedence.
         restore: how ranks read together. ``"map"``: each maps the file. ``"broadcast"``: rank 0 reads and sends.
-            ``"auto"``: map where all see the same file, else broadcast.
+            ``"auto"``: map if all see the same file, else broadcast.
 
     Raises:
-        ConfigurationError: an argument has a value that does not exist.
+        ConfigurationError: an argument has an unknown value.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         weights_only: bool | None = None,
         restore: Mode = "auto",
     ) -> None:
-        placement(map_location)  # refuses a wrong one now rather than when it is used
+        placement(map_location)  # raises for a wrong one now rather than when it is used
         check_choice("restore", restore, *get_args(Mode))
         self.background = background
         self.load_options = LoadOptions(restore, map_location, weights_only, verify)
@@ -73,7 +73,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
         Raises:
             CheckpointSaveError: it was not written, and an existing local file is left untouched; in the background
-                also: an earlier save failed, and this one was not tried.
+                also: an earlier save failed, and this one was not attempted.
         """
         if storage_options is not None:
             raise TypeError(
@@ -90,7 +90,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what was saved, on this rank alone and into memory of its own.
+        """Read a checkpoint on this rank alone, into its own memory.
 
         Raises:
             CheckpointError: one of its kinds.
@@ -115,39 +115,39 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
             rank_zero_info(f"checkpoint {os.fspath(path)}: {how}")
         if not is_checked:
             rank_zero_warn(
-                f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be told from right ones; "
+                f"checkpoint {os.fspath(path)} has no checksums, so altered numbers cannot be detected; "
                 "save it again with RankZeroCheckpointIO, or pass verify=False"
             )
         return content
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint, in its turn; after a failed save, once one has succeeded. Only rank 0 need call it.
+        """Remove a checkpoint, in order; after a failed save, once a save succeeds. Only rank 0 need call it.
 
         Raises:
-            CheckpointError: it is still there.
+            CheckpointError: it could not be removed.
         """
         self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background, postpone=True)
 
     def link(self, target: PathLike, path: PathLike) -> None:
-        """Make ``path`` a symbolic link to the checkpoint ``target``, in its turn and in one step.
+        """Make ``path`` a symbolic link to the checkpoint ``target``, in order and in one step.
 
         Raises:
-            CheckpointSaveError: the file system has no links, or a directory is in the way.
+            CheckpointSaveError: the file system has no links, or the path is a directory.
         """
         self.saver.follow_up(os.fspath(path), partial(link, target, path), later=self.background)
 
     def wait(self) -> None:
-        """Wait until all that was saved is on the disk. Only rank 0 has anything to wait for.
+        """Wait until all checkpoints are on the disk. Only rank 0 has anything to wait for.
 
         Raises:
-            CheckpointSaveError: a save failed whose error has not been raised yet.
+            CheckpointSaveError: a save failed, and its error was not raised yet.
         """
         self.saver.wait()
 
     @override
     def teardown(self) -> None:
-        """Called by the strategy at the end: see :meth:`wait`. The memory of background saves is given back."""
+        """Wait for all saves, and release the memory of background saves; the strategy calls it at the end."""
         try:
             self.wait()
         finally:

@@ -1,6 +1,6 @@
-"""Say where a Trainer's checkpoints are: their directories, the stop checkpoint, and the file that "last" stands for.
+"""Find a Trainer's checkpoints: their directories, the stop checkpoint, and the file that "last" stands for.
 
-A launcher asks before ``ModelCheckpoint`` has chosen its directory, and before the ranks are connected: each rank looks
+A launcher needs them before ``ModelCheckpoint`` has chosen its directory and the ranks connect: each rank looks
 on its own disk, and later all restore what rank 0 found.
 """
 
@@ -19,12 +19,12 @@ from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, D
 
 from .lightning_tree import SLURMEnvironment, pl, rank_zero_info, rank_zero_warn, refuse_missing
 
-# Both also answer before the callback's setup.
+# Both also work before the callback's setup.
 refuse_missing(pl.callbacks.ModelCheckpoint, "_find_last_checkpoints", "_ModelCheckpoint__resolve_ckpt_dir")
 
 
 def checkpoint_directory(trainer: Any) -> str:
-    """The directory of the Trainer's first checkpoint callback, or its default root directory."""
+    """Return the directory of the Trainer's first checkpoint callback, or its default root directory."""
     callback = trainer.checkpoint_callback
     if isinstance(callback, pl.callbacks.ModelCheckpoint):
         return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
@@ -32,7 +32,7 @@ def checkpoint_directory(trainer: Any) -> str:
 
 
 def place_of(name: PathLike | None, trainer: Any) -> str | None:
-    """Return where the ranks save a checkpoint besides those of callbacks, so that the same command finds it again.
+    """Return the path of a checkpoint besides those of callbacks, which the same command finds again.
 
     A path stays as it is; a file name is put beside the other checkpoints. If these follow a logger, which may choose
     another directory in each run, it is put into a directory of this command's below the default root directory.
@@ -65,7 +65,7 @@ def _command() -> str:
 def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: bool) -> tuple[Any, ...]:
     """Replace ``ckpt_path="last"`` among the arguments of a Trainer's function by a path.
 
-    They stay as they are if no whole file is found: Lightning then warns, or reading raises the reason.
+    If no whole file is found they stay: Lightning then warns, or reading raises the reason.
     """
     if trainer is None:
         return args
@@ -79,7 +79,7 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
     candidates = _candidates(trainer, stop_checkpoint)
     newest_first = sorted(candidates, key=candidates.__getitem__, reverse=True)
     found = _newest_whole(newest_first) if is_rank_zero else next(iter(newest_first), None)
-    if is_rank_zero:  # a started rank does not know its rank yet, so all would log
+    if is_rank_zero:  # a started rank has no rank number yet, so all would log
         rank_zero_info(f"ckpt_path='last' is {found}" if found else _none_found(trainer, stop_checkpoint))
     if found is None:
         return args
@@ -89,7 +89,7 @@ def with_last_checkpoint(args: tuple[Any, ...], trainer: Any, *, is_rank_zero: b
 
 
 def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
-    """Say where the next run of this command looks, and what it does not look at."""
+    """Describe where the next run of this command looks, and which files it ignores."""
     parts = ["ckpt_path='last': no checkpoint yet"]
     if stop_checkpoint is not None:
         parts.append(f"a stop saves {stop_checkpoint}, which the same command then finds")
@@ -103,10 +103,10 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
 
 
 def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
-    """Last checkpoints, and those that are saved when the ranks stop or one fails; when each was written."""
+    """Return last checkpoints, and those saved when the ranks stop or one fails, by the time of writing."""
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
-    found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # of an OnExceptionCheckpoint
+    found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # OnExceptionCheckpoint has one
     found |= {stop_checkpoint, place_of(trainer.strategy.rescue.name, trainer)}
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
@@ -115,20 +115,20 @@ def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
 
 
 def _newest_whole(newest_first: list[str]) -> str | None:
-    """The first of these files that is not damaged, which rank 0 alone reads them for; warn of those passed over.
+    """Return the first of these files that is not damaged; only rank 0 reads them, and warns of damaged ones.
 
-    A file that cannot be read now may be whole, so no older one takes its place: reading it raises the reason on every
+    A file that cannot be read now may be whole, so no older one replaces it: reading it raises the reason on every
     rank.
     """
     if len(newest_first) == 1:
-        return newest_first[0]  # there is no choice, and it is checked when it is read
+        return newest_first[0]  # the only candidate, which is checked when it is read
     for path in newest_first:
         local = locate(path).local
         try:
             if local is not None:  # a remote store only shows whole files
                 Archive.open(local, path).check()
         except (DamagedCheckpointError, CheckpointNotFoundError) as error:
-            rank_zero_warn(f"ckpt_path='last' passes over a file that is not whole: {error}")
+            rank_zero_warn(f"ckpt_path='last' skips a file that is not whole: {error}")
         except CheckpointError:
             return path
         else:
@@ -137,7 +137,7 @@ def _newest_whole(newest_first: list[str]) -> str | None:
 
 
 def _modified(path: str) -> float | None:
-    """When the file was written; ``None`` if there is none, and the future where the system does not tell."""
+    """Return the time of writing; ``None`` if the file does not exist, and the future if the time is unknown."""
     location = locate(path)
     try:
         if location.local is not None:

@@ -1,4 +1,4 @@
-"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read together, every rank raises an error.
+"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and every rank raises an error.
 
 Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock strategy.
 """
@@ -31,7 +31,7 @@ from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info
 
 
 class Checkpoints:
-    """What the ranks of a strategy do about checkpoints together; its ``checkpoint_io`` does the work.
+    """Saves and restores together with the other ranks; the strategy's ``checkpoint_io`` does the work.
 
     Every rank raises the errors.
     """
@@ -46,12 +46,12 @@ class Checkpoints:
         if self._has_partial_sums:
             sentence = (
                 f"cannot save checkpoint {os.fspath(path)}: NCCL was aborted because of another rank's failure, and an "
-                "optimiser step that was queued may have used gradients of some ranks only; what was there before is "
+                "optimiser step that was queued may have used gradients of some ranks only; an existing file is left "
                 "untouched, so continue from the last checkpoint"
             )
             if not self.is_handling_exception:
                 raise CheckpointSaveError(sentence, path=path)
-            rank_zero_warn(sentence)  # the user will see another error
+            rank_zero_warn(sentence)  # the user sees another error
             return
         io = self._strategy.checkpoint_io
         stops = getattr(self._strategy, "stops", None)  # of our strategy
@@ -64,7 +64,7 @@ class Checkpoints:
     def remove(self, path: PathLike) -> None:
         """Remove a checkpoint on rank 0. Collective: every rank must call it."""
         if self._has_partial_sums:
-            return  # the one that was to take its place was not saved
+            return  # the one that replaces it was not saved
         self.on_rank_zero(lambda: self._strategy.checkpoint_io.remove_checkpoint(path), f"removing {os.fspath(path)}")
 
     def finish(self) -> None:
@@ -77,7 +77,7 @@ class Checkpoints:
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(f"and {error}")  # the user will see another error
+            rank_zero_warn(f"also failed: {error}")  # the user sees another error
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.
@@ -103,7 +103,7 @@ class Checkpoints:
 
     @contextmanager
     def _every_rank(self, what: str) -> Iterator[None]:
-        """Make a call that every rank must make: name a rank that does not call, or that fails."""
+        """Run a block that every rank must run: name a rank that does not call it, or that fails."""
         context = current()
         try:
             if context is not None and self._world_size > 1:
@@ -123,7 +123,7 @@ class Checkpoints:
     def restore(self, restore: Callable[..., None], path: PathLike | None = None, *args: Any, **kwargs: Any) -> None:
         """Have every rank ``restore`` the file that rank 0 found. Collective.
 
-        Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks are connected. A rank
+        Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks connect. A rank
         that finds nothing would skip the restore, and with it the collectives inside.
         """
         restore(self._strategy.broadcast(None if path is None else os.fspath(path)), *args, **kwargs)
@@ -147,7 +147,7 @@ class Checkpoints:
             content = io.read(path, self._ranks, map_location, weights_only, map_weights=map_weights)
         return _adapted(content, os.fspath(path), module)
 
-    # What the strategy and the Trainer have.
+    # State of the strategy and the Trainer.
 
     @property
     def _ranks(self) -> Ranks:
@@ -157,7 +157,7 @@ class Checkpoints:
 
     @property
     def _world_size(self) -> int:
-        """The strategy's own, which may be for one device in a process that is one of several ranks elsewhere."""
+        """The strategy's ranks; it may be for one device in a process that is one of several ranks elsewhere."""
         world_size: int = getattr(self._strategy, "world_size", 1)
         return world_size if torch.distributed.is_initialized() else 1
 
@@ -170,8 +170,8 @@ class Checkpoints:
     def _has_partial_sums(self) -> bool:
         """Whether NCCL was aborted, so that the weights may be wrong.
 
-        An optimiser step that waits on the device for a rank that has died is aborted later. So where NCCL is used this
-        waits for the device, which copying the weights does as well.
+        An optimiser step that waits on the device for a dead rank is aborted later. So with NCCL this
+        waits for the device, as copying the weights does.
         """
         context = current()
         if context is None or not context.groups.uses_nccl:
@@ -184,7 +184,7 @@ class Checkpoints:
     def is_interrupted(self) -> bool:
         """Whether an exception ended the Trainer's run, so that some ranks may never make a collective call.
 
-        Where every rank raised one, that is so until it has been handled. After a stop all ranks still make them.
+        If every rank raised one, this holds until it was handled. After a stop all ranks still make them.
         """
         trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -193,15 +193,15 @@ class Checkpoints:
 
     @property
     def is_handling_exception(self) -> bool:
-        """Whether that is so, and the exception has not been caught yet."""
+        """Whether an exception ended the run and was not caught yet."""
         return self.is_interrupted and sys.exc_info()[1] is not None
 
 
 def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]:
-    """Return the checkpoint as Lightning restores it, whatever program wrote it.
+    """Return the checkpoint in the form that Lightning restores, from any program.
 
-    A plain state dict gets what a checkpoint has around it, and names with ``module.`` or ``_orig_mod.`` in them become
-    the model's, where there is one.
+    A plain state dict gets the missing entries of a checkpoint, and names with ``module.`` or ``_orig_mod.`` become
+    those of the model, where it has them.
     """
     if is_plain_state_dict(content):
         rank_zero_info(
@@ -223,7 +223,7 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
 
 
 def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
-    """Whether some hook is given the file's weights before they are loaded, and may read, change or keep them."""
+    """Whether some hook gets the file's weights before they are loaded, and may read, change or keep them."""
     hooks = [_hook(module, pl.LightningModule, name) for name in ("on_load_checkpoint", "load_state_dict")]
     if trainer is not None:
         hooks += [_hook(callback, pl.Callback, "on_load_checkpoint") for callback in trainer.callbacks]
@@ -232,13 +232,13 @@ def wants_content(module: pl.LightningModule, trainer: Any) -> bool:
 
 
 def _hook(owner: Any, base: type, name: str) -> bool:
-    """Whether a hook is a user's: Lightning's own, and this package's, do not look."""
+    """Whether a hook is a user's: Lightning's own, and this package's, ignore the weights."""
     hook = getattr(type(owner), name)
     return hook is not getattr(base, name) and not hook.__module__.startswith("lightning_ddp_ext.")
 
 
 def _changes_what_it_loads(module: nn.Module) -> bool:
-    # Where torch has renamed one of these, the answer is yes, which is only slower.
+    # If torch renames one of these, the result is True, which is only slower.
     by_itself = getattr(type(module), "_load_from_state_dict", None)
     is_torchs = getattr(by_itself, "__module__", "").startswith("torch.nn.")
     return bool(getattr(module, "_load_state_dict_pre_hooks", True)) or not is_torchs

@@ -18,47 +18,47 @@ from .lightning_tree import Loop, refuse_missing
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """The loaders that a loop reads, combined; ``None`` before it has them. No public name leads to their mode."""
+    """The loaders that a loop reads, combined; ``None`` before it has them. Their mode has no public name."""
     return None if loop is None else _read(loop, "_combined_loader")
 
 
 def mode_of(combined: Any) -> str:
-    """How a combined loader combines."""
+    """Return the mode of a combined loader."""
     mode: str = _read(combined, "_mode")
     return mode
 
 
 def combined_iterator_of(loop: Any) -> Any:
-    """The iterator over combined loaders that a loop reads now; another one each epoch."""
+    """The iterator over combined loaders that a loop reads now; a new one each epoch."""
     combined = combined_loader_of(loop)
     return None if combined is None else _read(combined, "_iterator")
 
 
 def iterators_of(loop: Any) -> list[Any]:
-    """The iterators that a loop itself reads now, as opposed to those of somebody who looks at a batch."""
+    """Return the iterators that the loop itself reads now, not those of a user who looks at a batch."""
     iterator = combined_iterator_of(loop)
     return [] if iterator is None else list(iterator.iterators)
 
 
 def fetcher_of(loop: Any) -> Any:
-    """What fetches batches for a loop: its attribute ``length`` says which batch is the last."""
+    """Return the data fetcher of a loop; its attribute ``length`` determines the last batch."""
     return _read(loop, "_data_fetcher")
 
 
 def is_read_in_step(loop: Any) -> bool:
-    """Whether steps of a loop take ``dataloader_iter``, and so ask for their batches themselves."""
+    """Whether steps of a loop take ``dataloader_iter``, and so fetch their batches themselves."""
     return type(fetcher_of(loop)).__name__ == "_DataLoaderIterDataFetcher"
 
 
 def active_loop_of(trainer: Any) -> Any:
-    """The loop that runs: of training, or of an evaluation; ``None`` if no loop does."""
+    """Return the running loop, of training or of an evaluation; ``None`` outside."""
     return _read(trainer, "_active_loop")
 
 
 def end_restart(fit_loop: Any) -> None:
-    """Have a fit loop go on as one that was not restarted.
+    """Have a fit loop continue as if it was not restarted.
 
-    Its own property is overridden by one that says that it restarts whenever there is ``max_steps``.
+    Its own property is overridden by one that is always true with ``max_steps``.
     """
     refuse_missing(Loop, "restarting")
     Loop.restarting.fset(fit_loop, False)  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def validates_next(trainer: Any) -> bool:
 
 
 def is_in_optimizer_step(trainer: Any) -> bool:
-    """Whether automatic optimisation has begun an optimiser step that has not ended."""
+    """Whether automatic optimisation is within an optimiser step."""
     steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
     return bool(steps.ready > steps.completed)
 
@@ -90,31 +90,31 @@ def is_in_closure(error: BaseException) -> bool:
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """What the Trainer would save now; ``save_checkpoint`` ends in a barrier."""
+    """Return the checkpoint that the Trainer would save now; ``save_checkpoint`` ends with a barrier."""
     checkpoint: dict[str, Any] = _read(trainer._checkpoint_connector, "dump_checkpoint")(weights_only=False)
     return checkpoint
 
 
 def end_epoch_after(trainer: Any, batches: int) -> None:
-    """Have Lightning take the batch with this number for the epoch's last one, as it does where it knows no length."""
+    """Have Lightning treat the batch with this number as the epoch's last one, as it does without a length."""
     fetcher = fetcher_of(trainer.fit_loop)
     if fetcher.length is not None:
         fetcher.length = batches
     if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
-        trainer.val_check_batch = math.inf  # validate after the last batch, whatever its number
+        trainer.val_check_batch = math.inf  # validate after the last batch, regardless of its number
 
 
 class TimedValidation:
-    """Validate after the same batch on all ranks with ``Trainer(val_check_interval=timedelta(...))``.
+    """Have all ranks validate after the same batch with ``Trainer(val_check_interval=timedelta(...))``.
 
-    Lightning has each rank ask its own clock, so that one validates while another trains. Here rank 0's clock decides.
+    In Lightning each rank reads its own clock, so one validates while another trains. Here rank 0's clock decides.
     """
 
     def __init__(self) -> None:
-        self._last = math.inf  # the last validation, or the beginning of training
+        self._last = math.inf  # time of the last validation, or of the start of training
 
     def before_batch(self, trainer: Any) -> None:
-        """Agree whether a validation follows the next batch. Collective, if there is such an interval."""
+        """Decide whether a validation follows the next batch. Collective, if such an interval is set."""
         interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
         last = getattr(trainer, "_last_val_time", None)  # not before training begins
         if interval is None or last is None or trainer.world_size == 1:
@@ -135,15 +135,15 @@ def needs_sampler(trainer: Any, loader: Any) -> bool:
 
 
 def results_of(trainer: Any) -> dict[str, Any]:
-    """What ``self.log`` has collected in the loop that runs, by key."""
+    """Return the values that ``self.log`` collected in the running loop, by key."""
     results: dict[str, Any] = _read(trainer, "_results")
     return results
 
 
 def calling_result() -> tuple[Any, bool]:
-    """The result object of the logged value that ``Strategy.reduce`` was called for, if any; and whether to update it.
+    """Return the result object of the value that ``Strategy.reduce`` was called for, if any; and whether to update it.
 
-    A user may call ``reduce`` with the same arguments, and needs the answer at once: only the calling frame differs.
+    A user may call ``reduce`` with the same arguments and needs the result immediately: only the calling frame differs.
     """
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "reduce":  # also of a strategy that inherits from ours
@@ -157,7 +157,7 @@ def calling_result() -> tuple[Any, bool]:
 
 
 def put_back_handlers(trainer: Any) -> None:
-    """Have Lightning put back the handlers that have changed; putting back all removes ``faulthandler``'s, in C."""
+    """Have Lightning restore the handlers that changed; restoring all would remove ``faulthandler``'s, in C."""
     connector = _read(trainer, "_signal_connector")
     for signum, handler in list(_read(connector, "_original_handlers").items()):
         if signal.getsignal(signum) == handler:
@@ -165,11 +165,11 @@ def put_back_handlers(trainer: Any) -> None:
     connector.teardown()
 
 
-# What the Trainer does now, read from another thread and at no cost to it.
+# The Trainer's current activity, read from another thread at no cost to it.
 
 
 def current_hook(frame: FrameType | None, trainer: Any) -> str:
-    """The innermost hook, wait for a batch or call between ranks that a frame is in: ``train_dataloader_next``."""
+    """Return the innermost hook, wait for a batch or call between ranks of a frame: ``train_dataloader_next``."""
     while frame is not None:
         module, function = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if module.endswith(".loops.fetchers") and function in ("__next__", "__iter__", "setup"):
@@ -185,7 +185,7 @@ def current_hook(frame: FrameType | None, trainer: Any) -> str:
 
 
 def progress_of(trainer: Any) -> str:
-    """How far the Trainer is: ``train: epoch 3, step 512``."""
+    """Return the Trainer's progress: ``train: epoch 3, step 512``."""
     stage = _stage_of(trainer)
     if trainer.training or trainer.validating or trainer.sanity_checking:
         return f"{stage}: epoch {trainer.current_epoch}, step {trainer.global_step}"

@@ -32,11 +32,11 @@ Order = Literal["torch", "scalable"]
 
 
 class PredictionSampler(ExactDistributedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """That of predictions, of the class by which callbacks find Lightning's."""
+    """The sampler of predictions, of the class by which callbacks find Lightning's."""
 
 
 class SharedPredictionSampler(SharedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """The same for a sampler of the user's own."""
+    """The sampler of predictions around a user's own sampler."""
 
 
 class DataPath:
@@ -63,7 +63,7 @@ class DataPath:
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._uneven_inputs = uneven_inputs
-        self._stage: RunningStage | None = None  # of the loader that Lightning is about to have wrapped
+        self._stage: RunningStage | None = None  # of the loader that Lightning wraps next
         self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, resume_data)
         self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
@@ -88,14 +88,14 @@ class DataPath:
         return self.uneven.idle or self.evaluation.idle
 
     def on_train_batch_start(self, batch: Any) -> None:
-        """Continue as any epoch does, and compare the ranks' first batches. Collective, if the loaders are new."""
+        """Let the loops continue as usual, and compare the ranks' first batches. Collective, if the loaders are new."""
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
-    # Which sampler.
+    # Samplers.
 
     def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
-        """Put a sampler of ours into a loader where Lightning would put its own."""
+        """Put one of our samplers into a loader where Lightning would put its own."""
         self._stage = stage
         dataloader = source_of(dataloader)  # of another Trainer, or another stage
         sampler: Any = None
@@ -111,7 +111,7 @@ class DataPath:
         return update_dataloader(dataloader, sampler, mode=stage)
 
     def _sampler_for(self, loader: DataLoader[Any], shuffle: bool, stage: RunningStage) -> Sampler[int] | None:
-        """Our sampler in place of Lightning's; ``None`` for Lightning's own."""
+        """Return our sampler that replaces Lightning's; ``None`` for Lightning's own."""
         is_evaluated = stage in EVALUATED
         if is_evaluated and not self._exact_evaluation:
             return None
@@ -128,10 +128,10 @@ class DataPath:
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
-    # What is iterated over.
+    # Iteration.
 
     def wrap(self, dataloader: Any) -> Any:
-        """Return what the Trainer is to iterate over in place of a loader. Collective."""
+        """Return the iterable for the Trainer that replaces a loader. Collective."""
         loader = DistributedLoader(dataloader, self.start_iterator)
         # Loaders of training may be requested in the middle of an evaluation.
         stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
@@ -147,7 +147,7 @@ class DataPath:
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, whose first batch has just been requested.
 
-        It starts at the beginning if a loop evaluates or if the user looks at a batch, and where training is if the fit
+        It starts at the beginning if a loop evaluates or the user looks at a batch, and at the position if the fit
         loop reads it.
         """
         trainer = self._strategy.current_trainer
@@ -173,7 +173,7 @@ def yields_each_once(sampler: Any, dataset: object) -> bool:
 
 
 def is_shared_out(loader: Any) -> bool:
-    """Whether a loader has a batch sampler that shares out batches by itself, or by a sampler of ours."""
+    """Whether a loader has a batch sampler that splits batches by itself, or with one of our samplers."""
     batch_sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
     owned = (batch_sampler, getattr(batch_sampler, "sampler", None))
     return any(isinstance(each, GlobalOrderSampler) for each in owned)

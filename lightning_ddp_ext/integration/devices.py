@@ -22,7 +22,7 @@ class RankDevicesStrategy(pl.strategies.DDPStrategy):
 
     @property
     def rank_devices(self) -> list[torch.device]:
-        """This rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
+        """Return this rank's devices: one, or ``devices_per_rank``; on the CPU each is the CPU."""
         first = self.local_rank * self.devices_per_rank
         return (self.parallel_devices or [])[first : first + self.devices_per_rank]
 

@@ -49,11 +49,11 @@ class WorldEnvironment(LightningEnvironment):
 
     @override
     def teardown(self) -> None:
-        """Leave the variables as they are."""
+        """Keep the variables."""
 
 
 def source_of(environment: ClusterEnvironment) -> str:
-    """Return a user's word for the launcher that set this process's rank."""
+    """Return the name, for messages, of the launcher that set this process's rank."""
     if isinstance(environment, WorldEnvironment):
         return environment.world.source
     words = {SLURMEnvironment: "SLURM", TorchElasticEnvironment: "torchrun"}
@@ -80,8 +80,7 @@ def environment_beside(
 ) -> ClusterEnvironment | None:
     """Return the environment that has this process's rank: the one given, or one of ours.
 
-    Arguments (``rank`` and ``world_size``) that contradict a launcher, or the Trainer's devices, are
-    refused.
+    Raise if arguments (``rank`` and ``world_size``) contradict a launcher or the Trainer's devices.
     """
     if type(environment) not in (LightningEnvironment, SLURMEnvironment) or started_ranks() is not None:
         _refuse_other_rank(environment, arguments)
@@ -89,7 +88,7 @@ def environment_beside(
     try:
         world = read_world(os.environ, **arguments, devices=devices)
     except ConfigurationError:
-        # With fewer devices than ranks a local rank looks wrong: then it is the devices that have to be named.
+        # With fewer devices than ranks a local rank looks wrong; the message must then name the devices.
         world = read_world(os.environ, **arguments)
         if world is not None:
             check_devices(world, devices=devices, num_nodes=num_nodes)

@@ -1,4 +1,4 @@
-"""Evaluate each sample once, with ranks that are idle in a step because they have no batch for it."""
+"""Evaluate each sample once; ranks without a batch for a step are idle in it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_
 class Evaluation(IdleSteps):
     """Evaluation and prediction on a strategy's ranks.
 
-    A rank that has no batch for a step that others make is idle. It makes the step with a batch that does not count:
-    what ``self.log`` and torchmetrics hold is put back after the step, and reductions in the step leave it out. What
-    the user's code keeps by itself, or counts in hooks around the step, cannot be put back.
+    A rank that has no batch for a step that others make is idle. It runs the step with a batch that does not count:
+    the state of ``self.log`` and torchmetrics is restored after the step, and reductions in the step leave it out.
+    State that user code keeps by itself, or counts in hooks around the step, cannot be restored.
     """
 
     def __init__(self, strategy: Any, *, is_exact: bool) -> None:
@@ -44,7 +44,7 @@ class Evaluation(IdleSteps):
         self._is_exact = is_exact
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
-        """Have all ranks make equally many steps over a loader. Collective: every rank must call it."""
+        """Have all ranks run equally many steps over a loader. Collective: every rank must call it."""
         if self._is_exact:
             _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
@@ -54,7 +54,7 @@ class Evaluation(IdleSteps):
             self._pad(loader)
 
     def _pad(self, loader: DistributedLoader) -> None:
-        """Have a loader repeat its last batch until it has as many as the rank with most. Collective."""
+        """Have a loader repeat its last batch until it has as many as the longest rank. Collective."""
         sampler = index_sampler_of(loader.loader)
         batches = self._by_rank(batches_of(loader.loader if sampler is None else sampler))
         has_length = math.inf not in batches
@@ -62,18 +62,18 @@ class Evaluation(IdleSteps):
             return
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
-            where = f"no sampler with a length (inf: none) says what {name} reads"
+            where = f"{name} has no sampler with a length (inf: none)"
             refuse(self._strategy, _idle_rank_error(batches, where))
         spare = None
-        if min(batches) == 0:  # it reads the first batch of another rank: any index that the sampler may yield will do
+        if min(batches) == 0:  # it reads the first batch of another rank: any index of the sampler is valid
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.balance, loader.length = batches, max(batches)
-        loader.loader = own_copy(loader.loader)  # one with a state is the user's own until here
+        loader.loader = own_copy(loader.loader)  # one with a state was not copied before
         permanent = PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare)
         set_index_sampler(loader.loader, show(sampler, permanent))
 
     def read(self, loader: DistributedLoader, *, keeps_workers: bool) -> Iterator[Any]:
-        """Yield the batches of a loader, and count the steps; refuse idle ranks where these cannot be known."""
+        """Yield the batches of a loader and count the steps; raise if idle ranks cannot be determined."""
         if loader.balance is not None:
             self._refuse_unknown_idle_ranks(loader.balance)
         with workers_seeded_apart(loader.loader) if keeps_workers else nullcontext():
@@ -92,12 +92,12 @@ class Evaluation(IdleSteps):
             refuse(self._strategy, _idle_rank_error(batches, where))
 
     def end(self) -> None:
-        """End the evaluation: no rank is idle."""
+        """End the evaluation, after which no rank is idle."""
         self._batches = {}
 
 
 def _warn_of_repeats(loader: Any) -> None:
-    """Warn where a sampler that the user chose repeats samples."""
+    """Warn if a sampler that the user chose repeats samples."""
     sampler = getattr(loader, "sampler", None)
     if type(sampler) is DistributedSampler and sampler.total_size > len(cast(Any, sampler.dataset)):
         rank_zero_warn(
@@ -108,6 +108,6 @@ def _warn_of_repeats(loader: Any) -> None:
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
     return SamplingError(
-        f"every rank needs a batch of its own in every step where {where} (got {batches} batches, by rank); choose a "
+        f"every rank needs its own batch in every step if {where} (got {batches} batches, by rank); choose a "
         "batch_size that gives all ranks equally many batches, or set exact_evaluation=False"
     )

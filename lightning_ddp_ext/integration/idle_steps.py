@@ -1,4 +1,4 @@
-"""Have a rank without a batch take part in a step without leaving a trace in any metric."""
+"""Have a rank without a batch take part in a step without affecting any metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IdleSteps:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self._batches: dict[int, int] = {}  # of ranks that have fewer than others, by rank
+        self._batches: dict[int, int] = {}  # by rank, of ranks that have fewer than others
         self._step = 0
         self._is_in_step = False
 
@@ -29,7 +29,7 @@ class IdleSteps:
 
     @property
     def _idle_ranks(self) -> tuple[int, ...]:
-        """The ranks that have no batch of their own for the current step."""
+        """The ranks that have no batch for the current step."""
         return tuple(rank for rank, batches in sorted(self._batches.items()) if batches <= self._number)
 
     @property
@@ -44,7 +44,7 @@ class IdleSteps:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Have an idle rank leave no trace of a step of the module in metrics and in synchronised BatchNorm."""
+        """Keep a step of an idle rank's module out of metrics and of synchronised BatchNorm."""
         module = self._strategy.lightning_module
         kept = preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext()
         self._is_in_step = True

@@ -1,4 +1,4 @@
-"""Connect the ranks of a strategy: what started ranks find in their environment, where rank 0 listens, and the join."""
+"""Connect the ranks of a strategy: set the variables of started ranks, choose the endpoint, and join."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class Rendezvous:
         self._nccl, self._interface = nccl, interface
 
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
-        """Return the variables by which started ranks connect, besides the init method.
+        """Return the variables that started ranks need to connect, besides the init method.
 
-        On one node without an address the kernel chooses a port, so it is never guessed, nor lost to another job. In a
+        On one node without an address the kernel chooses a port, so it is not guessed, and no other job takes it. In a
         directory the file gets a unique name.
         """
         method = self.init_method
@@ -94,9 +94,9 @@ class Rendezvous:
         return {PRIVATE_FILE: temporary_path()}
 
     def join(self, strategy: pl.strategies.DDPStrategy, debugged: RankDebugger | None) -> None:
-        """Connect the ranks, form the process group, and log it. Collective: every rank must call it.
+        """Connect the ranks, form the process group and log it. Collective: every rank must call it.
 
-        If one rank is debugged, no time limit holds, and that rank waits for a debugger.
+        If one rank is debugged, time limits are off, and that rank waits for a debugger.
         """
         if isinstance(strategy.cluster_environment, TorchElasticEnvironment):
             watch_parent()  # torchrun's agent; other launchers end their ranks themselves
@@ -105,7 +105,7 @@ class Rendezvous:
         context = join(request if debugged is None else without_limits(request))
         if context is not None:
             install_excepthook()
-            context.component(Survey).limit_collectives()  # this and the next answer the other ranks from now on
+            context.component(Survey).limit_collectives()  # these two reply to other ranks from now on
             context.component(CommonEnd)
             if is_first:
                 size, where = request.world.world_size, request.init_method
@@ -131,11 +131,11 @@ class Rendezvous:
         )
 
     def _endpoint(self, strategy: pl.strategies.DDPStrategy, world: World) -> Endpoint:
-        """Return the init method's endpoint in this process; refuse a method that leaves it open."""
+        """Return the init method's endpoint in this process; raise if the method does not determine it."""
         context, started = current(), started_ranks()
         is_connected = context is not None and len(context.table) > 1
         if is_connected or dist.is_initialized() or world.world_size == 1:
-            return FileEndpoint("")  # never used: the ranks are connected, or there is only one
+            return FileEndpoint("")  # never used: the ranks are connected, or it is the only one
         environ = {**os.environ, **(started.variables if started is not None else {})}
         method, environment = self.init_method, strategy.cluster_environment
         if isinstance(method, File):
@@ -157,7 +157,7 @@ class Rendezvous:
 def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]:
     """Set ``variables`` while ranks are started, and restore the environment afterwards."""
     before = {name: os.environ.get(name) for name in (*_RANK_VARIABLES, *variables)}
-    # Every started process would take a RANK that the user exported for its rank.
+    # Every started process would use a RANK that the user exported.
     os.environ.pop("RANK", None)
     os.environ.update(variables)
     try:
@@ -170,18 +170,18 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return the path of a file that does not exist yet; it has no directory, which a killed process would leave."""
+    """Return the path of a file that does not exist yet, without a directory that a killed process would leave."""
     return remove_at_exit(os.path.join(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}"))
 
 
 def remove_at_exit(path: str) -> str:
-    """Return the path, and remove the file that killed ranks leave there after all ranks exited."""
+    """Return the path, and remove a file that killed ranks leave there, once all ranks exited."""
     atexit.register(Path(path).unlink, missing_ok=True)
     return path
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:
-    """Return the address that ``env://`` means; without a port, every process would choose another one."""
+    """Return the address of ``env://``; without a port, every process would choose a different one."""
     if "MASTER_PORT" not in environ and not _says_by_itself("main_port", environment):
         raise RendezvousError(
             "init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that are started "
@@ -192,7 +192,7 @@ def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> 
 
 
 def _says_by_itself(name: str, environment: ClusterEnvironment) -> bool:
-    """Whether ``main_address`` or ``main_port`` is more than what the variables ``MASTER_...`` say."""
+    """Whether ``main_address`` or ``main_port`` was set to something other than the variables ``MASTER_...``."""
     return getattr(type(environment), name) is not getattr(LightningEnvironment, name)
 
 

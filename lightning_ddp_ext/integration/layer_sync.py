@@ -1,4 +1,4 @@
-"""Layers that are synchronised while a model is trained: for ``Trainer(sync_batchnorm=True)``, and for our callback."""
+"""Synchronise layers while a model is trained: for ``Trainer(sync_batchnorm=True)``, and for our callback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lightning_tree import pl, rank_zero_info, rank_zero_warn
 
 
 class RanksLayerSync(pl.plugins.LayerSync):
-    """What ``Trainer(sync_batchnorm=True)`` does under our strategy instead of torch's SyncBatchNorm, and our callback.
+    """Synchronises layers for our callback, and for ``Trainer(sync_batchnorm=True)`` in place of torch's SyncBatchNorm.
 
     Args:
         process_group: as in ``convert_sync_batchnorm``.
@@ -28,7 +28,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._converted: Module | None = None
 
     def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Refuse a choice of layers beside the Trainer's own layer synchronisation."""
+        """Raise if layers are chosen beside the Trainer's own layer synchronisation."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
                 "sync_batchnorm=True converts all layers over all ranks, but SyncBatchNormConversion "
@@ -37,7 +37,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
 
     @override
     def apply(self, model: Module) -> Module:
-        """Synchronise the layers and log it. Collective: every rank must call it. With one rank it does nothing."""
+        """Synchronise the layers and log it. Collective: every rank must call it. Does nothing with one rank."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             group = batchnorm_group() if self._ranks is None else group_of(self._ranks)
             conversion = convert(model, self._choice, group)

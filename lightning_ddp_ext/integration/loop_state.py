@@ -1,14 +1,14 @@
 """Change the state of Lightning's loops in a checkpoint to one from which Lightning continues correctly.
 
-A checkpoint tells how far each loop was when it was saved: in the middle of a batch, after it, between two epochs.
-Lightning does not continue correctly from all of these: accumulated gradients are lost, a batch that raised an
-exception may be lost, and an epoch is left out by a run that is resumed twice. So the state is changed, as a dictionary
+A checkpoint records the progress of each loop when it was saved: within a batch, after it, or between two epochs.
+Lightning does not continue correctly from each of these: accumulated gradients are lost, a batch that raised an
+exception may be lost, and a run that is resumed twice skips an epoch. So the state is changed, as a dictionary
 and before Lightning reads it, to one of four:
 
 - "epoch_start": between two epochs; the next one begins with its hooks.
 - "batch_end": as saved in ``on_train_batch_end``; training continues with the next batch.
-- "validation": as saved before the first batch of a validation, which is run as a whole.
-- "epoch_end": as it was: saved in a validation after an epoch's last batch; only the epoch's end is left.
+- "validation": as saved before the first batch of a validation, which runs as a whole.
+- "epoch_end": unchanged: saved in a validation after an epoch's last batch; only the epoch's end is left.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def epoch_of(trainer: Any) -> int:
 
 @dataclass(frozen=True)
 class Restart:
-    """Where training continues.
+    """The point where training continues.
 
     Args:
         at: see the module.
         epoch: the epoch that begins, continues, or ends.
         done: batches of this epoch that are done.
-        has_started: at "epoch_start", whether the hooks of the epoch's start had been called; they are called again.
+        has_started: at "epoch_start", whether the hooks of the epoch's start were called; they are called again.
         is_last: whether all batches of the epoch are done.
     """
 
@@ -54,13 +54,13 @@ class Restart:
 def find_restart(
     fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None, has_ended: bool = False
 ) -> Restart:
-    """Find where training continues from ``FitLoop.state_dict()``.
+    """Find the point where training continues from ``FitLoop.state_dict()``.
 
     Args:
-        fit_loop: that state.
+        fit_loop: the state.
         accumulated: batches of an optimiser step.
         stopped: whether the state was saved by a stop of all ranks, between two batches or in a validation.
-        has_ended: whether the data of the newest epoch have ended. Lightning flags no last batch where it had expected
+        has_ended: whether the data of the newest epoch ended. Lightning flags no last batch if it expected
             another one: with ``dataloader_iter``, and where a loader without a length ends before the others.
     """
     epoch, batch = fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"]
@@ -68,7 +68,7 @@ def find_restart(
     if epoch["started"] == epoch["processed"]:
         if is_last or has_ended or not done:
             return Restart("epoch_start", epoch["processed"])
-        return _after_last_step(epoch["processed"] - 1, done, accumulated)  # cut short by max_steps
+        return _after_last_step(epoch["processed"] - 1, done, accumulated)  # ended early by max_steps
     if is_last and batch["current"]["ready"] == done:
         if batch["current"]["completed"] < done:  # in on_train_batch_end
             return Restart("epoch_start", epoch["processed"] + 1)
@@ -80,13 +80,13 @@ def find_restart(
 
 
 def _after_last_step(epoch: int, processed: int, accumulated: int) -> Restart:
-    """After the last optimiser step: gradients that were accumulated since then are in no checkpoint."""
+    """Return a restart after the last optimiser step, since gradients accumulated later are not in the checkpoint."""
     done = processed - processed % accumulated
     return Restart("batch_end", epoch, done) if done else Restart("epoch_start", epoch, has_started=True)
 
 
 def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped | None = None) -> dict[str, Any]:
-    """Return a copy of a fit loop's state from which Lightning continues at what :func:`find_restart` found in it."""
+    """Return a copy of a fit loop's state from which Lightning continues at the restart that was found in it."""
     changed = copy.deepcopy(dict(fit_loop))
     if restart.at == "epoch_end":
         return changed
@@ -97,7 +97,7 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
     begun = restart.epoch if restart.at == "epoch_start" else restart.epoch + 1
     _count(epoch, begun=begun, processed=restart.epoch, completed=restart.epoch)
     if restart.at == "validation":
-        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)  # Lightning then runs all of it
+        _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)  # Lightning then runs it from the beginning
         return changed
     dropped = processed - restart.done if restart.at == "batch_end" or restart.has_started else 0
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
@@ -115,7 +115,7 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
 def _count(
     progress: dict[str, Any], *, begun: int, processed: int = 0, completed: int = 0, earlier: int | None = None
 ) -> None:
-    """Set what a loop counts, now and after what it had counted ``earlier`` in all."""
+    """Set a loop's current counters, and its totals to those beyond ``earlier``."""
     if earlier is None:
         earlier = progress["total"]["processed"] - progress["current"]["processed"]
     for name, before in (("current", 0), ("total", earlier)):

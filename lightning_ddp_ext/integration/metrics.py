@@ -1,4 +1,4 @@
-"""Reduce what ``self.log(..., sync_dist=True)`` logs over the ranks, a step's values in one collective."""
+"""Reduce values of ``self.log(..., sync_dist=True)`` over the ranks, all values of a step in one collective."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .compat import calling_result
 
 
 class BatchedMetrics:
-    """Answers ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
+    """Implements ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
 
-    In a step such values are queued, and the queue is reduced at the step's end; until then a reader sees this rank's
+    In a step such values are queued, and the queue is reduced at the step's end; until then readers get this rank's
     own value. Everything else, such as the values of an epoch, is reduced immediately.
 
-    Ranks that have logged different values all raise. After a first training step, and after one that follows a step
-    with values, all ranks reduce. Elsewhere they wait for each other first, so that one without values is named.
+    If ranks log different values, all raise. After a first training step, and after one that follows a step
+    with values, all ranks reduce. Elsewhere they wait for each other first, to name a rank without values.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -36,13 +36,13 @@ class BatchedMetrics:
         self.start()
 
     def start(self) -> None:
-        """Forget an earlier run, which may have ended anywhere."""
-        self._queue: list[Value] | None = None  # there is one within a step
-        self._is_expected = True  # all ranks reduce after the next training step, even those that have logged nothing
+        """Reset the state after an earlier run, which may have stopped anywhere."""
+        self._queue: list[Value] | None = None  # a list within a step
+        self._is_expected = True  # all ranks reduce after the next training step, even those without logged values
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """Reduce what is logged in the block at its end. Collective, if there is anything."""
+        """Reduce the values that the block logs at its end. Collective, if it logs any."""
         queue: list[Value] = []
         self._queue = queue
         try:
@@ -56,7 +56,7 @@ class BatchedMetrics:
             self._is_expected = bool(queue)
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce immediately; or later, and in place, what is logged in a step. Collective."""
+        """Reduce immediately; values of a step later and in place. Collective."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         logged, is_update = calling_result()
@@ -71,8 +71,8 @@ class BatchedMetrics:
     def _reduce(self, values: list[Value], *, is_expected: bool) -> list[Tensor]:
         context = current()
         if not is_expected and context is not None:
-            name = "a reduction of logged values"  # of which ones, they compare in the reduction itself
-            check = context.component(Survey).check_that_all_answer  # a process that is stopped is more than late
+            name = "a reduction of logged values"  # the reduction itself compares the names
+            check = context.component(Survey).check_that_all_answer  # finds a stopped process before the timeout
             context.barriers.enter(f"the reduction of {listed(values)}", call_site(), name=name, check=check)
         root_device = self._strategy.root_device
         device = torch.device("cpu") if is_gloo(root_device) else root_device

@@ -10,9 +10,9 @@ from lightning_ddp_ext.supervision.call_site import call_site
 
 
 def report_call(what: str, *, is_waiting: bool = False) -> bool:
-    """Report that this rank makes a call that every rank must make, and wait for the others if ``is_waiting``.
+    """Report a call that every rank must make, and wait for the other ranks if ``is_waiting``.
 
-    Each report is a message, so only rare calls report. Returns whether the ranks are connected.
+    Each report is a message, so only rare calls report. Return whether the ranks are connected.
     """
     context = current()
     if context is not None:
@@ -30,12 +30,12 @@ def report_step() -> None:
 
 
 def ranks_of(strategy: Any) -> Ranks:
-    """Return the ranks of a strategy, as this one sees them."""
+    """Return the ranks of a strategy, from the view of this one."""
     return Ranks(strategy.global_rank, strategy.world_size, strategy.root_device)
 
 
 def refuse(strategy: Any, error: Exception) -> NoReturn:
-    """Raise an error that every rank has found, once all have: else slower ranks would report another rank's failure.
+    """Raise an error that every rank found, once all found it: otherwise slower ranks report another rank's failure.
 
     Collective: every rank must call it.
     """

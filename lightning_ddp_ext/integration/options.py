@@ -15,10 +15,10 @@ _SET_BY_LIGHTNING = ("module", "device_ids")
 
 
 def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None:
-    """Refuse an argument that neither a strategy's ``init`` nor the installed DistributedDataParallel has.
+    """Raise if neither a strategy's ``init`` nor the installed DistributedDataParallel has the argument.
 
     Raises:
-        ConfigurationError: names the nearest argument, and those that DistributedDataParallel has.
+        ConfigurationError: it names the nearest argument, and those of DistributedDataParallel.
     """
     options = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in _SET_BY_LIGHTNING]
     for name in ddp_kwargs:
@@ -32,7 +32,7 @@ def refuse_unknown(init: Callable[..., None], ddp_kwargs: Iterable[str]) -> None
 
 
 def check_choice(field: str, value: object, *allowed: object) -> None:
-    """Refuse a value that is not one of those allowed, of which the first is the default."""
+    """Raise if the value is not allowed; the first allowed one is the default."""
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")

@@ -1,4 +1,4 @@
-"""Gather what ``trainer.predict`` has predicted on all ranks: each sample once, in the dataset's order."""
+"""Gather the predictions of all ranks: each sample once, in the dataset's order."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _NO_PREDICTIONS = (
 
 
 def gather_predictions(trainer: Any) -> Any:
-    """Bring together what the ranks have predicted, after ``trainer.predict``. Collective: every rank must call it.
+    """Gather the ranks' predictions after ``trainer.predict``. Collective: every rank must call it.
 
-    Works with any strategy, and on one process. Where a sampler repeats samples, the first prediction of each is
-    taken; where batches were limited, only predictions of batches that were read are joined. They travel in CPU memory.
+    Works with any strategy, and on one process. If a sampler repeats samples, the first prediction of each is
+    used; if batches were limited, only predictions of batches that were read are joined. They are sent in CPU memory.
 
     Args:
         trainer: a Trainer that has finished ``predict`` and keeps its predictions (``return_predictions``).
 
     Returns:
-        On rank 0 what ``predict_step`` returns, for all samples in the dataset's order: tensors and arrays joined along
-        their first dimension, lists with an item a sample joined, dicts and tuples item by item. With several loaders a
-        list with one entry each, which is ``None`` where nothing was read. On other ranks ``None``.
+        On rank 0 the outputs of ``predict_step`` for all samples in the dataset's order: tensors and arrays joined
+        along their first dimension, lists with an item for each sample joined, dicts and tuples item by item. With
+        several loaders a list with one entry each, which is ``None`` if nothing was read. On other ranks ``None``.
 
     Raises:
-        SamplingError: on every rank: there are no predictions, or a loader does not record which samples they are
+        SamplingError: on every rank: predictions are missing, or a loader does not record which samples they are
             for, or they have no first dimension by sample, or their structures or shapes differ.
 
     Example::
@@ -70,7 +70,7 @@ def _gather(trainer: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def _predicted_here(trainer: Any) -> Predicted:
-    """Return the batches that this rank has predicted."""
+    """Return the batches that this rank predicted."""
     loop, iterables = trainer.predict_loop, trainer.predict_dataloaders
     if iterables is None:
         raise SamplingError(_NO_PREDICTIONS)
@@ -79,7 +79,7 @@ def _predicted_here(trainer: Any) -> Predicted:
             "trainer.predict must keep its predictions (got return_predictions=False); leave the argument out"
         )
     loaders = pl.utilities.CombinedLoader(iterables, "sequential").flattened
-    if loop.skip:  # this rank had nothing to read, and its predictions are those of an earlier call
+    if loop.skip:  # this rank had no data, and its predictions are from an earlier call
         return [[] for _ in loaders]
     outputs = loop.predictions if len(loaders) > 1 else [loop.predictions]
     found = []
@@ -90,7 +90,7 @@ def _predicted_here(trainer: Any) -> Predicted:
                 f"loader {number} must tell which samples a batch holds (got {type(loader).__name__}, which does not); "
                 "use a DataLoader over a dataset with indices"
             )
-        # A loader may have read more than was predicted: workers read ahead.
+        # Workers read ahead, so a loader may have read more batches than were predicted.
         found.append([PredictedBatch(list(samples), each) for samples, each in zip(seen, of_loader, strict=False)])
     return found
 

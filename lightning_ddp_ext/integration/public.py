@@ -1,4 +1,4 @@
-"""Gather what users import that belongs to one of the two Lightning trees, and register the strategy's names in it."""
+"""Gather the public names that belong to one of the two Lightning trees, and register the strategy's names in it."""
 
 from .callbacks.hang_watchdog import HangWatchdog
 from .callbacks.rank_consistency import RankConsistency

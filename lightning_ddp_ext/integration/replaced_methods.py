@@ -22,7 +22,7 @@ class ReplacedMethods:
         self._replaced: list[tuple[Any, str]] = []
 
     def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method of one object; refuse one that the installed Lightning does not have."""
+        """Replace a method of one object; raise if the installed Lightning does not have it."""
         refuse_missing(type(owner), name)
         setattr(owner, name, method)
         self._replaced.append((owner, name))
@@ -55,9 +55,9 @@ class ReplacedMethods:
         self.replace(connector, "_restore_modules_and_callbacks", partial(restore, own))
 
     def leave_signals_to_us(self, trainer: Any) -> None:
-        """Keep Lightning from making a collective call in its signal handler, and another one before each batch.
+        """Keep Lightning from collective calls in its signal handler and before each batch.
 
-        Our own handlers also get the signals.
+        Our own handlers get the signals.
         """
         self.replace(trainer._signal_connector, "_sigterm_notifier_fn", lambda *args: None)
         if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):  # not in Lightning 2.5.0

@@ -28,7 +28,7 @@ _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
 def positions_of(trainer: Any) -> list[LoaderPosition]:
-    """Return how far each training loader is read, in the order in which they are combined."""
+    """Return the position of each training loader, in the order in which they are combined."""
     combined = combined_loader_of(trainer.fit_loop)
     return [] if combined is None else [iterable_of(loader).position for loader in combined.flattened]
 
@@ -48,14 +48,14 @@ def shared_state(own: Mapping[str, Any]) -> dict[str, Any]:
 class Resume:
     """One resume of a Trainer's training; without a checkpoint, one that changes nothing.
 
-    The state of the loops in the checkpoint is changed to one from which Lightning continues correctly.
+    The checkpoint's loop state is changed to one from which Lightning continues correctly.
 
     Attributes:
-        restart: where training continues.
+        restart: the point where training continues.
         seed: of the orders of samples in the run that is resumed; ``None`` if the checkpoint has none.
         states: the states in which this rank's loaders start; empty until they are found.
-        done: batches of the epoch that are done, as the current number of ranks counts them.
-        has_restored_random: whether random states were restored already.
+        done: batches of the epoch that are done, counted for the current number of ranks.
+        has_restored_random: whether random states were already restored.
     """
 
     def __init__(self, strategy: Any, checkpoint: dict[str, Any] | None = None, data: ResumeData = "exact") -> None:
@@ -76,13 +76,13 @@ class Resume:
         else:
             section, restart = {}, find_restart(loops, accumulated=self._trainer.accumulate_grad_batches)
         if restart.is_within and not section:
-            rank_zero_warn(f"the checkpoint does not say which data of epoch {restart.epoch} are done; it begins again")
+            rank_zero_warn(f"the checkpoint does not record the progress in epoch {restart.epoch}; it starts again")
             data = "epoch"
         if restart.is_within and data == "epoch":
             restart, self._ranks = Restart("epoch_start", restart.epoch, has_started=True), ()
         changed = change_to(loops, restart, stopped=section.get("stopped"))
         if self._has_own_states or restart.has_started or (section and restart.at == "epoch_start"):
-            changed["state_dict"].pop("combined_loader", None)  # those of rank 0; each rank has its own
+            changed["state_dict"].pop("combined_loader", None)  # these are rank 0's; each rank has its own
         checkpoint["loops"]["fit_loop"] = changed
         self.restart = restart
 
@@ -92,7 +92,7 @@ class Resume:
 
     @property
     def _has_own_states(self) -> bool:
-        """Whether the checkpoint has the own state of each rank that saved it."""
+        """Whether the checkpoint has a separate state for each rank that saved it."""
         return bool(self._ranks) and self._ranks[0]["random"] is not None
 
     @property
@@ -102,7 +102,7 @@ class Resume:
         return self._ranks[rank] if rank < len(self._ranks) else shared_state(self._ranks[0])
 
     def restore_random_state(self) -> None:
-        """Restore this rank's random state, if it has saved one."""
+        """Restore this rank's random state, if one was saved."""
         self.has_restored_random = True
         if not self._ranks or self._own["random"] is None:
             return
@@ -113,14 +113,14 @@ class Resume:
     # Lightning's loops.
 
     def on_train_start(self) -> None:
-        """Set the random state and counters with which training continues, before it does anything."""
+        """Set the random state and counters with which training continues, before Lightning uses them."""
         if self.restart is _NO_RESTART:
             return
         if self.restart.at == "epoch_start":
             end_restart(self._trainer.fit_loop)
         if self.restart.is_within:
             self.find_data()
-            # Lightning then warns that the loaders cannot be resumed.
+            # Lightning would warn that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
         if self.restart.is_within and self.done != self.restart.done:
             self._set_counters()
@@ -129,17 +129,17 @@ class Resume:
             self.restore_random_state()
 
     def on_train_batch_start(self) -> None:
-        """Have Lightning's loops continue like any others, once the first batch of a resumed epoch was read."""
-        if self.restart.is_within:  # else the epoch's end would leave out schedulers that watch a metric
+        """Have Lightning's loops continue as usual, once the first batch of a resumed epoch was read."""
+        if self.restart.is_within:  # otherwise the epoch's end skips schedulers that monitor a metric
             end_restart(self._trainer.fit_loop)
 
     def on_validation_end(self) -> None:
-        """Have the epoch's end be like any other's, once the validation that was due has been run as a whole."""
+        """Have the epoch end as usual, once the due validation ran as a whole."""
         if self.restart.at == "validation" and not self._trainer.sanity_checking:
             end_restart(self._trainer.fit_loop)
 
     def _set_counters(self) -> None:
-        """Have the loops count from the batches that are done on this number of ranks."""
+        """Set the loops' counters to the batches that are done on this number of ranks."""
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
@@ -151,12 +151,12 @@ class Resume:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of the epoch, also where that follows from a new limit."""
+        """Whether nothing is left of the epoch, possibly because of a new limit."""
         is_cut = self.restart.at == "batch_end" and self.done >= self._trainer.num_training_batches > 0
         return self.restart.is_last or is_cut
 
     def find_data(self) -> None:
-        """Find out where each training loader continues, or refuse other data. Collective, the first time."""
+        """Find the position where each training loader continues, or raise if data differ. Collective at first."""
         if self.states:
             return
         try:
@@ -177,16 +177,16 @@ class Resume:
             position.check(state)
             if position.is_by_rank and state["at"] and not self._has_own_states:
                 rank_zero_warn(
-                    f"the checkpoint does not say where each rank was in {position.name}, as it was saved by one rank "
+                    f"the checkpoint lacks each rank's position in {position.name}; it was saved by one rank "
                     "alone or by another strategy; batches may be read twice or left out in epoch "
                     f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
 
     def _count_done(self) -> int:
-        """Count the batches that are done on this number of ranks, from an optimiser step on.
+        """Count the batches that are done on this number of ranks, up to an optimiser step.
 
-        Loops take all epochs to have equally many batches. So on another number of ranks, or with batches of another
-        size, it is the count of those that are done that differs.
+        Loops assume equally many batches in all epochs. So on another number of ranks, or with batches of another
+        size, the count of done batches differs.
         """
         whole = self._combined([batches_of(position.loader) for position in positions_of(self._trainer)])
         left = self._count_left()
@@ -198,12 +198,12 @@ class Resume:
     def _count_left(self) -> float:
         """Count the batches that are left of the whole epoch.
 
-        A loader that is read again is left out: the longest one, which ends the epoch, is read once.
+        A loader that restarts within the epoch is left out: the longest one, which ends the epoch, is read once.
         """
         pairs = zip(positions_of(self._trainer), self.states, strict=True)
         return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
 
     def _combined(self, batches: Sequence[float]) -> float:
-        """Return the number of batches of combined loaders from those of each."""
+        """Return the number of batches of combined loaders from that of each."""
         mode = mode_of(combined_loader_of(self._trainer.fit_loop))
         return min(batches) if mode == "min_size" else max(batches)

@@ -1,4 +1,4 @@
-"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them gets a signal."""
+"""Stop a Trainer on all ranks after the same step, with a checkpoint, when one of them receives a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .lightning_tree import SLURMEnvironment, TrainerStatus, pl, rank_zero_info
 from .loop_state import Stopped
 from .replaced_methods import ReplacedMethods
 
-# torchrun kills ranks 30 s after its SIGTERM; no other launcher is known to have a limit.
+# torchrun kills ranks 30 s after its SIGTERM; other launchers have no known limit.
 _UNDER_TORCHRUN = timedelta(seconds=25)
 _ELSEWHERE = timedelta(minutes=10)
 
@@ -42,14 +42,14 @@ class StopController:
     """Stops a strategy's Trainer on all ranks after a signal to any rank.
 
     Args:
-        checkpoints: those of the strategy, whose ``stop_checkpoint`` says where to save.
+        checkpoints: the strategy's checkpoints; its ``stop_checkpoint`` is the path to save to.
         deadline: time for all ranks to exit after the first signal; ``None`` for 25 s under torchrun and else 10
             minutes.
 
     Attributes:
         run: the Trainer's current run, or its last one.
-        stopped: where all ranks stop now, for the checkpoint; ``None`` where they do not.
-        resumed_from: the stop checkpoint that ``ckpt_path="last"`` stands for, if it does.
+        stopped: the stop point for the checkpoint, while all ranks stop there; else ``None``.
+        resumed_from: the stop checkpoint, if ``ckpt_path="last"`` stands for it.
     """
 
     def __init__(self, checkpoints: Checkpoints, deadline: timedelta | None) -> None:
@@ -76,7 +76,7 @@ class StopController:
         self.__init__(**state)  # type: ignore[misc]
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
-        """Take over signals for a run of this Trainer; in a foreign process group they are left to Lightning."""
+        """Handle signals for a run of this Trainer; in a foreign process group Lightning handles them."""
         context, self.stopped, self._trainer = current(), None, trainer
         self.run = current_run() or Run(is_outermost=False)
         if context is None:
@@ -85,7 +85,7 @@ class StopController:
         self._is_running, self._has_trained, self._weights = False, False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
-            return  # set up by hand, or inside a hook of another Trainer, which stops
+            return  # set up by hand, or inside a hook of another Trainer, which handles stops
         self.detach()  # from a run that was not torn down
         self._stopping = context.component(GracefulStop)
         self._stopping.begin(self.deadline, self._acknowledge)
@@ -93,7 +93,7 @@ class StopController:
 
     @property
     def _warnings(self) -> list[signal.Signals]:
-        """The signal by which schedulers announce the end of a job, unless the user handles it."""
+        """The signal with which schedulers announce the job timeout, unless the user handles it."""
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         if requeue_signal is None and has_handler(signal.SIGUSR1):
             return []
@@ -101,7 +101,7 @@ class StopController:
 
     @property
     def _slurm(self) -> SLURMEnvironment | None:
-        """The environment by which Lightning requeues jobs, if it does."""
+        """The environment with which Lightning requeues jobs, if it does."""
         environment = self._trainer.strategy.cluster_environment
         return environment if isinstance(environment, SLURMEnvironment) and environment.auto_requeue else None
 
@@ -121,7 +121,7 @@ class StopController:
         noted = self._signals.noted
         is_due = noted == signal.SIGTERM if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
         if noted is not None and is_due and not self._signals.has_passed_on:
-            os.kill(os.getpid(), noted)  # too late for any stop point: passed to the handler that is there now
+            os.kill(os.getpid(), noted)  # too late for any stop point: pass it to the current handler
 
     def _request_stop(self, signum: int) -> None:
         if self._stopping is not None and current_run() is not None:
@@ -130,8 +130,8 @@ class StopController:
     def _acknowledge(self, request: StopRequest) -> None:
         """Log the signal immediately: the current step may take long, and users would press Ctrl-C again."""
         saved = "without saving" if self._trainer.strategy.stop_checkpoint is None else "and save"
-        again = "; Ctrl-C once more ends this at once, unsaved" if request.signum == signal.SIGINT else ""
-        rank_zero_info(f"{request}: the ranks will stop after the present step {saved}{again}")
+        again = "; press Ctrl-C again to exit immediately without saving" if request.signum == signal.SIGINT else ""
+        rank_zero_info(f"{request}: the ranks will stop after the current step {saved}{again}")
 
     # Stop points.
 
@@ -140,16 +140,16 @@ class StopController:
         self._stop_if_agreed(GracefulStop.at_point, "batch")
 
     def on_training_step(self) -> None:
-        """Record that there is something to save."""
+        """Record that training has made progress to save."""
         self._has_trained, self._weights = True, None
 
     def before_validation(self) -> None:
-        """Record the weights of training, if a hook may put others into the model for a validation."""
+        """Record the training weights, if a hook may swap the model's weights for a validation."""
         if self._has_trained and self._weights is None and _may_swap(self._trainer):
             self._weights = _checksums(self._trainer.lightning_module)
 
     def _has_own_weights(self) -> bool:
-        """Whether a checkpoint would get the weights of training, by those of rank 0. Collective."""
+        """Whether a checkpoint would get the training weights, according to rank 0. Collective."""
         trainer = self._trainer
         is_own: bool = trainer.strategy.broadcast(
             self._weights is None or self._weights == _checksums(trainer.lightning_module)
@@ -164,7 +164,7 @@ class StopController:
             self._stop_if_agreed(GracefulStop.at_point)
 
     def on_start(self) -> None:
-        """Record that training or evaluation begins: barriers are not stop points from now on."""
+        """Record that training or evaluation begins: barriers are no longer stop points."""
         self._is_running = True
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
@@ -174,7 +174,7 @@ class StopController:
         self._stop_if_agreed(decide, "validation")
 
     def at_end_of_evaluation(self) -> None:
-        """Stop after an evaluation that the Trainer was called for, if the ranks agreed on it."""
+        """Stop after an evaluation outside of training, if the ranks agreed on it."""
         if self._trainer is not None and self._trainer.state.fn != "fit":
             self.at_end()
 
@@ -189,7 +189,7 @@ class StopController:
         if self._stopping is None:
             return
         if self._signals.noted is not None:
-            self._request_stop(self._signals.noted)  # in case that the listening thread was not woken
+            self._request_stop(self._signals.noted)  # in case the listening thread was not woken
         request = decide(self._stopping)
         if request is None:
             return
@@ -197,7 +197,7 @@ class StopController:
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")
-        self._trainer._signal_connector.received_sigterm = True  # the exception is the end of a stopped run
+        self._trainer._signal_connector.received_sigterm = True  # so that Lightning treats the exception as a stop
         raise StoppedException(request.signum)
 
     def _where(self) -> str:
@@ -208,19 +208,19 @@ class StopController:
     def _save(self, request: StopRequest) -> str:
         if self._slurm is not None and request.signum in self._warnings:
             self._trainer._signal_connector._slurm_sigusr_handler_fn(request.signum, None)
-            return "saved where the requeued job will find it"
+            return "saved for the requeued job"
         strategy = self._trainer.strategy
         path: str | None = strategy.broadcast(place_of(strategy.stop_checkpoint, self._trainer))
         if path is None:
-            return "nothing is saved, as was asked for"
+            return "nothing is saved (stop_checkpoint=None)"
         self._trainer.save_checkpoint(path)
         self._checkpoints.finish()
         return f"saved to {path}; resume with the same command and trainer.fit(..., ckpt_path='last'), or this path"
 
     def remove_resumed(self) -> None:
-        """Remove the stop checkpoint that ``ckpt_path="last"`` found, once that fit has reached its end.
+        """Remove the stop checkpoint that ``ckpt_path="last"`` found, once that fit reached its end.
 
-        The same command would otherwise go on from there for ever. A fit that a callback ended may yet be continued.
+        Otherwise the same command would resume from it every time. A fit that a callback stopped may be continued.
         """
         path, trainer = self.resumed_from, self._trainer
         if path is None or trainer.state.status == TrainerStatus.INTERRUPTED or trainer.should_stop:
@@ -239,12 +239,12 @@ def _may_swap(trainer: Any) -> bool:
 
 
 def _checksums(module: torch.nn.Module) -> list[int]:
-    """Return those of all parameters and buffers."""
+    """Return the version counters of all parameters and buffers."""
     return [int(checksum(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _steps_of(trainer: Any) -> int:
-    """Return the number of steps of the evaluation that begins, or 1 if it is not known."""
+    """Return the number of steps of the evaluation that begins, or 1 if unknown."""
     loop = active_loop_of(trainer)
     if trainer.training or loop is None or mode_of(combined_loader_of(loop)) != "sequential":
         return 1

@@ -1,4 +1,4 @@
-"""The strategy: a switchboard that hands each of Lightning's hooks to the collaborator that answers it."""
+"""The strategy: a switchboard that hands each of Lightning's hooks to one collaborator."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of how the ranks connect, and with an end in bounded time for every failure.
+    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits in bounded time.
 
     Args:
         init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
             :class:`~lightning_ddp_ext.Env`, :class:`~lightning_ddp_ext.Tcp` or :class:`~lightning_ddp_ext.File`.
             ``None``: the variable ``DDPX_INIT_METHOD``, else the address of Lightning's cluster environment; on one
             node the kernel chooses a port.
-        rank: this process's rank, where you start one process per rank by hand; needs ``world_size``. The rank on its
+        rank: this process's rank, if you start one process per rank by hand; needs ``world_size``. The rank on its
             host is ``LOCAL_RANK``, else ``rank`` modulo devices.
-        world_size: the number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
+        world_size: number of ranks; needs ``rank``, and must equal ``devices * num_nodes``.
         init_timeout: seconds or ``timedelta`` within which all ranks must connect.
         heartbeat_timeout: seconds or ``timedelta`` of silence after which a rank's host or network counts as dead. An
             exited process is noticed immediately.
@@ -65,21 +65,21 @@ class DDPExtStrategy(RankDevicesStrategy):
         devices_per_rank: how many of the Trainer's devices each rank has. The module puts its parts on
             ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning puts batches on the first of them.
         start_method: how further ranks are started: ``"popen"`` runs the script again, the others start functions.
-        sampler: the order of training samples, where Lightning puts a sampler into a loader: ``"torch"`` for that of
+        sampler: the order of training samples, if Lightning puts a sampler into a loader: ``"torch"`` for that of
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
-        exact_evaluation: whether validation and test count each sample exactly once, where Lightning puts a sampler
+        exact_evaluation: whether validation and test count each sample exactly once, if Lightning puts a sampler
             into a loader; stock Lightning repeats samples until all ranks have the same number.
-        uneven_inputs: the end of an epoch where the ranks have different numbers of training batches. With
+        uneven_inputs: how an epoch ends if the ranks have different numbers of training batches. With
             ``"stop_at_shortest"`` it ends after the last step for which every rank has a batch. With ``"join"`` every
             batch is trained on once: a rank without further batches repeats its last one, which does not count.
             ``None``: loaders whose lengths differ are refused.
-        resume_data: where training continues in a checkpoint's epoch: ``"exact"`` with the next batch and each rank's
-            random states, ``"epoch"`` at the epoch's start, for data that have changed, and ``"stock"`` as Lightning.
+        resume_data: where training continues in a checkpoint's epoch: ``"exact"``: with the next batch and each rank's
+            random states; ``"epoch"``: at the epoch's start, for data that changed; ``"stock"``: as Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
         rescue_checkpoint: where a survivor saves the last step after another rank died or failed, likewise, such as
-            ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a resumed run has ended well.
+            ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a resumed run finishes.
         save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -87,7 +87,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.
         accelerator: the kind of device; the Trainer sets it.
         parallel_devices: the devices of this host; the Trainer sets them.
-        cluster_environment: a plugin with ranks and address; by default the Trainer finds that of the launcher.
+        cluster_environment: a plugin with ranks and address; by default the Trainer detects the launcher's.
         checkpoint_io: writes and reads checkpoints; by default a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`.
         precision_plugin: mixed precision; the Trainer makes it from ``precision=``.
         ddp_comm_state: the state of the comm hook, such as a ``PowerSGDState``.
@@ -160,7 +160,7 @@ class DDPExtStrategy(RankDevicesStrategy):
             **ddp_kwargs,
         )
         self._rank_arguments = {"rank": rank, "world_size": world_size}
-        read_world({}, **self._rank_arguments)  # refuses arguments that contradict each other
+        read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = Rendezvous(
             init_method,
@@ -208,7 +208,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def setup_distributed(self) -> None:
         self.set_world_ranks()
         self.rendezvous.join(self, debugged_rank(getattr(self.lightning_module, "_trainer", None)))
-        super().setup_distributed()  # leaves the open group alone
+        super().setup_distributed()  # keeps the open group
 
     # Checkpoints.
 
@@ -251,7 +251,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.lightning_module is None:  # called by hand, to open the process group before a run
+        if self.lightning_module is None:  # called by the user, to open the process group before a run
             super().setup_environment()
             return
         trainer = self.current_trainer
@@ -396,11 +396,11 @@ class DDPExtStrategy(RankDevicesStrategy):
             RankAbsentError: a rank made another call that every rank must make, skipped the barrier, or did not call it
                 within ``timeout``.
         """
-        # After an exception some ranks never call it: callbacks that save a checkpoint then must not wait for them.
+        # After an exception some ranks never call it, so callbacks that save a checkpoint must not wait for them.
         if self.checkpoints.is_interrupted:
             return
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
-        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for the accelerator's earlier work
+        if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work of the accelerator
             super().barrier(name, *args, **kwargs)
         self.stops.at_barrier()
 
@@ -409,7 +409,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return obj
         is_training = self.lightning_module is not None and self.lightning_module.trainer.training
-        if not (is_training and called_by_lightning()):  # max_time and the like broadcast at every batch
+        if not (is_training and called_by_lightning()):  # options such as max_time broadcast in every batch
             report_call(f"broadcast from rank {src}")
         return super().broadcast(obj, src)
 
@@ -418,7 +418,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         if self.checkpoints.is_handling_exception:
             return decision
         report_call("a decision of all ranks (reduce_boolean_decision)")
-        # Lightning counts the ranks that agree, and an idle one does not count.
+        # Lightning counts the ranks that agree; an idle one does not count.
         return super().reduce_boolean_decision(bool(decision) != all, all=False) != all
 
     @override
@@ -435,6 +435,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
 
     def _report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches, and so their phases at other steps."""
+        """Report a step, unless the ranks have different numbers of batches, so that their phases differ in steps."""
         if self.data.uneven.are_even:
             report_step()

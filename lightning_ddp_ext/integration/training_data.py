@@ -1,8 +1,8 @@
-"""Start the iterators over training data, and save where each rank is in them.
+"""Start the iterators over training data, and save each rank's position in them.
 
-A checkpoint gets one more section, and nothing else of it is changed, so that stock ``ddp`` can also resume it.
+A checkpoint gets one more section and is otherwise unchanged, so stock ``ddp`` can also resume it.
 When it is loaded, ``resume`` changes the state of the loops before Lightning reads it. The iterators over the loaders
-start there later, when their first batch is requested.
+start at that position later, when their first batch is requested.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class TrainingData:
         self.attach()
 
     def attach(self, trainer: Any = None) -> None:
-        """Prepare for a Trainer that has not loaded anything."""
-        if trainer is None or trainer.state.fn == "fit":  # a checkpoint after a validation is of the training before
+        """Reset the state for a Trainer that loaded no checkpoint."""
+        if trainer is None or trainer.state.fn == "fit":  # else a checkpoint is of the training before
             self._seed: int | None = None
-            self._has_ended = False  # the newest epoch, at the end of training
+            self._has_ended = False  # whether the newest epoch's data ended, at the end of training
         self.resume = Resume(self._strategy)
         self._random: dict[Recorded, list[Any]] = {}  # when the last epoch, step and validation started
         self._epoch_started: Any = None  # the combined iterator of the newest epoch
         self._timed_validation = TimedValidation()
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Prepare to continue where a checkpoint was saved, and change the state of its loops for that."""
+        """Prepare to resume a checkpoint, and change its loop state for that."""
         module = self._strategy.lightning_module
         is_fitting = module is not None and module._trainer is not None and module._trainer.state.fn == "fit"
         if is_fitting and "loops" in checkpoint and self.resume_data != "stock":
@@ -61,11 +61,11 @@ class TrainingData:
         return max(epoch_of(self._strategy.current_trainer), self.resume.restart.epoch)
 
     def record_random_state(self, moment: Recorded) -> None:
-        """Record the random state at the start of an epoch, an optimiser step or a validation of training."""
+        """Record the random state at the start of an epoch, an optimiser step or a validation within training."""
         self._random[moment] = record_random_state(training_generators(self._strategy))
 
     def on_train_end(self) -> None:
-        """Remember what Lightning is about to forget: whether the data of the newest epoch have ended."""
+        """Record whether the data of the newest epoch ended, before Lightning resets its loops."""
         self._has_ended = fetcher_of(self._strategy.current_trainer.fit_loop).done
 
     # Reading.
@@ -73,7 +73,7 @@ class TrainingData:
     def start_iterator(self, loader: DistributedLoader, epoch: int) -> Iterator[Any]:
         """Start an iterator of the fit loop.
 
-        The first one of an epoch also starts those of the other loaders, so that all draw random numbers before a batch
+        The first one of an epoch also starts the other loaders' iterators: all draw random numbers before any batch
         is read.
         """
         loop = self._strategy.current_trainer.fit_loop
@@ -94,7 +94,7 @@ class TrainingData:
         if epoch > self.resume.restart.epoch:
             self.resume = Resume(self._strategy)
         resume = self.resume
-        # Without a length Lightning reads the first batch before training starts, and so before it is restored there.
+        # Without a length Lightning reads the first batch before training starts, and before it restores the state.
         if resume.restart.has_started or (resume.restart.at == "epoch_start" and not resume.has_restored_random):
             resume.restore_random_state()
         if resume.restart.is_within:
@@ -113,7 +113,7 @@ class TrainingData:
         return self._announce(batches) if is_first else batches
 
     def _announce(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Stop before a batch if the ranks have agreed to; record the random state of the last optimiser step."""
+        """Stop before a batch if the ranks agreed on it; record the random state of the last optimiser step."""
         trainer = self._strategy.current_trainer
         accumulated = trainer.accumulate_grad_batches
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -133,7 +133,7 @@ class TrainingData:
     # Saving.
 
     def save_to(self, checkpoint: dict[str, Any], what: str) -> None:
-        """Put into a checkpoint where each rank's data are, in the call ``what``. Collective, unless interrupted."""
+        """Add the data positions of all ranks to a checkpoint, in the call ``what``. Collective, unless interrupted."""
         if "loops" not in checkpoint:
             return
         trainer, checkpoints = self._strategy.current_trainer, self._strategy.checkpoints
@@ -143,7 +143,7 @@ class TrainingData:
         has_ended = self._has_ended if fetcher is None else fetcher.done
         restart = find_restart(loops, accumulated=accumulated, stopped=stopped, has_ended=has_ended)
         has_loaders = combined_loader_of(trainer.fit_loop) is not None
-        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation makes Lightning forget them
+        if not has_loaders and (restart.is_within or restart.epoch == 0):  # a validation resets them
             return
         positions = positions_of(trainer) if restart.is_within else []
         own = {
@@ -152,12 +152,12 @@ class TrainingData:
         }
         if not checkpoints.is_interrupted:
             ranks = checkpoints.to_rank_zero(own, what)
-        else:  # the other ranks do not make this call
+        else:  # the other ranks skip this call
             ranks = [own if self._strategy.world_size == 1 else shared_state(own)]
         checkpoint[KEY] = self.section(restart, stopped, ranks)
 
     def section(self, restart: Restart, stopped: Stopped | None, ranks: Any) -> dict[str, Any]:
-        """Return what is added to a checkpoint; ``ranks`` has the state of each rank."""
+        """Return the section for a checkpoint; ``ranks`` has the state of each rank."""
         return {
             "version": VERSION,
             "seed": self._seed,
@@ -167,7 +167,7 @@ class TrainingData:
         }
 
     def _random_state_of(self, restart: Restart, loops: Mapping[str, Any]) -> list[Any]:
-        """Return the random state with which training continues at a restart: a recorded one, else the current one."""
+        """Return the random state for a restart: a recorded one, else the current one."""
         moment: Recorded | None = None
         if restart.has_started:
             moment = "epoch"

@@ -1,4 +1,4 @@
-"""Train on ranks that have different numbers of batches, and warn of ranks that all read the same ones."""
+"""Train on ranks with different numbers of batches, and warn if all ranks read the same ones."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from .resume import positions_of
 
 
 class UnevenInputs(IdleSteps):
-    """The numbers of a strategy's training batches.
+    """Handles different numbers of training batches on the ranks of a strategy.
 
     With ``"join"`` a rank that has no more batches is idle: it repeats its last one, with a loss of zero, until the
-    longest rank is through. Its step takes part in every collective, and leaves no trace in gradients, in metrics and
-    in the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
-    batch that every rank has. ``None`` refuses loaders whose lengths differ.
+    longest rank is done. Its step takes part in every collective, and does not affect gradients, metrics and
+    the statistics of synchronised BatchNorm layers. With ``"stop_at_shortest"`` each iterator ends after the last
+    batch that every rank has. ``None``: raise if the loaders' lengths differ.
 
     Attributes:
-        are_even: whether all ranks have equally many, and so do everything at the same batches.
+        are_even: whether all ranks have equally many batches, and so do everything at the same ones.
     """
 
     def __init__(self, strategy: Any, mode: Mode | None) -> None:
@@ -52,7 +52,7 @@ class UnevenInputs(IdleSteps):
         return self._mode if dist.is_initialized() and self._strategy.world_size > 1 else None
 
     def agree_on_length(self, loader: DistributedLoader) -> None:
-        """Give a training loader the length at which all ranks end. Collective, if they are to end together."""
+        """Give a training loader the length at which all ranks end. Collective, unless each ends by itself."""
         self._has_new_loaders = True
         if self._joint_mode is None:
             return
@@ -60,19 +60,19 @@ class UnevenInputs(IdleSteps):
         if min(lengths) < max(lengths) == math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
-                f"{lengths}, by rank, where inf is none), or Lightning waits for ever; give it __len__ on every rank"
+                f"{lengths}, by rank; inf: no length), or Lightning waits for ever; give it __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
             loader.length = max(lengths) if self._joint_mode == "join" else min(lengths)
 
     def end_together(self, batches: Iterator[Any], position: LoaderPosition) -> Iterator[Any]:
-        """Count the batches of an iterator that has just started, and end it on all ranks together, if asked to."""
+        """Count the batches of an iterator that has just started, and end it on all ranks together, if requested."""
         self._batches.clear()
         mode = self._joint_mode
         if mode is None:
             return position.give(batches)
-        context = current()  # whose group for CPU tensors keeps an accelerator from waiting
+        context = current()  # its group for CPU tensors avoids waiting for an accelerator
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         numbers = itertools.count(position.given)
 
@@ -86,7 +86,7 @@ class UnevenInputs(IdleSteps):
         return end_together(batches, mode, group, on_item=record_item, on_last=self._end_epoch)
 
     def _end_epoch(self) -> None:
-        """Have Lightning take the next batch for the last one, where a single loader decides that."""
+        """Have Lightning treat the next batch as the last one, if there is a single loader."""
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
@@ -107,19 +107,19 @@ class UnevenInputs(IdleSteps):
         return loss * (0.0 if self.is_idle else world_size / (world_size - len(idle)))
 
     def max_over_ranks(self, number: float) -> float:
-        """Return the maximum of a number over all ranks, where ranks may be idle. Collective then."""
+        """Return the maximum of a number over all ranks, if ranks may be idle. Collective in that case."""
         return max(self._by_rank(number)) if self._joint_mode == "join" else number
 
     # When the first batch was read.
 
     def on_train_batch_start(self, trainer: Any, batch: Any) -> None:
-        """Compare numbers of batches, and the first batch, once for new loaders. Collective then."""
+        """Compare numbers of batches, and the first batch, once for new loaders. Collective in that case."""
         if not self._has_new_loaders or self._strategy.world_size == 1:
             return
         self._has_new_loaders = False
         loaders = [position.loader for position in positions_of(trainer)]
         streams = [name_of(loader) for loader in loaders if index_sampler_of(loader) is None]
-        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or was read before
+        is_own = streams and not self.is_idle  # an idle rank's batch is another rank's, or an earlier one
         found = self._by_rank((trainer.num_training_batches, _checksums(batch) if is_own else ()))
         lengths, checksums = zip(*found, strict=True)
         self.are_even = len(set(lengths)) == 1 and math.inf not in lengths
@@ -143,8 +143,8 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a sampler "
-        "or drop_last=True give all ranks equally many"
+        "some ranks would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
+        "sampler or drop_last=True give all ranks equally many"
     )
 
 
@@ -184,7 +184,7 @@ def _warn_of_same_batches(checksums: tuple[tuple[int, ...], ...], names: list[st
             continue
         rank_zero_warn(
             f"the first training batch is the same on {ranks_in_words(ranks)}: {' and '.join(names) or 'the data'} "
-            f"does not seem to be split among the ranks, so that each sample is trained on {len(ranks)} times an "
-            "epoch; in __iter__, yield only this rank's shard (torch.distributed.get_rank(), asked in the main "
+            f"does not seem to be split among the ranks, so each sample is trained on {len(ranks)} times per "
+            "epoch; in __iter__, yield only this rank's shard (call torch.distributed.get_rank() in the main "
             "process), and of it this worker's (torch.utils.data.get_worker_info())"
         )

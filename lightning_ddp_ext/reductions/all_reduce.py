@@ -19,7 +19,7 @@ def all_reduce(
 ) -> Tensor:
     """Reduce a tensor in place and return it; a mean of integers is a new tensor of floats.
 
-    Collective: every rank of the group must call it, also an idle one.
+    Collective: every rank of the group must call it, including idle ones.
 
     Args:
         tensor: this rank's values.
@@ -37,7 +37,7 @@ def all_reduce(
         tensor = tensor.to(torch.int64, copy=True)
     if dist.get_rank() in idle:
         _neutralise(tensor, op)
-    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):  # it has no AVG
+    if op == ReduceOp.AVG and (idle or is_mean_of_integers or is_gloo(tensor.device, group)):  # gloo has no AVG
         dist.all_reduce(tensor, op=ReduceOp.SUM, group=group)
         count = len(ranks) - len(idle)
         return tensor / count if is_mean_of_integers else tensor.div_(count)

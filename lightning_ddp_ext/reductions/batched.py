@@ -1,7 +1,7 @@
-"""Reduce many scalars over the ranks in one all-gather; each rank does the arithmetic by itself.
+"""Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
 
-The messages of all ranks have one length, whatever they have logged, and begin with a digest of the names. So ranks
-that have logged different values find that out, where messages of different lengths would abort a process.
+The messages of all ranks have the same length and begin with a digest of the names. So ranks
+that logged different values detect that, while messages of different lengths would abort a process.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Value:
 def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
     """Reduce values over all ranks, to results that are the same on every rank to the last bit.
 
-    Collective: every rank must call it, also one without any value.
+    Collective: every rank must call it, including ranks without any value.
 
     Args:
         values: the same on every rank, in the same order.
         device: for the messages, one that the default group can send from.
-        idle_ranks: those whose values do not count.
+        idle_ranks: ranks whose values do not count.
 
     Raises:
         DivergenceError: ranks have different values; on every rank.
@@ -72,7 +72,7 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
 
 
 def _digest(values: Sequence[Value]) -> int:
-    """Return a number that differs where values must not be reduced together."""
+    """Return a digest that differs if values must not be reduced together."""
     return zlib.crc32("\n".join(f"{value} {value.tensor.dtype}" for value in values).encode())
 
 
@@ -88,20 +88,20 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
     """Return an error that says how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
-    with suppress(RuntimeError):  # this rank raises the error also if another one has closed its group
+    with suppress(RuntimeError):  # this rank also raises the error if another one closed its group
         dist.barrier()
     usual, _ = Counter(by_rank).most_common(1)[0]
     usual_ranks = [rank for rank, names in enumerate(by_rank) if names == usual]
     deviations = {rank: _deviation(names, usual) for rank, names in enumerate(by_rank) if names != usual}
     return DivergenceError(
-        "ranks have logged different values with sync_dist=True: "
-        f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (as compared with "
+        "ranks logged different values with sync_dist=True: "
+        f"{listed(f'{ranks_in_words(who)} {deviation}' for deviation, who in grouped(deviations))} (compared with "
         f"{ranks_in_words(usual_ranks)}); every rank must log the same names in the same "
-        "order, so log them outside of what only some ranks do, or leave sync_dist out"
+        "order, so log them outside of code that only some ranks run, or leave sync_dist out"
     )
 
 
 def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
     more, less = Counter(names) - Counter(usual), Counter(usual) - Counter(names)
     parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
-    return " and ".join(parts) or f"logged in another order: {listed(names)}"
+    return " and ".join(parts) or f"logged in a different order: {listed(names)}"

@@ -1,8 +1,8 @@
 """The control channel: one TCP connection from each rank to rank 0, for messages by topic.
 
-A closed connection is a dead rank, whatever state Python, the store or a collective is in. The main thread serves the
-connections while the ranks find each other; then one daemon thread does, and what it calls must not wait for anything
-that the thread itself brings.
+A closed connection means a dead rank, in any state of Python, the store or a collective. The main thread serves the
+connections while the ranks connect, and later a daemon thread does. Its callbacks must not wait for messages that
+the thread itself delivers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, SILENT, Connection, Message, encode, keep_alive
 
 Listener = Callable[[Message], None]
-# Called with topic and body of what a connection says that belongs to no rank yet.
+# Called with topic and body of a message from a connection without a rank.
 Admit = Callable[[Connection, str, Message], None]
 OnClosed = Callable[[int, str], None]
 
@@ -35,10 +35,10 @@ _LEAVING = "leaving"
 
 
 class Channel:
-    """The connections of this process; rank 0 has one to every other rank, and each of those has one to rank 0.
+    """The connections of this process: rank 0 has one to every other rank, and each of those has one to rank 0.
 
     Attributes:
-        ended: the ranks whose connections have ended, and why; the reason is empty if the rank has left.
+        ended: the ranks whose connections closed, with the reasons; the reason is empty if the rank left in order.
     """
 
     def __init__(self, heartbeat: float) -> None:
@@ -56,14 +56,14 @@ class Channel:
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)  # a full pipe wakes the reader, too
+        self._wake_writer.setblocking(False)  # a full pipe also wakes the reader
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._on_wake)
         _open_channels.add(self)
 
-    # While the ranks find each other.
+    # While the ranks connect.
 
     def connect(self, rank: int, connected: socket.socket) -> None:
-        """Serve a connection to a rank, in the place of an earlier one."""
+        """Serve a connection to a rank, in place of an earlier one."""
         if rank in self._peers:
             self._close(self._peers[rank])
         keep_alive(connected, self._heartbeat)
@@ -72,33 +72,33 @@ class Channel:
         self._watch(connection)
 
     def accept(self, listener: socket.socket, admit: Admit) -> None:
-        """Serve whoever connects to ``listener``; ``admit`` gets what a connection says until it is adopted."""
+        """Accept connections on ``listener``; ``admit`` gets the messages of a connection until it is adopted."""
         listener.setblocking(False)
         self._listener, self._admit = listener, admit
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def adopt(self, rank: int, connection: Connection) -> None:
-        """From now on a connection is that of a rank."""
+        """Assign a connection to a rank."""
         connection.rank = rank
         with self._lock:
             self.ended.pop(rank, None)
             self._peers[rank] = connection
 
     def poll(self, seconds: float | None = None) -> None:
-        """Serve what comes within ``seconds``, until something has come."""
+        """Serve the events of one poll, which waits up to ``seconds`` for the first."""
         for key, events in self._selector.select(seconds):
-            if self._selector.get_map().get(key.fd) is not key:  # closed by an event of the same round
+            if self._selector.get_map().get(key.fd) is not key:  # closed by an event of the same poll
                 continue
             try:
                 key.data(events)
             except Exception:
-                _logger.exception("the control channel goes on after an error")
+                _logger.exception("the control channel continues after an error")
 
     def start(self, on_closed: OnClosed) -> None:
-        """Have a thread serve the connections from now on, if there are any.
+        """Start a thread that serves the connections, if there are any.
 
         Args:
-            on_closed: called with each rank whose connection ends or has ended, and why, as in ``ended``.
+            on_closed: called with each rank whose connection closes or was closed, and the reason, as in ``ended``.
         """
         self._on_closed = on_closed
         for rank, reason in self.ended.items():
@@ -110,9 +110,9 @@ class Channel:
     # For any thread.
 
     def send(self, topic: str, body: Message, ranks: Collection[int] | None = None) -> None:
-        """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits, never raises."""
+        """Send a message to rank 0, or from rank 0 to ``ranks``, by default all others. Never waits or raises."""
         line = encode(topic, body)
-        if len(line) > MAX_MESSAGE:  # the receiver would end the connection
+        if len(line) > MAX_MESSAGE:  # the receiver would close the connection
             _logger.error("a message on %r is not sent, as it has %d bytes; at most %d", topic, len(line), MAX_MESSAGE)
             return
         with self._lock:  # all ranks get messages in one order
@@ -129,7 +129,7 @@ class Channel:
         self._watch(connection)
 
     def listen(self, topic: str, listener: Listener) -> None:
-        """Pass messages of a topic to ``listener`` on the thread that serves; those that came before come now."""
+        """Pass messages of a topic to ``listener`` on the serving thread; earlier ones are passed immediately."""
         while True:
             with self._lock:
                 waiting = self._unclaimed.pop(topic, [])
@@ -141,11 +141,11 @@ class Channel:
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is a listener, or something else that must not wait for messages."""
+        """Whether the caller is a listener, or other code that must not wait for messages."""
         return threading.current_thread() is self._thread
 
     def close(self, *, in_order: bool = True) -> None:
-        """End all connections, once everything is sent; unless ``in_order``, that counts as this rank's death."""
+        """Close all connections after sending all messages; unless ``in_order``, this rank then counts as dead."""
         if self._is_closing:
             return
         if in_order:
@@ -160,7 +160,7 @@ class Channel:
         self._listeners.clear()
 
     def close_sockets(self) -> None:
-        """Close all sockets; in a forked child its copies of them, so that the death of its parent is noticed."""
+        """Close all sockets; in a forked child, close its copies, so that its parent's death is noticed."""
         self._wake_writer.close()
         if self._listener is not None:
             self._listener.close()
@@ -188,10 +188,10 @@ class Channel:
             self._watch(connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Serve a connection whenever something has come, or when it takes more of what is left to be sent."""
+        """Serve a connection that has received messages, or can send more."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         serve = partial(self._serve_connection, connection)
-        with suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # it is closed
             try:
                 self._selector.modify(connection.socket, events, serve)
             except KeyError:
@@ -225,7 +225,7 @@ class Channel:
         try:
             listener(body)
         except Exception:
-            _logger.exception("the control channel goes on after an error in a listener for %r", topic)
+            _logger.exception("the control channel continues after an error in a listener for %r", topic)
 
     def _end(self, connection: Connection) -> None:
         rank, reason = connection.rank, connection.close_reason
@@ -259,7 +259,7 @@ class Channel:
         self._watch(Connection(connected))
 
     def _finish(self) -> None:
-        """Wait until the others close, too: where messages are left unread, closing drops what was not delivered."""
+        """Wait until the others also close: closing with unread messages would drop undelivered ones."""
         deadline = Deadline(_FLUSH_WITHIN)
         connections = list(self._peers.values())
         for connection in connections:

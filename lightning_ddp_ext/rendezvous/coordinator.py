@@ -1,4 +1,4 @@
-"""Rank 0's part in the handshake: it waits for every rank, and welcomes or refuses all of them together."""
+"""Run rank 0's part of the handshake: wait for every rank, and welcome or refuse all of them together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lightning_ddp_ext.rendezvous.wire import MAX_MESSAGE, Connection, Message, 
 
 _logger = rank_logger(__name__, ranks=0)
 
-_POLL = 0.25  # seconds between two looks at what may end the wait without a message
+_POLL = 0.25  # seconds between two checks for conditions that end the wait without a message
 
 
 class Coordinator:
     """Waits for all ranks, and replies to late ones.
 
     Raises:
-        RendezvousError: it cannot listen, or another process is rank 0.
+        RendezvousError: this process cannot listen, or another process is rank 0.
     """
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
@@ -54,7 +54,7 @@ class Coordinator:
 
         Raises:
             MissingRanksError: some did not connect in time.
-            RendezvousError: two processes are one rank, settings or versions differ, or a rank ended or gave up.
+            RendezvousError: two processes are one rank, settings or versions differ, or a rank exited or gave up.
         """
         withdraw = partial(self._endpoint.withdraw, self._address)
         try:
@@ -69,12 +69,12 @@ class Coordinator:
                 self._stay()
             withdraw()
             raise
-        if self._endpoint.is_local:  # none can be late, and what is removed now is not left by a kill
+        if self._endpoint.is_local:  # no rank can be late, and a later kill cannot leave the address behind
             withdraw()
         return Connections(self._channel, self._table, self._store, self._store_sockets, self._route, withdraw)
 
     def _look_around(self) -> None:
-        """See what ends the wait without a message."""
+        """Check the conditions that end the wait without a message."""
         for rank, reason in self._channel.ended.items():
             ended = f"ended before all ranks had connected ({reason or 'it left'}); look at its output"
             self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
@@ -102,7 +102,7 @@ class Coordinator:
             raise
 
     def _check_rank_zero_at(self, address: Address) -> None:
-        """Raise what the rank 0 at this address says to a second one; return if no rank 0 answers there."""
+        """Raise the refusal of a rank 0 at this address; return if no rank 0 answers there."""
         line = encode("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         seconds = min(self._timeouts.connect, max(0.1, self._deadline.remaining))
         for host in address.candidates(self._hello.info.network):
@@ -115,10 +115,10 @@ class Coordinator:
             if said is not None and "refused" in said[1]:
                 raise error_in(said[1]["refused"])
 
-    # What others say, also once the start is over.
+    # Messages of other ranks, also after the start.
 
     def _admit(self, connection: Connection, topic: str, body: Message) -> None:
-        with suppress(KeyError, TypeError, ValueError):  # it is no rank, and may stay connected
+        with suppress(KeyError, TypeError, ValueError):  # not a rank; it may stay connected
             if topic == "hello" and body["nonce"] != self._address.nonce:
                 self._channel.reply(connection, "handshake", {"stranger": True})
             elif topic == "hello":
@@ -127,7 +127,7 @@ class Coordinator:
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
         if info in self._table:
-            # This process is a rank already, and wants to begin anew before rank 0 does.
+            # This process is already a rank, and starts anew before rank 0 does.
             self._channel.reply(connection, "handshake", {"stranger": True})
             return
         error = self._objection_to(hello)
@@ -168,16 +168,16 @@ class Coordinator:
         elif "gave_up" in body:
             self._refuse(RendezvousError(str(body["gave_up"])))
 
-    # The end of the wait.
+    # End of the wait.
 
     def _refuse(self, error: RendezvousError) -> None:
-        """End the start for all, unless its end is known already."""
+        """End the start for all ranks, unless its result is already known."""
         if not self._table and self._error is None:
             self._error = error
             self._channel.send("handshake", refusal_of(error))
 
     def _stay(self) -> None:
-        """Stay for a while, so that ranks that come late hear why the start failed."""
+        """Keep listening for a while, to tell late ranks why the start failed."""
         late = set(range(1, self._hello.world_size)) - self._present.keys()
         deadline = Deadline(self._timeouts.after_refusal)
         while not deadline.expired and not late <= self._refused:
@@ -185,7 +185,7 @@ class Coordinator:
 
     def _refuse_missing(self) -> None:
         missing = [rank for rank in range(self._hello.world_size) if rank not in self._present]
-        if missing:  # else the last one connected in this moment
+        if missing:  # otherwise the last one has just connected
             present = listed(self._present[rank] for rank in sorted(self._present))
             sentence = (
                 f"{ranks_in_words(missing)} of {self._hello.world_size} did not connect to {self._hello.init_method} "
@@ -197,9 +197,9 @@ class Coordinator:
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:
-    """Allow 512 files, and 16 for each rank: for the channel, the store and the groups.
+    """Raise the limit to 512 open files and 16 for each rank: for the channel, the store and the groups.
 
-    Not all that the kernel allows: in containers that is 2 ** 30, and programs may close each possible descriptor.
+    The kernel's maximum is too high: in containers it is 2 ** 30, and programs may close each possible descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 512 + 16 * ranks
@@ -218,6 +218,6 @@ def _duplicate(one: RankInfo, other: RankInfo) -> RendezvousError:
 
 def _too_late(hello: Hello, table: tuple[RankInfo, ...]) -> RendezvousError:
     return RendezvousError(
-        f"a run of {len(table)} ranks is going on at {hello.init_method} with {table[0]}, and {hello.info} of "
-        f"{hello.world_size} is late; end that run, or choose another init_method for this one"
+        f"another run of {len(table)} ranks is active at {hello.init_method} with {table[0]}, and {hello.info} of "
+        f"{hello.world_size} is late; stop that run, or choose another init_method for this one"
     )

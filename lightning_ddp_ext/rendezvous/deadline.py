@@ -1,4 +1,4 @@
-"""How much time is left: one moment that a whole start-up shares."""
+"""Share one deadline among all parts of a start-up."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds that are left, never negative."""
+        """The remaining seconds, never negative."""
         return max(0.0, self._moment - time.monotonic())
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
+        """Whether the deadline has passed."""
         return self.remaining == 0.0
 
     def as_timedelta(self) -> timedelta:
-        """What is left, at least a second, as stores and groups count in whole seconds."""
+        """The remaining time, at least a second, since stores and groups count in whole seconds."""
         return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:
-        """Yield until the deadline; the pauses grow, and are jittered, so that ranks do not ask in step."""
+        """Yield until the deadline, with growing pauses and jitter, so that ranks do not retry in lockstep."""
         pause = _FIRST_PAUSE
         while not self.expired:
             yield
@@ -48,14 +48,14 @@ class Deadline:
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
     def bound(self, work: Callable[[], T], *, check: Callable[[], None] = lambda: None) -> T:
-        """Call ``work`` in a thread and return its result: calls into C++ keep a timeout roughly, or have none.
+        """Call ``work`` in a thread and return its result: calls into C++ are imprecise with timeouts, or have none.
 
         Args:
-            work: what to call.
-            check: called again and again meanwhile; it may raise why there is nothing to wait for.
+            work: the function to call.
+            check: called repeatedly meanwhile; it may raise if waiting is pointless.
 
         Raises:
-            TimeoutError: it is still running then; its thread is left to itself.
+            TimeoutError: it is still running at the deadline; its thread is abandoned.
         """
         outcome: Future[T] = Future()
 

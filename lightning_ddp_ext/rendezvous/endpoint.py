@@ -1,4 +1,4 @@
-"""Where rank 0's control listener is.
+"""Find rank 0's control listener.
 
 ===================  ==================================================================================================
 ``TcpEndpoint``      at a known host and port, on which rank 0 listens
@@ -6,7 +6,7 @@
 ``StoreEndpoint``    the same with a key of a store that a launcher hosts, such as torchrun's agent
 ===================  ==================================================================================================
 
-What an earlier run has left in a file is harmless: each address carries a nonce, and an answer counts only with it.
+An address that an earlier run left in a file is harmless: each address carries a nonce, which the answer must repeat.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _LONGEST_ADDRESS = 1 << 16
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens: on ``port`` at any of ``hosts``.
+    """The address of rank 0's listener: ``port`` at any of ``hosts``.
 
-    If it was published, with a nonce, and with the network, the host's name and the process id of who did that.
+    A published one also has a nonce, and network, host name and process id of its publisher.
     """
 
     hosts: tuple[str, ...]
@@ -55,35 +55,35 @@ class Address:
 
 
 class Endpoint:
-    """How ranks find rank 0: it listens on a port that the kernel chooses, and publishes its address."""
+    """Base of the ways to find rank 0: it listens on a port that the kernel chooses, and publishes its address."""
 
     is_local = False
     """Whether all ranks are on this host, so that rank 0 may listen on loopback only."""
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """On rank 0: a listening socket and its address. Raises ``RendezvousError``."""
+        """On rank 0: return a listening socket and its address, or raise ``RendezvousError``."""
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
         port, nonce = listener.getsockname()[1], secrets.token_hex(16)
         return listener, Address(hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid())
 
     def publish(self, address: Address) -> None:
-        """On rank 0: let the others find the address."""
+        """On rank 0: publish the address."""
 
     def look_up(self, deadline: Deadline) -> Address | None:
-        """Where rank 0 listens, as far as is known now."""
+        """Return rank 0's address; ``None`` while it is unknown."""
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:
-        """On rank 0: remove what was published, unless it is another process's."""
+        """On rank 0: remove the published address, unless it is another process's."""
 
     def obstacle(self) -> RendezvousError | None:
-        """Why other ranks cannot find rank 0, as far as this host can tell."""
+        """Return the reason why other ranks cannot find rank 0, if this host can detect one."""
 
 
 @dataclass(frozen=True)
 class TcpEndpoint(Endpoint):
-    """Rank 0 listens at ``where``, which every rank knows; on loopback alone only if ``is_local``."""
+    """Rank 0 listens at ``where``, which every rank has; on loopback alone only if ``is_local``."""
 
     where: Tcp
     is_local: bool = True
@@ -91,7 +91,7 @@ class TcpEndpoint(Endpoint):
     @override
     def listen(self) -> tuple[socket.socket, Address]:
         try:
-            # Some operators give rank 0 a loopback address, and the ranks of other nodes the one of its host.
+            # Some operators give rank 0 a loopback address, and ranks on other nodes the address of its host.
             listener = listen(self.where.host if self.is_local else "", self.where.port)
         except OSError as error:
             raise RendezvousError(
@@ -101,7 +101,7 @@ class TcpEndpoint(Endpoint):
             ) from None
         obstacle = self.obstacle()
         if obstacle is not None:
-            _logger.warning("%s (rank 0 waits, as the name may become known within init_timeout)", obstacle)
+            _logger.warning("%s (rank 0 waits, since the name may become resolvable within init_timeout)", obstacle)
         return listener, self.look_up(Deadline(0.0))
 
     @override
@@ -139,7 +139,7 @@ class FileEndpoint(Endpoint):
         address = _address_in(content)
         if content and address is None:
             raise RendezvousError(
-                f"init_method 'file://{self.path}': the file holds something else than the address of a rank 0 (it "
+                f"init_method 'file://{self.path}': the file does not hold the address of a rank 0 (it "
                 f"begins with {content[:13]!r}); name a file that does not exist yet"
             )
         return address
@@ -152,10 +152,10 @@ class FileEndpoint(Endpoint):
 
     @override
     def publish(self, address: Address) -> None:
-        """Write the whole file or nothing, so that nobody reads half an address; for this user's eyes only.
+        """Write the file atomically, readable by this user only.
 
         Raises:
-            RendezvousError: the disk is full, say, or the directory is gone.
+            RendezvousError: the disk is full, for example, or the directory is missing.
         """
         temporary = f"{self.path}.{secrets.token_hex(4)}"
         try:
@@ -175,7 +175,7 @@ class FileEndpoint(Endpoint):
 
 @dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` that no other run of it uses."""
+    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` that no other run uses."""
 
     where: Tcp
     key: str
@@ -201,7 +201,7 @@ def _text_of(address: Address) -> str:
 
 
 def _address_in(content: bytes) -> Address | None:
-    """The address that somebody has published; ``None`` if it is something else."""
+    """Parse a published address; ``None`` if it is malformed."""
     try:
         values = json.loads(content)["lightning_ddp_ext"]
         return Address(**{**values, "hosts": tuple(values["hosts"])})

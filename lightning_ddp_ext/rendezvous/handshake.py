@@ -1,4 +1,4 @@
-"""The part of every rank but rank 0 in the handshake: find rank 0, say who this is, wait for the answer."""
+"""Run the part of every rank but rank 0 in the handshake: find rank 0, send a hello, wait for the reply."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """What the handshake brings, open as long as the process is a rank.
+    """The results of the handshake, open as long as the process is a rank.
 
     Attributes:
         channel: to rank 0, or on rank 0 to all others.
         table: all ranks in their order.
         store: rank 0's.
         store_sockets: those of the store.
-        route: the address of this host that ranks of other hosts can reach; empty if there are none.
-        withdraw: on rank 0, removes what was published.
+        route: the address of this host that ranks of other hosts can reach; empty without other hosts.
+        withdraw: on rank 0, removes the published address.
     """
 
     channel: Channel
@@ -57,10 +57,10 @@ class Handshake:
         self._host = self._where = self._own_address = ""
 
     def run(self) -> Connections:
-        """Wait until all ranks have connected.
+        """Wait until all ranks are connected.
 
         Raises:
-            RendezvousError: there is no rank 0, or rank 0 has refused the start.
+            RendezvousError: rank 0 was not found, or refused the start.
         """
         self._channel.listen("handshake", self._answers.update)
         try:
@@ -97,7 +97,7 @@ class Handshake:
         try:
             connected = self._connect(host, address.port)
         except OSError as error:
-            # Also a name that is not known yet: a cluster's name service may learn it only when that host is up.
+            # A cluster's name service may only resolve the name once that host is up.
             self._obstacle = error
             return False
         self._where = f"{host}:{address.port}"
@@ -105,7 +105,7 @@ class Handshake:
         self._answers.clear()
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
-        # Rank 0 may be busy, so only the end of the connection or of the start, or another address, ends this wait.
+        # Rank 0 may be busy, so only a closed connection, the deadline, or another address ends this wait.
         while not self._wait_for("heard", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
@@ -126,7 +126,7 @@ class Handshake:
             return "another program answers there"
         if closed == MALFORMED:
             raise RendezvousError(
-                f"what listens at {self._where} is not rank 0: it is another program; choose a port that no other "
+                f"another program, not rank 0, listens at {self._where}; choose a port that no other "
                 "program uses, or give the address of rank 0's host"
             )
         if "stranger" in self._answers:
@@ -146,27 +146,27 @@ class Handshake:
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
-            found = f"{found}; pid {self._published.pid} on host {self._published.host} has published its address there"
+            found = f"{found}; pid {self._published.pid} on host {self._published.host} published its address there"
         return RendezvousError(
             f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
-            f"check that rank 0 is started, {remedy}, and that no firewall is between"
+            f"check that rank 0 is started, {remedy}, and that no firewall blocks the way"
         )
 
-    # Waiting for the others.
+    # Wait for the other ranks.
 
     def _open_store(self) -> TCPStore:
-        """Open the store as soon as rank 0 has answered: it does not bear hundreds of ranks at once."""
+        """Open the store as soon as rank 0 replied: the store cannot accept hundreds of ranks simultaneously."""
         port, hosts = self._answers["heard"]
         try:
             if self._host != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)
             return connect_store(self._host, port, self._deadline, self._check)
         except RendezvousError:
-            self._await_welcome()  # raises what is known better: a refusal, or the silence of rank 0
+            self._await_welcome()  # raises a better error: a refusal, or the silence of rank 0
             raise
 
     def _find_store(self, hosts: list[str], port: int) -> None:
-        """Find rank 0's host behind a service or a tunnel, which may forward no other port than that of rank 0."""
+        """Find rank 0's host behind a service or a tunnel, which may forward only rank 0's port."""
         for _ in self._deadline.ticks():
             self._check()
             for host in hosts:
@@ -175,7 +175,7 @@ class Handshake:
                     return
         raise RendezvousError(
             f"{self._hello.info} reached rank 0 at {self._where}, but not its store at port {port} of {listed(hosts)}; "
-            "let all hosts reach each other at every port, as collectives also need that"
+            "let all hosts reach each other at every port, which collectives also need"
         )
 
     def _check(self) -> None:
@@ -188,7 +188,7 @@ class Handshake:
             self._wait_for("welcome", self._timeouts.answer)
         if "welcome" not in self._answers:
             self._raise_if_over()
-            raise self._lost("has not answered")
+            raise self._lost("did not reply")
         return table_of(self._answers["welcome"])
 
     def _raise_if_over(self) -> None:
@@ -198,15 +198,15 @@ class Handshake:
             reason = self._channel.ended[0] or "it left"
             raise event_of("died", table_of(self._answers["welcome"])[0], reason).to_error()
         if 0 in self._channel.ended:
-            raise self._lost("has gone away")
+            raise self._lost("closed the connection")
 
     def _lost(self, what: str) -> RendezvousError:
         return RendezvousError(
-            f"rank 0 at {self._where} {what} after it had accepted {self._hello.info}; look at its output"
+            f"rank 0 at {self._where} {what} after it accepted {self._hello.info}; look at its output"
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Whether this answer, a refusal, or the end of the connection has come within so many seconds."""
+        """Whether this answer, a refusal, or the end of the connection arrives within ``seconds``."""
         ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
         while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
             if deadline.expired:
@@ -215,23 +215,23 @@ class Handshake:
         return True
 
 
-# What rank 0 and the others tell each other of an error.
+# Errors in messages between rank 0 and the others.
 
 
 def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
-    """What the others are told of a rank that raises ``error`` while they wait for it."""
+    """Return the error for ranks that wait for a rank that raises ``error``."""
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")
 
 
 def refusal_of(error: RendezvousError) -> Message:
-    """The message that ends the start for a rank."""
+    """Return the message that ends the start for a rank."""
     return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 
 def error_in(refused: list[Any]) -> RendezvousError:
-    """The error in such a message."""
+    """Return the error in such a message."""
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:
         return MissingRanksError(sentence, tuple(missing))

@@ -1,4 +1,4 @@
-"""Init methods: how the ranks find each other, as URLs and as values.
+"""Parse init methods, the ways in which the ranks find each other: URLs and values.
 
 ======================================  ===============================================================================
 URL                                     value
@@ -46,7 +46,7 @@ class Tcp:
     """Rank 0 listens at ``host:port``. An IPv6 address has no brackets here.
 
     Raises:
-        ConfigurationError: an empty or malformed host, or a port that is no integer in 1..65535.
+        ConfigurationError: an empty or malformed host, or a port that is not an integer in 1..65535.
 
     >>> str(Tcp("::1", 29500))
     'tcp://[::1]:29500'
@@ -88,14 +88,14 @@ class File:
 
     @property
     def is_directory(self) -> bool:
-        """Whether a run id is to name a file in this directory."""
+        """Whether this is a directory, in which the run id names a file."""
         return self.path.endswith("/") or os.path.isdir(self.path)
 
     def file_for(self, run_id: str | None) -> str:
-        """Return the path of the file itself, which ``run_id`` names where this is a directory.
+        """Return the path of the file; in a directory ``run_id`` names it.
 
         Raises:
-            ConfigurationError: this is a directory, and there is no run id.
+            ConfigurationError: this is a directory, and ``run_id`` is ``None``.
 
         >>> File("/shared/runs/").file_for("slurm-77-0-0")
         '/shared/runs/ddpx-slurm-77-0-0.store'
@@ -114,7 +114,7 @@ InitMethod: TypeAlias = Env | Tcp | File
 
 
 def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> InitMethod | None:
-    """What the argument or ``DDPX_INIT_METHOD`` says; ``None`` where neither does.
+    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` without both.
 
     Raises:
         ConfigurationError: one of them is malformed, or they differ.
@@ -132,10 +132,10 @@ def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> Ini
 
 
 def parse(value: str | InitMethod | None, *, field: str = "init_method") -> InitMethod | None:
-    """The init method that a URL stands for; ``None`` and init methods are returned as they are.
+    """Return the init method of a URL; ``None`` and init methods are returned as they are.
 
     Raises:
-        ConfigurationError: ``value`` is none of these; the message calls it ``field``.
+        ConfigurationError: ``value`` is not one of these; the message calls it ``field``.
 
     >>> parse("file:///shared/run42")
     File(path='/shared/run42')
@@ -166,11 +166,11 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
 
 
 def check_file(method: File, *, num_nodes: int) -> None:
-    """Refuse a file that cannot be made, or not be seen by all nodes; to be called before it is opened.
+    """Raise if the file cannot be created, or is not visible to all nodes; call it before opening the file.
 
     Raises:
-        ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or what
-            is in the file's place is no plain file, or not ours to write.
+        ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or
+            the path is not a plain file that this user can write.
     """
     path = method.path
     directory = path if method.is_directory else os.path.dirname(path)
@@ -181,11 +181,11 @@ def check_file(method: File, *, num_nodes: int) -> None:
             f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
             f" make it (mkdir -p {directory}), allow it (chmod u+wx {directory}), or write another path"
         )
-    is_there = os.path.exists(path)  # asked first: rank 0 may publish its address there meanwhile
+    is_there = os.path.exists(path)  # checked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable and not method.is_directory:
         raise ConfigurationError(
-            f"init_method '{method}' needs a plain file that this user can read and write, or none (got {path!r});"
+            f"init_method '{method}' needs a new file, or a plain one that this user can read and write (got {path!r});"
             " remove it, or write another path"
         )
 

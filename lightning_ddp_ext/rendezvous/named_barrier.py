@@ -1,12 +1,12 @@
-"""Ranks wait for each other where all must make the same call; a rank that does not make it is named.
+"""Have ranks wait for each other in calls that all must make, and name a rank that does not make one.
 
-No collective is involved: each rank reports the beginning of a call to rank 0 over the channel, and rank 0 opens the
-barrier for all when the last one has reported. So a rank that is elsewhere, even in another collective, is named, and
-no data are mixed up.
+No collective is used: each rank reports the start of a call to rank 0 over the channel, and rank 0 opens the
+barrier for all when the last rank has reported. So a rank that is elsewhere, even in another collective, is named, and
+data do not get mixed up.
 
-Each call has an ordinal, and carries the number of steps that its rank has begun before. In a correct program all ranks
+Each call has an ordinal, and the number of steps that its rank has started before. In a correct program all ranks
 make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name
-will never make this one, and neither will a rank that has begun more steps and has made fewer calls.
+will never make this one, and neither will a rank that has started more steps and made fewer calls.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MAKE_IT = (
     "call it on every rank, not for one rank alone; if ranks have different numbers of batches, pass "
     "DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest'"
 )
-_BE_THERE = "see what it does meanwhile (HangWatchdog prints that), or give the strategy a longer timeout"
+_BE_THERE = "find its current activity with HangWatchdog, or give the strategy a longer timeout"
 
 
 @dataclass(frozen=True)
 class Call:
-    """The beginning of a call on one rank.
+    """The start of a call on one rank.
 
     Attributes:
-        rank: that makes it.
+        rank: the rank that makes it.
         number: its ordinal on that rank, from 1 on.
-        steps: that the rank has begun before.
-        name: what must be the same on all ranks.
+        steps: the number of steps that the rank has started before.
+        name: the name that must be the same on all ranks.
         what: the call as a message shows it.
         where: file and line in the user's code, if known.
     """
@@ -60,7 +60,7 @@ class NamedBarriers:
 
     Args:
         peers: the other ranks.
-        timeout: returns how long a rank waits for the others in a collective.
+        timeout: returns the collective timeout.
     """
 
     def __init__(self, peers: PeerFailure, timeout: Callable[[], timedelta]) -> None:
@@ -74,7 +74,7 @@ class NamedBarriers:
         )
 
     def forget(self) -> None:
-        """Count calls and steps anew. On all ranks, while none of them makes any."""
+        """Reset the counts of calls and steps. On all ranks, while none of them makes a call."""
         self._steps = self._made = self._open = 0
         self._waiting.clear()
 
@@ -98,12 +98,12 @@ class NamedBarriers:
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
     def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
-        """Report that this rank begins a call that every rank must make. It need not wait, if the call itself does.
+        """Report that this rank starts a call that every rank must make. No wait is needed if the call itself waits.
 
         Args:
             what: the call, as a message shows it.
             where: file and line in the user's code, if known.
-            name: what must be the same on every rank; ``what``, if left out.
+            name: the name that must be the same on every rank; by default ``what``.
         """
         what, where, name = what[:_LONGEST_TEXT], where[:_LONGEST_TEXT], (name or what)[:_LONGEST_TEXT]
         with self._peers.arrived:
@@ -121,19 +121,19 @@ class NamedBarriers:
         check: Callable[[], None] = lambda: None,
         is_patient: bool = False,
     ) -> None:
-        """:meth:`begin` a call and :meth:`wait`. Collective."""
+        """Report a call with :meth:`begin` and :meth:`wait` for it. Collective."""
         self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
 
     def wait(self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False) -> None:
-        """Wait until every rank has begun this call. Collective.
+        """Wait until every rank has started this call. Collective.
 
         Args:
-            call: what :meth:`begin` returned.
-            check: called whenever the timeout of a collective has passed; it may raise what is known better.
-            is_patient: whether to wait on after that; if not, a rank that has not begun the call by then is absent.
+            call: the result of :meth:`begin`.
+            check: called after each collective timeout; it may raise a better error.
+            is_patient: whether to continue waiting after that; if not, a rank that has not started the call is absent.
 
         Raises:
-            RankAbsentError: a rank has gone on without this call, begun another one, or not begun it in time.
+            RankAbsentError: a rank skipped this call, started another one, or did not start it in time.
             RankFailedError: one of its kinds; a rank failed, died or left.
         """
         while not self._is_open(call, self._timeout().total_seconds()):
@@ -142,14 +142,14 @@ class NamedBarriers:
                 self._give_up(call)
 
     def _give_up(self, call: Call) -> None:
-        """Have rank 0 name the absent ranks; it is the absent one if it does not answer."""
+        """Have rank 0 name the absent ranks; if rank 0 does not answer, it is the absent one."""
         replies = self._remote.call([0], "overdue", asdict(call))
         self._peers.wait_for(lambda: bool(replies), self._peers.timeouts.answer)
         if not self._is_open(call, 0.0):
-            raise self._report_absence(call, [0], "has not answered", _BE_THERE).to_error()
+            raise self._report_absence(call, [0], "did not answer", _BE_THERE).to_error()
 
     def _is_open(self, call: Call, seconds: float) -> bool:
-        """Whether all ranks begin the call within ``seconds``; raises if one of them cannot."""
+        """Whether all ranks start the call within ``seconds``; raises if one of them cannot."""
         if self._peers.wait_for(lambda: self._open >= call.number, seconds):
             return True
         event = self._peers.cause_or_departure
@@ -160,7 +160,7 @@ class NamedBarriers:
     # Called by other ranks.
 
     def _record(self, values: dict[str, Any]) -> None:
-        """Record a call; on rank 0 open the barrier for all after the last rank's, or name the odd one."""
+        """Record a call; on rank 0 open the barrier for all after the last rank's call, or name a rank that differs."""
         call = Call(**values)
         calls = self._waiting.setdefault(call.number, [])
         calls.append(call)
@@ -177,16 +177,16 @@ class NamedBarriers:
         self._waiting.pop(number, None)
 
     def _report_overdue(self, values: dict[str, Any]) -> bool:
-        """On rank 0: name the ranks that have not begun a call."""
+        """On rank 0: name the ranks that have not started a call."""
         call = Call(**values)
         began = {each.rank for each in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._everyone if rank not in began]
         if absent and self._open < call.number:
-            self._report_absence(call, absent, "has not come in time", _BE_THERE)
+            self._report_absence(call, absent, "did not call it in time", _BE_THERE)
         return True
 
     def _report_absence(
-        self, call: Call, absent: list[int], finding: str = "has gone on without it", remedy: str = _MAKE_IT
+        self, call: Call, absent: list[int], finding: str = "continued without it", remedy: str = _MAKE_IT
     ) -> PeerEvent:
         infos = [self._peers.table[rank] for rank in absent]
         sentence = f"rank {call.rank} began {call}, and {listed(infos)} did not: it {finding}; {remedy}"

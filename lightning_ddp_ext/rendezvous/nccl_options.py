@@ -20,7 +20,7 @@ class NCCLOptions:
     open. With another backend they have no effect.
 
     Raises:
-        ConfigurationError: a value has the wrong type, or NCCL does not take it.
+        ConfigurationError: a value has the wrong type, or NCCL does not accept it.
 
     Example::
 
@@ -28,7 +28,7 @@ class NCCLOptions:
     """
 
     debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """What NCCL prints."""
+    """The log level of NCCL."""
     p2p_disable: bool | None = None
     """Whether GPUs of a host exchange data through its memory, and not directly."""
     p2p_level: Level | None = None

@@ -1,4 +1,4 @@
-"""What happened to a rank, as the others are told, and the error that they raise because of it."""
+"""Describe an event of a rank to the others, and the error that they raise because of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 15
 
 @dataclass(frozen=True)
 class PeerEvent:
-    """What happened to a rank: it died, failed, left, hangs, or did not make a call that the others made."""
+    """An event of a rank: it died, failed, left, hangs, or did not make a call that the others made."""
 
     kind: Kind
     rank: int
@@ -26,14 +26,14 @@ class PeerEvent:
     traceback_text: str = ""
 
     def to_error(self) -> RankFailedError:
-        """The exception that other ranks raise because of it; its cause is the traceback, if there is one."""
+        """Return the exception that other ranks raise because of it; its cause is the traceback, if any."""
         who = f"rank {self.rank} (host {self.host}, pid {self.pid})"
         died = (
             f"{who} died: {self.reason}; every rank stops. Look for the reason in its own output, "
             "or in its host's log (out of memory?)"
         )
         left = (
-            f"{who} has finished and gone, but this rank still needs it for a collective; "
+            f"{who} finished and exited, but this rank still needs it for a collective; "
             "let every rank make the same calls in the same order"
         )
         kind, sentence = {
@@ -49,7 +49,7 @@ class PeerEvent:
 
 
 def event_of(kind: Kind, info: RankInfo, reason: str = "", traceback_text: str = "") -> PeerEvent:
-    """The event for a rank of the table, short enough for one message."""
+    """Return the event for a rank of the table, short enough for one message."""
     return PeerEvent(
         kind, info.rank, info.host, info.pid, reason[:_LONGEST_TEXT], shortened(traceback_text, _LONGEST_TEXT)
     )

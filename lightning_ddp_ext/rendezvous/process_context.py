@@ -1,7 +1,7 @@
-"""This process among the ranks: formed once by :func:`join`, used by every Trainer, closed once at the end.
+"""Connect this process to the other ranks once, with :func:`join`, for every Trainer, and close once at the end.
 
-The way from a request to a process group: :func:`join`, then on rank 0 ``Coordinator.run`` and on every other rank
-``Handshake.run``, which bring the table of all ranks, then ``ProcessGroups.form_default``.
+From a request to a process group: :func:`join`, then on rank 0 ``Coordinator.run`` and on every other rank
+``Handshake.run``, which return the table of all ranks, then ``ProcessGroups.form_default``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from lightning_ddp_ext.rendezvous.run import start_run
 
 T = TypeVar("T")
 
-_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
+_logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
 
 
 class ProcessContext:
-    """What this process shares with the other ranks: the channel, the store, and the process groups.
+    """The channel, the store and the process groups that this process shares with the other ranks.
 
     Args:
         request: of the first Trainer.
-        connections: what the handshake has brought.
+        connections: the results of the handshake.
 
     Attributes:
         table: all ranks in their order.
-        peers: the other ranks, and what has happened to them.
-        barriers: where ranks wait for each other.
+        peers: the other ranks, and their failures and departures.
+        barriers: the named barriers.
         groups: the process groups.
-        failure: what this rank has raised while others may have waited for it.
+        failure: the exception that this rank raised while others may have waited for it.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -72,17 +72,17 @@ class ProcessContext:
     def new_group(
         self, ranks: Sequence[int] | None = None, *, backend: str | None = None, purpose: str = ""
     ) -> dist.ProcessGroup:
-        """Return a group of some ranks; it ends with the default one. Collective over all ranks, the first time.
+        """Return a group of some ranks; it is closed with the default one. Collective over all ranks, the first time.
 
         Args:
-            ranks: those in it, by default all; others get no group that they could use.
+            ranks: its members, by default all ranks; others get a group that they cannot use.
             backend: as in ``torch.distributed.new_group``.
             purpose: the same ranks and purpose get the same group.
         """
         members = list(range(self.world.world_size) if ranks is None else ranks)
         key = (*members, backend, purpose)
         if key not in self.groups.others:
-            # In a store a rank would wait for one that has failed or is elsewhere.
+            # In a store a rank would wait for one that failed or is elsewhere.
             self.barriers.enter(f"forming a group{' for ' if purpose else ''}{purpose}")
             with self._forming():
                 self.groups.form(key, members, backend)
@@ -90,7 +90,7 @@ class ProcessContext:
 
     @contextmanager
     def _forming(self) -> Iterator[None]:
-        """While the block runs, the end of another rank also ends the wait for it in the store."""
+        """Have another rank's exit end this rank's wait for it in the store, while the block runs."""
         with start_run(), self.groups.forming():
             if self.peers.cause is not None:
                 raise self.peers.cause.to_error()
@@ -99,20 +99,20 @@ class ProcessContext:
     # Further Trainers.
 
     def accept(self, request: Request) -> Request:
-        """The request of another Trainer, with what the ranks have connected by.
+        """Return the request of another Trainer, with the init method of the ranks' connection.
 
         Raises:
-            GroupInUseError: it wants other ranks, or another init method.
-            RankFailedError: a rank has died, or has failed and this rank has not been told so far.
+            GroupInUseError: it has other ranks, or another init method.
+            RankFailedError: a rank died, or failed without an earlier report to this rank.
         """
         if len(self.table) == 1:
             return request
         world, first = request.world, self.groups.request
         if (world.rank, world.world_size) != (self.world.rank, self.world.world_size):
             raise GroupInUseError(
-                f"this process is rank {self.world.rank} of {self.world.world_size} already, and this Trainer wants it "
+                f"this process is already rank {self.world.rank} of {self.world.world_size}, and this Trainer needs it "
                 f"to be rank {world.rank} of {world.world_size}; give every Trainer of a script the "
-                "same devices and num_nodes, or run the other one in a script of its own"
+                "same devices and num_nodes, or run the other one in a separate script"
             )
         if request.is_explicit and request.init_method != first.init_method:
             raise GroupInUseError(
@@ -125,10 +125,10 @@ class ProcessContext:
         return replace(request, init_method=first.init_method, endpoint=first.endpoint)
 
     def serve(self, request: Request) -> bool:
-        """Work for another Trainer, with its backend, its variables and its timeout.
+        """Adapt to another Trainer: its backend, its variables and its timeout.
 
         Returns:
-            False if these are not the ranks that it wants, or a failure has parted them.
+            False if it has other ranks, or after a failure.
         """
         is_same_size = len(self.table) == request.world.world_size
         if not is_same_size or self.peers.cause is not None:
@@ -142,19 +142,19 @@ class ProcessContext:
             self.groups.set_timeout(request)
         return True
 
-    # What is built on the channel.
+    # Components on top of the channel.
 
     def component(self, kind: Callable[[ProcessContext], T]) -> T:
-        """The one object that ``kind`` makes for this context."""
+        """Return the single object of ``kind`` for this context."""
         with self.peers.arrived:
             if kind not in self._components:
                 self._components[kind] = kind(self)
             return cast(T, self._components[kind])
 
-    # Failures, and the end.
+    # Failure and close.
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
-        """Tell the other ranks why this one cannot go on, and release them. Never raises, never waits for long."""
+        """Report to the other ranks why this one cannot continue, and unblock them. Never raises or waits long."""
         self.failure = exception
         self.peers.note_raised()
         mine = self.table[self.world.rank]
@@ -162,7 +162,7 @@ class ProcessContext:
         self.close_group()
 
     def close_group(self) -> None:
-        """End this rank's part in all groups: a rank that waits for it in a collective is released."""
+        """Abort this rank's part in all groups, which unblocks ranks that wait for it in a collective."""
         self.peers.note_raised()
         # Frames of the traceback may keep the group's C++ side alive, so that destroying alone closes nothing.
         self.groups.abort_connections()
@@ -185,25 +185,25 @@ _of_parent: ProcessContext | None = None
 
 
 def current() -> ProcessContext | None:
-    """This process's context; ``None`` before :func:`join` and after :func:`leave`."""
+    """Return this process's context; ``None`` before :func:`join` and after :func:`leave`."""
     return _context
 
 
 def join(request: Request) -> ProcessContext | None:
-    """Find the other ranks and form the process group with them. Collective: every rank must call it.
+    """Connect to the other ranks and form the process group. Collective: every rank must call it.
 
-    A process joins once. Later calls use the same ranks again: with another backend or other variables a new group is
-    formed, another timeout is set, and everything else that differs is refused. A world of one rank is left for another
-    one. After a failure that all ranks have lived through they leave, and start anew.
+    A process joins once. Later calls reuse the ranks: with another backend or other variables a new group is
+    formed, another timeout is set, and any other difference raises. A world of one rank is left for another
+    one. After a failure that all ranks survived they leave, and start anew.
 
     Returns:
-        The context; ``None`` where somebody else has opened the default process group already, which is then used.
+        The context; ``None`` if other code opened the default process group, which is then used.
 
     Raises:
         ConfigurationError: the environment has another value for a variable of the request.
-        RendezvousError: the ranks could not find each other within ``init_timeout``.
-        GroupInUseError: this process has a group already that does not fit.
-        RankFailedError: a rank has died or failed before.
+        RendezvousError: the ranks did not connect within ``init_timeout``.
+        GroupInUseError: this process already has a group that does not fit.
+        RankFailedError: a rank died or failed before.
     """
     global _context
     if _context is not None:
@@ -229,7 +229,7 @@ def join(request: Request) -> ProcessContext | None:
 
 
 def connect(request: Request, deadline: Deadline) -> Connections:
-    """Find the other ranks. Collective."""
+    """Connect to the other ranks. Collective."""
     world, channel = request.world, Channel(request.timeouts.heartbeat)
     hello = Hello(RankInfo(world.rank), world.world_size, request.init_method, request.versions)
     if world.world_size == 1:
@@ -242,7 +242,7 @@ def connect(request: Request, deadline: Deadline) -> Connections:
 
 
 def _cause_of_broken_start(context: ProcessContext, error: BaseException) -> BaseException:
-    """The error of the rank that broke the forming of the group, or this rank's own, of which the others are told."""
+    """Return the error of the rank that broke the forming of the group, or report and return this rank's own."""
     is_own = isinstance(error, DDPExtError)
     event = context.peers.wait(0.0 if is_own else context.peers.timeouts.first_cause)
     if event is None:
@@ -265,9 +265,9 @@ def leave() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a loader's worker: the context is its parent's."""
+    """In a forked child, such as a loader's worker: drop the context, which is its parent's."""
     global _context, _of_parent
-    # Kept all the same: a store that ends joins threads, and those are the parent's.
+    # Keep a reference: destroying a store joins threads, and those are the parent's.
     _of_parent, _context = _context, None
 
 
@@ -283,6 +283,6 @@ def _adopt_foreign_group(request: Request) -> None:
             "call torch.distributed.destroy_process_group() before fit, or give the Trainer no init_method"
         )
     _logger.warning(
-        "using the process group that is open already: init_timeout and timeout have no effect, "
-        "and a rank that dies is not noticed by lightning_ddp_ext"
+        "using a process group that is already open: init_timeout and timeout have no effect, "
+        "and lightning_ddp_ext does not notice dead ranks"
     )

@@ -1,4 +1,4 @@
-"""The process groups of this process: how they are formed, aborted and closed."""
+"""Form, abort and close the process groups of this process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
 
-_logger = rank_logger(__name__, ranks=0)  # for what is the same on all
+_logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# What torch gives a collective, where nobody says otherwise.
+# torch's default timeouts of collectives.
 _OF_NCCL, _OF_OTHERS = timedelta(minutes=10), timedelta(minutes=30)
-# After a timeout, torch's watchdog for NCCL ends the process from C++, so that the rank that waited would count as
-# dead. At our timeout a survey names the missing rank; torch's is later, for what a survey cannot end.
+# After a timeout, torch's watchdog for NCCL ends the process from C++, so the rank that waited would count as
+# dead. At our timeout a survey names the missing rank; torch's is later, as a fallback.
 _AFTER_OURS = timedelta(minutes=1)
 
 
 def check_variables(variables: dict[str, str]) -> None:
-    """Refuse variables for which the environment has another value.
+    """Raise if the environment has another value for one of the variables.
 
     Raises:
-        ConfigurationError: names both values.
+        ConfigurationError: it names both values.
     """
     for name, value in variables.items():
         if os.environ.get(name, value) != value:
@@ -50,14 +50,14 @@ class ProcessGroups:
     """The default process group and the others that the package forms.
 
     Args:
-        request: what the default group is formed with.
-        connections: they hold the store in which groups are formed; no other start has used it.
+        request: the settings of the first default group.
+        connections: they hold the store in which groups are formed, which no other start used.
 
     Attributes:
-        request: what the current default group was formed with.
-        others: groups beside the default one, by whatever tells them apart.
-        has_aborted_nccl: whether kernels that waited for other ranks returned with partial sums. What was queued behind
-            them, such as an optimiser's step, has used these.
+        request: the settings of the current default group.
+        others: groups beside the default one, by key.
+        has_aborted_nccl: whether kernels that waited for other ranks returned partial sums. Work that was queued behind
+            them, such as an optimiser step, used these.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
@@ -69,8 +69,8 @@ class ProcessGroups:
         self._is_forming = False
         self._formed = 0
         self._variables: dict[str, str] = {}
-        # Whoever lets go of a group last waits for gloo's threads, and they may wait for the GIL. Python's own
-        # reference alone gives the GIL up meanwhile, and DDP's does not, so these must outlive the model's:
+        # Dropping the last reference to a group waits for gloo's threads, which may wait for the GIL. Only Python's
+        # own reference releases the GIL meanwhile, DDP's does not, so these must outlive the model's:
         # https://github.com/pytorch/pytorch/issues/56297. Without them 2 of 69 failing runs hung in teardown.
         self._kept: list[object] = []
         self._sockets: list[OpenedSockets] = []
@@ -82,11 +82,11 @@ class ProcessGroups:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a rank waits for the others in a collective."""
+        """The timeout of collectives."""
         return self.request.timeout or (_OF_NCCL if self.uses_nccl else _OF_OTHERS)
 
     def set_variables(self, variables: dict[str, str]) -> None:
-        """Put variables into the environment until the groups are closed.
+        """Set environment variables until the groups are closed.
 
         Raises:
             ConfigurationError: as for :func:`check_variables`.
@@ -96,7 +96,7 @@ class ProcessGroups:
         os.environ.update(self._variables)
 
     def form_default(self, request: Request, deadline: Deadline) -> None:
-        """Form the default group, and see that it works. Collective; within :meth:`forming`."""
+        """Form the default group, and check that it works. Collective; within :meth:`forming`."""
         self.request = request
         self._formed += 1
         dist.init_process_group(
@@ -118,25 +118,27 @@ class ProcessGroups:
         self.others[key] = group
 
     def set_timeout(self, request: Request) -> None:
-        """Use the timeout of a request in the collectives of all groups."""
+        """Set a request's timeout for the collectives of all groups."""
         self.request = request
         for group in (None, *self.others.values()):
             self._set_timeout(group)
 
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
-        if not isinstance(group, dist.ProcessGroup | None):  # what stands for a group that this rank is not in
+        if not isinstance(group, dist.ProcessGroup | None):  # the placeholder for a group that this rank is not in
             return
         setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
         if setter is None:
-            sentence = "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; tell us, please"
+            sentence = (
+                "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; please report it"
+            )
             _logger.warning(sentence, torch.__version__)
         else:
             setter(self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta()), group)
 
     @contextmanager
     def forming(self) -> Iterator[None]:
-        """Record the sockets that the block opens, and have gloo use the network that joins the hosts."""
-        # Gloo would take the one that the host's name stands for.
+        """Record the sockets that the block opens, and have gloo use the network that connects the hosts."""
+        # Gloo would use the one that the host's name resolves to.
         route = self._connections.route
         interface = interface_of(route) if route and _INTERFACE not in os.environ else None
         if interface is not None:
@@ -152,22 +154,22 @@ class ProcessGroups:
                 del os.environ[_INTERFACE]
 
     def abort(self) -> None:
-        """Wake the main thread where it waits for other ranks; for the channel's thread."""
+        """Unblock the main thread if it waits for other ranks; for the channel's thread."""
         self.abort_connections()
         self.abort_nccl()
 
     def abort_connections(self) -> None:
-        """End the connections of all groups: a thread that waits in a gloo collective, or forms one, gets an error."""
+        """Shut down the connections of all groups: threads in a gloo collective or store get an error."""
         for sockets in self._sockets:
             sockets.abort()
         if self._is_forming and self._connections.store_sockets is not None:
             self._connections.store_sockets.abort()
 
     def abort_nccl(self) -> bool:
-        """End NCCL's groups, and say whether there were any; to destroy them would be to wait for their kernels."""
+        """Abort NCCL's groups, and return whether any existed; destroying them would wait for their kernels."""
         if not self.uses_nccl or not (dist.is_initialized() or self.has_aborted_nccl):
             return False
-        self.has_aborted_nccl = True  # before what waits for the device comes back
+        self.has_aborted_nccl = True  # before waits for the device return
         abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
         with self._aborting, suppress(Exception):  # the channel's thread aborts while the main thread closes
             abort()
@@ -180,7 +182,7 @@ class ProcessGroups:
             is_broken: whether other ranks may have abandoned a collective.
         """
         if dist.is_initialized() and dist.group.WORLD in self._kept:
-            # What still refers to the group must go before it and its leftovers with it, or gloo's threads outlive
+            # References to the group must be dropped before it, and its parts with it, or gloo's threads outlive
             # their owner and abort the process at its end: 9 of 50 processes without these two lines.
             gc.collect()
             if not (is_broken and self.abort_nccl()):

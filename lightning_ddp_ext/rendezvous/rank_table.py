@@ -1,4 +1,4 @@
-"""Who the ranks are, and what must be the same on all of them."""
+"""Describe the processes that are ranks, and find settings that differ between them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
-# A difference in the last number of these is a warning.
+# A difference in the last number of these versions only causes a warning.
 _LOOSE = {"the version of torchmetrics"}
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The process that is a rank. ``network`` is the same for processes that a loopback connection joins."""
+    """The process that is a rank. ``network`` is the same for processes that can reach each other by loopback."""
 
     rank: int
     host: str = field(default_factory=socket.gethostname)
@@ -29,7 +29,7 @@ class RankInfo:
 
 
 def by_host(table: Iterable[RankInfo]) -> list[Any]:
-    """A table of ranks as JSON; each host is written once, as there may be thousands of ranks."""
+    """Return a table of ranks as JSON that names each host once, since there may be thousands of ranks."""
     hosts: dict[tuple[str, str], list[list[int]]] = {}
     for info in table:
         hosts.setdefault((info.host, info.network), []).append([info.rank, info.pid])
@@ -37,14 +37,14 @@ def by_host(table: Iterable[RankInfo]) -> list[Any]:
 
 
 def table_of(hosts: list[Any]) -> tuple[RankInfo, ...]:
-    """The table that :func:`by_host` has described, in the order of the ranks."""
+    """Return the table that :func:`by_host` described, in the order of the ranks."""
     infos = [RankInfo(rank, host, pid, network) for host, network, ranks in hosts for rank, pid in ranks]
     return tuple(sorted(infos, key=lambda info: info.rank))
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says of itself when it connects; ``versions`` maps a package to its version."""
+    """The description that a rank sends when it connects; ``versions`` maps a package to its version."""
 
     info: RankInfo
     world_size: int
@@ -53,14 +53,14 @@ class Hello:
 
     @staticmethod
     def of(values: dict[str, Any]) -> Hello:
-        """The hello that was sent as JSON; raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is none."""
+        """Parse a hello from JSON; raise ``KeyError``, ``TypeError`` or ``ValueError`` if it is malformed."""
         info, world_size = RankInfo(**values["info"]), int(values["world_size"])
         if type(info.rank) is not int or not 0 <= info.rank < world_size:
             raise ValueError(f"rank {info.rank!r} of {world_size}")
         return Hello(info, world_size, str(values["init_method"]), dict(values["versions"]))
 
     def settings(self) -> dict[str, str]:
-        """What must be the same on all ranks, by its name in messages."""
+        """Return the settings that must be the same on all ranks, by their names in messages."""
         # A name in capitals is a variable's.
         versions = {name if name.isupper() else f"the version of {name}": has for name, has in self.versions.items()}
         for name in _LOOSE.intersection(versions):
@@ -69,11 +69,11 @@ class Hello:
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
-    """A sentence on the first setting in which two ranks differ and must not."""
+    """Describe the first setting that differs between two ranks and must not; ``None`` if they match."""
     low, high = sorted([first, second], key=lambda hello: hello.info.rank)
     for name in {**low.settings(), **high.settings()}:
         one, other = (hello.settings().get(name, "none") for hello in (low, high))
-        # Ranks may know rank 0's host by different names; they are connected, so it is the same host.
+        # Ranks may use different names for rank 0's host; both reached it, so it is the same host.
         if re.sub(r"^tcp://.*:", "tcp://", one) != re.sub(r"^tcp://.*:", "tcp://", other):
             return (
                 f"{name} must be the same on all ranks: {low.info} has {one}, {high.info} has {other}; "

@@ -1,7 +1,7 @@
 """Requests and replies on the control channel: rank 0 calls functions on all ranks, and each of them on rank 0.
 
-Barriers, stops and surveys are made of these. A call never waits; the caller may wait until replies have arrived, or
-until something has happened to a rank.
+Barriers, stops and state dumps use these. A call never waits; the caller may wait for replies, or for an event that
+concerns a rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_ddp_ext.rendezvous.wire import Message
 
 
 class Replies(dict[int, Any]):
-    """The results of a call by rank, as far as they have arrived; ``None`` is not sent back."""
+    """The results of a call by rank, for the replies that have arrived; ``None`` is not sent back."""
 
 
 class RemoteCalls:
@@ -28,7 +28,7 @@ class RemoteCalls:
     Args:
         peers: the other ranks.
         topic: the same on all ranks.
-        functions: by the name with which they are called.
+        functions: by name.
     """
 
     def __init__(self, peers: PeerFailure, topic: str, **functions: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ class RemoteCalls:
         self._topic = topic
         self._functions = functions
         self._numbers = itertools.count(1)
-        # Replies are dropped once the caller has dropped what they are for.
+        # Replies are dropped once the caller has dropped the object that collects them.
         self._awaited: weakref.WeakValueDictionary[int, Replies] = weakref.WeakValueDictionary()
         peers.channel.listen(topic, self._handle_message)
 

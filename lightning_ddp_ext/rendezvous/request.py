@@ -1,4 +1,4 @@
-"""What a Trainer asks of the rendezvous."""
+"""Settings of a Trainer for the rendezvous."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Timeouts:
     """Durations of the control channel, in seconds.
 
     Attributes:
-        heartbeat: silence of a host after which its ranks count as dead; a closed connection counts at once.
+        heartbeat: silence of a host after which its ranks count as dead; a closed connection counts immediately.
         connect: one attempt to reach rank 0.
-        answer: how long a live process may take to answer, as its threads may have to wait for the GIL.
-        after_refusal: how long rank 0 stays, so that late ranks hear why the start failed.
+        answer: how long a live process may take to reply, since its threads may wait for the GIL.
+        after_refusal: how long rank 0 keeps listening, to tell late ranks why the start failed.
         first_cause: how long a rank waits for the cause that explains a broken connection.
-        grace: by kind of event, how long the main thread has to raise before its process is ended.
+        grace: by kind of event, how long the main thread has to raise before its process is killed.
     """
 
     heartbeat: float = 30.0
@@ -30,26 +30,26 @@ class Timeouts:
     answer: float = 5.0
     after_refusal: float = 3.0
     first_cause: float = 2.0
-    # After a failure a rank may be busy, hears of it at its next collective, and can then save what it has.
+    # A busy rank notices a failure at its next collective, and may then save a checkpoint.
     grace: dict[str, float] = field(default_factory=lambda: {"died": 3.0, "failed": 30.0, "absent": 30.0, "hung": 5.0})
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a Trainer asks of the rendezvous.
+    """Settings of a Trainer for the rendezvous.
 
     Attributes:
         world: which rank this process is.
         init_method: how the ranks find rank 0, as a URL for messages.
         endpoint: where rank 0 listens, or publishes where it does.
         backend: of the process group, such as ``gloo``.
-        device: what this rank computes on.
+        device: the device of this rank.
         timeout: of a collective; ``None`` for the backend's default.
         init_timeout: of the whole start-up.
         is_explicit: whether the user chose the init method.
-        variables: that the environment has while the process group is open.
+        variables: environment variables to set while the process group is open.
         versions: of the packages that must be the same on all ranks.
-        absence: a sentence once this process knows that a rank has ended and cannot connect.
+        absence: returns a sentence if a rank exited and cannot connect.
         timeouts: of the control channel.
     """
 

@@ -1,4 +1,4 @@
-"""The runs of this process: whether a Trainer's work is under way, and whether an exception has ended it."""
+"""The runs of this process: whether a Trainer's work is under way, and whether an exception ended it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Run:
 
     Attributes:
         is_outermost: whether no other run is under way; a Trainer may run inside a hook of another one.
-        has_failed: whether an exception has ended it, and the Trainer still handles that: another rank may have raised
-            none, and then never makes a collective call.
+        has_failed: whether an exception ended it and the Trainer still handles that exception. A rank without an
+            exception may then wait in a collective call that this rank never makes.
     """
 
     is_outermost: bool
@@ -26,9 +26,9 @@ _under_way: list[Run] = []
 
 @contextmanager
 def start_run() -> Iterator[Run]:
-    """While the block runs, another rank's death ends this process if nothing wakes its main thread.
+    """Mark the block as a run: another rank's death then ends this process if its main thread cannot be woken.
 
-    Outside, in the user's own code after ``fit``, a death is only recorded, and no signal stops the ranks.
+    Outside of runs, as in the user's code after ``fit``, a death is only recorded, and signals do not stop the ranks.
     """
     run = Run(is_outermost=not _under_way)
     _under_way.append(run)

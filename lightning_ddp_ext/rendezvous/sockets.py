@@ -1,4 +1,4 @@
-"""The sockets of this process: those that a block of code has opened, and how to abort them; this host's addresses."""
+"""Record and abort the sockets that a block of code opens; list this host's addresses."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ class OpenedSockets:
         self._opened = self._opened_so_far()
 
     def abort(self) -> None:
-        """End every connection among them, now: whoever waits on one gets an error instead.
+        """Shut down each of these connections; a thread that waits on one gets an error.
 
-        This is what releases a thread that is blocked in a gloo collective or in a store: neither ``abort`` nor
-        ``destroy_process_group`` does, when another thread calls it. A descriptor that has been closed and given
-        to something else since is recognised by its inode and left alone; so is a listening socket. Does nothing
-        on systems without ``/proc``.
+        This unblocks a thread in a gloo collective or in a store, which neither ``abort`` nor ``destroy_process_group``
+        does when another thread calls it. A descriptor that was closed and reused since is recognised by its inode and
+        left alone; so is a listening socket. Does nothing on systems without ``/proc``.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():
@@ -58,12 +57,12 @@ def _sockets_of_this_process() -> dict[int, str]:
 
 
 def _sockets_of_other_threads() -> set[int]:
-    """Descriptors of Python's own sockets, if a thread of somebody else's may have opened one of them meanwhile."""
+    """Descriptors of Python's own sockets, if another thread may have opened one of them meanwhile."""
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
     if len(threads) <= 1:
         return set()
-    # An object refers to its class. Asking the collector for all objects instead would hold on to the tuples that
-    # other threads are building just now, which then end in a SystemError.
+    # An object refers to its class. The collector's list of all objects would also hold the tuples that
+    # other threads are building, which then fail with a SystemError.
     candidates = gc.get_referrers(*_with_subclasses(socket.socket))
     return {each.fileno() for each in candidates if issubclass(type(each), socket.socket)}
 
@@ -84,7 +83,7 @@ def _identity(descriptor: int) -> str:
 
 def _end_connection(descriptor: int) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as duplicate:
-        duplicate.getpeername()  # raises for a listening socket: gloo aborts the process if that one is shut down
+        duplicate.getpeername()  # raises for a listening socket: shutting it down would abort gloo's process
         duplicate.shutdown(socket.SHUT_RDWR)
 
 
@@ -92,11 +91,10 @@ def listen(host: str, port: int) -> socket.socket:
     """Bind and listen on a plain TCP socket.
 
     Args:
-        host: the name or address by which others will reach it. Where that is a loopback address or ``localhost``,
-            only this host can; for every other one the socket takes connections on all interfaces, since an address
-            may belong to a router in front of this host, and a host's own name often stands for 127.0.1.1 there.
+        host: the name or address by which others will reach it. For a loopback address or ``localhost``, the socket
+            only takes connections of this host; for any other one it listens on all interfaces, since an address may
+            belong to a router in front of this host, and a host's own name often resolves to 127.0.1.1.
             Empty for all interfaces as well.
-        port: 0 for one that the kernel finds free.
 
     Raises:
         OSError: the port cannot be bound.
@@ -108,7 +106,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as an address or a name, is this one and none other."""
+    """Whether a host name or address means this host only."""
     return host in ("::1", "localhost") or host.startswith(("127.", "::ffff:127."))
 
 
@@ -126,7 +124,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this host's interface that has the numeric ``address``; ``None`` where there is none."""
+    """Return the name of this host's interface that has the numeric ``address``; ``None`` if none does."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return str(name)
@@ -134,7 +132,7 @@ def interface_of(address: str) -> str | None:
 
 
 def network_identity() -> str:
-    """A text that two processes share if, and only if, a loopback connection joins them."""
+    """Return a text that two processes share if, and only if, they can reach each other by loopback."""
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"

@@ -1,4 +1,4 @@
-"""The store in which torch forms process groups; rank 0 hosts it on a port that the kernel chooses."""
+"""Host and open the store in which torch forms process groups; rank 0 hosts it on a port that the kernel chooses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_ddp_ext.errors import DDPExtError, RendezvousError
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.sockets import listen
 
-# Of one operation on a key that is known to be there.
+# Seconds for one operation on an existing key.
 _OPERATION = timedelta(seconds=10)
 
 
 def host_store(bound_to: str) -> TCPStore:
-    """Open a store's server; it has a thread, so that nothing should be forked afterwards.
+    """Open a store's server; it runs a thread, so the process should not fork afterwards.
 
     Args:
-        bound_to: where rank 0's other listener is: at a loopback address, or on all interfaces.
+        bound_to: the address of rank 0's other listener: a loopback address, or all interfaces.
     """
     listener = listen(bound_to, 0)
     port = int(listener.getsockname()[1])
-    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to  # a host may have IPv6, but not ::1
+    host = "127.0.0.1" if bound_to in ("::", "0.0.0.0") else bound_to  # a host may have IPv6 without ::1
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=_OPERATION, master_listen_fd=listener.detach()
     )
@@ -33,11 +33,11 @@ def host_store(bound_to: str) -> TCPStore:
 def connect_store(host: str, port: int, deadline: Deadline, check: Callable[[], None] = lambda: None) -> TCPStore:
     """Open a client of the store at ``host`` and ``port``.
 
-    A client's constructor ignores its timeout when the server stays silent, and goes on when it is gone, so a thread
-    of its own runs it, and ``check`` may raise meanwhile why there is nothing to wait for.
+    A client's constructor ignores its timeout when the server is silent, and continues when it is missing. So a thread
+    runs the constructor, and ``check`` may raise in the meantime.
 
     Raises:
-        RendezvousError: the store has not answered before the deadline.
+        RendezvousError: the store did not answer before the deadline.
     """
     client = partial(TCPStore, host, port, wait_for_workers=False, timeout=deadline.as_timedelta())
     try:

@@ -1,4 +1,4 @@
-"""Messages over one TCP connection: a topic and a JSON object on each line."""
+"""Exchange messages over one TCP connection: a topic and a JSON object on each line."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ MAX_UNSENT = 8 << 20
 CLOSED = "its process ended unexpectedly"
 SILENT = "no sign of life from its host"
 NOT_READING = "it has not read what was sent to it"
-MALFORMED = "it sent something that is no message"
+MALFORMED = "it sent a malformed message"
 
 Message = dict[str, Any]
 
 
 class Connection:
-    """One end of a connection. Any thread may send; only the thread that owns the socket receives and closes it.
+    """A connection. Any thread may send; only the thread that owns the socket receives and closes it.
 
     Attributes:
-        rank: at the other end; ``None`` until it is known.
-        close_reason: why the connection has ended; empty while it is open.
-        unsent: what the kernel has not taken so far.
+        rank: the peer's rank; ``None`` until it is known.
+        close_reason: why the connection was closed; empty while it is open.
+        unsent: bytes that the kernel has not accepted yet.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -39,7 +39,7 @@ class Connection:
         self._lock = threading.Lock()
 
     def send(self, line: bytes) -> None:
-        """Send an encoded message, or keep in ``unsent`` what the kernel does not take. Never blocks, never raises."""
+        """Send an encoded message; bytes that the kernel does not accept stay in ``unsent``. Never blocks or raises."""
         with self._lock:
             self.unsent += line
             if len(self.unsent) > MAX_UNSENT:
@@ -47,16 +47,16 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as the kernel takes it."""
-        with self._lock, suppress(OSError):  # the owner of the socket finds out why when it reads
+        """Send as much of ``unsent`` as the kernel accepts."""
+        with self._lock, suppress(OSError):  # the owner of the socket gets the reason when it reads
             while self.unsent and not self.close_reason:
                 sent = self.socket.send(self.unsent)
                 self.unsent = self.unsent[sent:]
 
     def receive(self) -> list[tuple[str, Message]]:
-        """The messages that have arrived whole; at the end of the connection ``close_reason`` is set.
+        """Return the complete messages that have arrived; set ``close_reason`` if the connection was closed.
 
-        Who is at the other end may be anybody until ``rank`` is known, and so may send no more than a hello.
+        Until ``rank`` is known the peer is not trusted, and may send no more than a hello.
         """
         try:
             received = self.socket.recv(1 << 16)
@@ -81,7 +81,7 @@ class Connection:
         return messages
 
     def close(self) -> None:
-        """Release the socket; for its owner."""
+        """Close the socket; only for its owner."""
         with self._lock:
             self._end(CLOSED)
             self.socket.close()
@@ -94,12 +94,12 @@ class Connection:
 
 
 def encode(topic: str, body: Message) -> bytes:
-    """The line that carries a message."""
+    """Return the line that carries a message."""
     return json.dumps([topic, body]).encode() + b"\n"
 
 
 def decode(line: bytes) -> tuple[str, Message] | None:
-    """Topic and body of the message in a line; ``None`` if there is anything else in it."""
+    """Return topic and body of the message in a line; ``None`` if it is malformed."""
     try:
         topic, body = json.loads(line)
     except (ValueError, TypeError, RecursionError):
@@ -108,13 +108,13 @@ def decode(line: bytes) -> tuple[str, Message] | None:
 
 
 def keep_alive(connected: socket.socket, heartbeat: float) -> None:
-    """Send at once, and let the kernel end the connection after ``heartbeat`` seconds of silence."""
+    """Send without delay, and have the kernel close the connection after ``heartbeat`` seconds of silence."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(heartbeat / 6))
     options = {
         "TCP_KEEPIDLE": 2 * seconds,
-        "TCP_KEEPALIVE": 2 * seconds,  # the name that macOS has for it
+        "TCP_KEEPALIVE": 2 * seconds,  # the name on macOS
         "TCP_KEEPINTVL": seconds,
         "TCP_KEEPCNT": 4,
         "TCP_USER_TIMEOUT": round(heartbeat * 1000),

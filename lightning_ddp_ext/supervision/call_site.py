@@ -1,4 +1,4 @@
-"""Where in the user's code a call came from."""
+"""Find the user's code that made a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages in between, whose lines say nothing to whoever looks for a mistake of his own.
+# Packages in between, whose lines do not help users to find their mistake.
 _BETWEEN = sys.stdlib_module_names | {
     "lightning",
     "lightning_ddp_ext",
@@ -21,17 +21,17 @@ _BETWEEN = sys.stdlib_module_names | {
 
 
 def call_site() -> str:
-    """File and line of the innermost call that is neither ours nor Lightning's nor torch's; empty if there is none."""
+    """Return file and line of the innermost call outside of this package, Lightning and torch; empty without one."""
     return call_site_of(sys._getframe(1))
 
 
 def called_by_lightning() -> bool:
-    """Whether the function that asks was called by Lightning's own code."""
+    """Whether the calling function was called by Lightning's own code."""
     return str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0] in _LIGHTNING
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """The same for a frame and those that have called it."""
+    """Return the same for a frame and its callers."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -46,5 +46,5 @@ def is_main_thread_in(call: FrameType) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """The innermost frame of the main thread; called by another one."""
+    """Return the innermost frame of the main thread; called by another one."""
     return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -1,4 +1,4 @@
-"""Compare tensors between ranks by a checksum of the bits of each, which is computed on the tensor's own device."""
+"""Compare tensors between ranks by a checksum of their bits, which is computed on each tensor's device."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
     The ranks exchange one number in one collective, and the checksum of each tensor only if that number differs.
 
     Raises:
-        DivergenceError: they differ; it names the first tensor that does.
+        DivergenceError: tensors differ; it names the first one.
     """
     found = {name: checksum(tensor) for name, tensor in tensors.items()}
-    own = {name: int(value) for name, value in found.items()}  # a device has computed all by then
+    own = {name: int(value) for name, value in found.items()}  # waits for the device
     summary = int(checksum(torch.tensor([own[name] for name in sorted(own)])))
     extremes = torch.tensor([summary, ~summary], device=ranks.device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -45,7 +45,7 @@ def raise_if_different(tensors: Mapping[str, Tensor], ranks: Ranks, *, when: str
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return an integer that depends on all bits of a dense tensor, whatever its layout in memory.
+    """Return an integer that depends on all bits of a dense tensor, but not on its memory layout.
 
     It is a multilinear hash (Lemire and Kaser, 2014): the sum of 32-bit words times random odd weights, modulo 2**64.
     """
@@ -66,7 +66,7 @@ def _chunks(tensor: Tensor, longest: int) -> Iterator[Tensor]:
             yield from _chunks(part, longest)
         return
     plain = tensor.resolve_conj().resolve_neg().contiguous()
-    yield plain.as_strided((plain.numel(),), (1,))  # a reshaped element keeps its stride, and cannot be viewed as words
+    yield plain.as_strided((plain.numel(),), (1,))  # a reshaped element cannot be viewed as words otherwise
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Find out whether every rank raised an exception, so that no rank waits for another, and all can go on together."""
+"""Find out whether every rank raised an exception, so that no rank waits for another, and all can continue together."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
 _SECONDS_BETWEEN = 0.1
-_LOOKS = 3  # at a rank that waits for others: it may be about to come out of a collective that is over
+_LOOKS = 3  # at a rank that waits for others: it may be about to return from a finished collective
 
 
 class CommonEnd:
-    """This rank's part in that. All ranks must have made theirs before one of them raises."""
+    """This rank's part in that. All ranks must create theirs before one of them raises."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context, self._peers = context, context.peers
         self._most_looks = round(self._peers.timeouts.first_cause / _SECONDS_BETWEEN)
         self._is_raising = False
         self._is_common: bool | None = None
-        # On rank 0: the ranks that raise, in that order, the looks at the others, and how often each was seen waiting.
+        # On rank 0: the ranks that raise, in order, the checks of the others, and how often each was seen waiting.
         self._raised: list[int] = []
         self._looks, self._seen, self._replies = 0, dict[int, int](), Replies()
         self._remote = RemoteCalls(
@@ -27,10 +27,10 @@ class CommonEnd:
         )
 
     def is_reached(self) -> bool:
-        """Whether every rank raises; ``False`` once one of them waits for this one, or is late. For the main thread."""
+        """Whether every rank raises; ``False`` once one waits for this one, or is late. For the main thread."""
         self._is_raising, self._is_common = True, None
         self._remote.call([0], "record", self._peers.rank)
-        for _ in range(2 * self._most_looks):  # rank 0 may not answer
+        for _ in range(2 * self._most_looks):  # rank 0 may not reply
             self._remote.call([0], "look", self._peers.rank)
             self._peers.wait_for(lambda: self._is_common is not None, _SECONDS_BETWEEN)
             if self._is_common is not None or self._peers.cause_or_departure is not None:
@@ -44,7 +44,7 @@ class CommonEnd:
             self._decide(is_common=True)
 
     def _look(self, rank: int) -> None:
-        """On rank 0, for the first rank that raises: look whether one waits for the others, or is late."""
+        """On rank 0, for the first rank that raises: check whether a rank waits for the others, or is late."""
         if self._raised[:1] != [rank]:
             return
         self._looks += 1

@@ -1,4 +1,4 @@
-"""Have a rank wait for a debugger, while no time limit holds for the other ranks."""
+"""Have a rank wait for a debugger, without time limits for the other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOST = "127.0.0.1"  # a client of the port can run any code
 
 
 def without_limits(request: Request) -> Request:
-    """Return the same request without limits to waits and silence, for a run of which a rank is debugged."""
+    """Return the request without limits for waits and silence, for a run with a debugged rank."""
     timeouts = replace(request.timeouts, heartbeat=12 * 3600.0)  # the kernel accepts hardly more
     return replace(request, timeout=NO_LIMIT, timeouts=timeouts)
 
@@ -35,7 +35,7 @@ def wait_for_debugger(rank: int, port: int) -> None:
         raise ConfigurationError("a debugged rank needs debugpy: pip install debugpy") from None
     if debugpy.is_client_connected():  # an editor has started the script and follows its processes
         return
-    debugpy.configure(subProcess=False)  # workers of loaders need no debugger
+    debugpy.configure(subProcess=False)  # loader workers need no debugger
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:

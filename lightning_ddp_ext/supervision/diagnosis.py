@@ -1,4 +1,4 @@
-"""What all ranks have reported, in one sentence: which rank is stuck, and where the others wait for it."""
+"""Summarise the reports of all ranks in one sentence: which rank is stuck, and where the others wait for it."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from lightning_ddp_ext.supervision.flight import Flight
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says of itself."""
+    """The report of a rank on itself."""
 
     who: RankInfo
     idle: float = 0.0
-    """Seconds since something has moved on it."""
+    """Seconds since it last made progress."""
     is_still: bool = False
     """Whether that is longer than the timeout."""
     doing: str = ""
-    """What its main thread does, such as ``train_dataloader_next``."""
+    """The activity of its main thread, such as ``train_dataloader_next``."""
     place: str = ""
-    """File and line of the user's."""
+    """File and line in the user's code."""
     is_waiting: bool = False
     """Whether its main thread waits for other ranks, in a collective or elsewhere."""
     is_outside: bool = False
-    """Whether it has left what is watched, and may have nothing to do with the others any more."""
+    """Whether it left the watched code, and may no longer need the others."""
     progress: str = ""
-    """How far it is: epoch, step, batch."""
+    """Its progress: epoch, step, batch."""
     flights: list[Flight] = field(default_factory=list)
     """Its collectives, as far as torch records them."""
     stacks: str = ""
 
     @property
     def where(self) -> str:
-        """What it does, and where."""
+        """Its activity, with file and line."""
         return f"{self.doing}, {self.place}" if self.place else self.doing
 
     @property
     def waits(self) -> bool:
-        """Whether another rank may be why it does not move."""
+        """Whether another rank may be the reason why it does not move."""
         return self.is_waiting or any(flight.pending is not None for flight in self.flights)
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Report:
-        """The report that ``dataclasses.asdict`` has taken apart."""
+        """Restore a report from ``dataclasses.asdict``."""
         flights = [Flight(**flight) for flight in values["flights"]]
         return cls(**{**values, "who": RankInfo(**values["who"]), "flights": flights})
 
 
 @dataclass(frozen=True)
 class Silence:
-    """A rank that has not answered."""
+    """A rank that did not reply."""
 
     who: RankInfo
     seconds: float
@@ -68,25 +68,25 @@ class Silence:
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of all ranks."""
+    """The findings on all ranks."""
 
     reports: list[Report] = field(default_factory=list)
     silences: list[Silence] = field(default_factory=list)
 
     @property
     def elsewhere(self) -> list[Report]:
-        """Of the ranks that do not wait for others."""
+        """The reports of ranks that do not wait for others."""
         return [report for report in self.reports if not report.waits]
 
     @property
     def diagnosis(self) -> PeerEvent | None:
-        """The rank that the others wait for; ``None`` if it moves, or nobody waits."""
+        """The rank that the others wait for; ``None`` if it moves, or no rank waits."""
         still = [report for report in self.reports if report.is_still]
         moving = [report for report in self.reports if not report.is_still]
         if not still:
             return None
         longest = max(report.idle for report in still)
-        # The ranks do not begin to wait at the same moment: one whose timeout is almost over does not move.
+        # The ranks start to wait at different moments: one whose timeout is almost over counts as still.
         if self.silences and all(2 * report.idle > longest for report in moving):
             return _silent(self.silences, still)
         if moving and all(report.waits for report in still):
@@ -94,7 +94,7 @@ class Findings:
         return _in_collectives(self.reports) or _stuck(still)
 
     def __str__(self) -> str:
-        """All that is known, a rank after another."""
+        """Return all findings, rank by rank."""
         parts = [_section(report) for report in sorted(self.reports, key=lambda report: report.who.rank)]
         return "\n\n".join([*map(str, self.silences), *parts])
 
@@ -104,7 +104,7 @@ def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> PeerEvent:
 
 
 def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
-    """What the first collective of each group tells that does not end; that of the default group first."""
+    """Return the finding from the first unfinished collective of each group, the default group first."""
     first: dict[tuple[bool, str], int] = {}
     for report in reports:
         for flight in report.flights:
@@ -116,7 +116,7 @@ def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
 
 
 def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence[Report]) -> PeerEvent | None:
-    """The rank that is not in a collective that others wait in, or is in another one of the same number."""
+    """Return the rank that is not in a collective that others wait in, or is in another one of the same number."""
     inside, absent = [], []
     for report in reports:
         flight = next((each for each in report.flights if each.group == group), None)
@@ -132,7 +132,7 @@ def _in_collective(is_for_some: bool, group: str, number: int, reports: Sequence
 
 
 def _absent(collective: str, absent: Sequence[Report], waiting: Sequence[Report]) -> PeerEvent:
-    # One that does not wait for others itself is nearer to the cause.
+    # A rank that does not wait for others is nearer to the cause.
     first = min(absent, key=lambda report: (report.waits, report.who.rank))
     others = [report.who.rank for report in absent if report is not first]
     also = f" ({ranks_in_words(others)} did not, either)" if others else ""
@@ -155,7 +155,7 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
-    """Without a collective to go by: who does not wait for others is the one they wait for."""
+    """Without collectives, assume that the others wait for the rank that does not wait."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))

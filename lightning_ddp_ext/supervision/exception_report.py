@@ -1,4 +1,4 @@
-"""What each rank prints when it ends with an exception: its own traceback, or one line if another rank is the cause."""
+"""Print a rank's exception: its traceback, or one line if another rank is the cause."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lightning_ddp_ext.supervision.failure import chain_of, explain
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_behind: Hook | None = None  # the hook that ours was put in front of
+_behind: Hook | None = None  # the hook that ours calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the present one; to be called after each forming of a group.
+    """Put our ``sys.excepthook`` in front of the current one; call it after each forming of a group.
 
-    torch then puts another hook in front, which holds back what is printed until everything is. A hook that a user has
+    torch then installs another hook, which delays output until everything is printed. A hook that a user
     put in front of ours since the first call stays there.
     """
     global _behind
@@ -44,9 +44,9 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     if context is None or isinstance(exception, RendezvousError):
         print_as_before(kind, exception, trace)
         return
-    # What a callback raises because of a failure that has been announced is known to others, too.
+    # The other ranks already have the failure if a callback raises because of an announced one.
     if not any(link is context.failure or isinstance(link, RankFailedError) for link in chain_of(exception)):
-        # Raised outside of any Trainer call; it ends this rank all the same, and others may be waiting for it.
+        # Raised outside of any Trainer call; it still ends this rank, and others may wait for it.
         explanation: BaseException = explain(exception)
         if explanation is not exception:
             explanation.__cause__ = exception
@@ -60,15 +60,15 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         _tell_torchrun(exception)
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
-    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # else a prompt follows, and the process lives on
+    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise a prompt follows, and the process lives on
         context.component(GracefulStop).limit_exit()
 
 
 def _tell_torchrun(exception: BaseException) -> None:
-    """Write the file from which torchrun has the cause in its table, unless ``@record`` has written it."""
+    """Write the file from which torchrun prints the cause, unless ``@record`` wrote it."""
     message = {
         "message": reason_of(exception),
-        # HACK: a second early, as torchrun compares whole seconds and takes the lowest of equal ranks for the cause.
+        # HACK: a second early, since torchrun compares whole seconds and names the lowest of equal ranks as the cause.
         "extraInfo": {
             "py_callstack": "".join(traceback.format_exception(exception)),
             "timestamp": str(int(time.time()) - 1),
@@ -79,7 +79,7 @@ def _tell_torchrun(exception: BaseException) -> None:
 
 
 def print_line(exception: BaseException, remark: str = "") -> None:
-    """Print type and the first line of the text of an exception as one line that says which rank this is."""
+    """Print type and first line of an exception as one line that names this rank."""
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
     line = reason_of(exception).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What an exception means for the other ranks: this rank's own failure, or the echo of another one's."""
+"""Classify an exception: this rank's own failure, or the echo of another rank's."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def supervised(
     rescue: Rescue = lambda exception: None,
     **kwargs: Any,
 ) -> T:
-    """Call ``function``; if it raises, tell the other ranks, or find out which of them is to blame.
+    """Call ``function``; if it raises, report to the other ranks, or find the rank that caused it.
 
-    Every rank runs its part of a job through this. An exception of this rank's own is announced and raised as it is,
-    at once, whether or not the process lives on. One that only echoes another rank's end is replaced by that cause.
-    ``harmless`` ones, which all ranks raise alike as a signal to their caller, pass untouched.
-    ``rescue`` is called with an exception that another rank has caused, before this rank's groups are closed.
+    Every rank runs its part of a job through this. A rank's own exception is announced and raised unchanged,
+    immediately, whether or not the process lives on. One that only echoes another rank's exit is replaced by that
+    cause. ``harmless`` ones, which all ranks raise as a signal to their caller, pass unchanged.
+    ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
 
-    After an exception the process must exit in time, unless the call ``handler`` returns, or raises, before: then the
-    script may go on.
+    After an exception the process must exit in time, unless the call ``handler`` returns or raises before; then the
+    script may continue.
 
     Raises:
         RankFailedError: another rank failed, died or left.
@@ -69,9 +69,9 @@ def supervised(
 
 
 def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *, is_caught: bool = False) -> Any:
-    """The exception itself, then announced to the other ranks; or the error of the rank that caused it.
+    """Return the exception, after announcing it to the other ranks; or the error of the rank that caused it.
 
-    One that the caller may catch is not announced if every rank raises one: their groups stay as they are.
+    One that the caller may catch is not announced if every rank raises one: then their groups stay intact.
     """
     context = current()
     if context is None or isinstance(exception, RendezvousError):
@@ -83,11 +83,11 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
     if echoes_another_rank(exception):
         event = context.component(Survey).cause_of(" ".join(map(reason_of, chain_of(exception))))
         if event is not None:
-            rescue(exception)  # its connections are cut, and to close them takes longer
+            rescue(exception)  # groups are already aborted; closing them takes longer
             context.close_group()
             error = event.to_error()
             if event.kind == "left":
-                error.__cause__ = exception  # a guess: it may be an error of this rank's own that mentions a store, say
+                error.__cause__ = exception  # a guess: it may be this rank's own error that mentions a store
             return error
     if is_caught and context.component(CommonEnd).is_reached():
         return exception
@@ -96,9 +96,9 @@ def explain(exception: BaseException, rescue: Rescue = lambda exception: None, *
 
 
 def echoes_another_rank(exception: BaseException) -> bool:
-    """Whether ``exception`` is what a broken collective or store raises, directly or as the reason of another one.
+    """Whether ``exception`` comes from a broken collective or store, directly or as the cause of another one.
 
-    Ctrl-C reaches all ranks, and may do so while this one handles the end of a faster one: it is this rank's own.
+    Ctrl-C reaches all ranks, possibly while this one handles another rank's exit: it counts as this rank's own.
     """
     return not isinstance(exception, KeyboardInterrupt) and any(
         _is_broken_connection(link) for link in chain_of(exception)
@@ -115,7 +115,7 @@ def _is_broken_connection(exception: BaseException) -> bool:
 
 
 def chain_of(exception: BaseException) -> Iterator[BaseException]:
-    """The exception, what it was raised from or while handling, and so on."""
+    """Yield the exception, its cause or context, and so on."""
     seen: set[int] = set()
     link: BaseException | None = exception
     while link is not None and id(link) not in seen:

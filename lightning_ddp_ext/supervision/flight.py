@@ -1,7 +1,7 @@
-"""Which collectives this rank has entered and which of them have ended, as torch's Flight Recorders have it.
+"""Read from torch's Flight Recorders which collectives this rank entered and which of them are finished.
 
-They are torch's own: a ring of the latest collectives of every NCCL group, and another one of all other groups. A
-variable that is read at a process's first collective switches them.
+torch has a ring of the latest collectives of every NCCL group, and another one of all other groups. A
+variable that torch reads at a process's first collective enables them.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Of each group the last few: ranks that wait for each other are at most some collectives apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
-# Of gloo and other backends, and of NCCL, which builds without CUDA do not have.
+# For gloo and other backends, and for NCCL, which is missing in builds without CUDA.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
-_DUMPED_WITHIN = 2.0  # seconds; less than what a rank may take to reply to a survey
+_DUMPED_WITHIN = 2.0  # seconds; less than the time that a rank has to reply to a survey
 
 
 @dataclass(frozen=True)
 class Flight:
-    """How far a rank is in one process group.
+    """The progress of a rank in one process group.
 
-    Collectives of a group are numbered from 1 on, alike on all of its ranks.
+    Collectives of a group are numbered from 1 on, equally on all of its ranks.
     """
 
     group: str
-    """What stands for the group on all ranks."""
+    """The key of the group, the same on all ranks."""
     label: str
-    """What a message calls it; empty for the default group."""
+    """Its name in messages; empty for the default group."""
     entered: int
-    """The number of the last collective that this rank has entered."""
+    """The number of the last collective that this rank entered."""
     pending: int | None = None
-    """The number of the first one that it has entered and that has not ended."""
+    """The number of the first one that it entered and that is not finished."""
     recent: dict[str, str] = field(default_factory=dict)
     """By number: the name and the shapes of the latest ones."""
 
@@ -50,14 +50,14 @@ class Flight:
         return not self.label
 
     def describe(self, number: int) -> str:
-        """The collective as a message shows it."""
+        """Return the collective for a message."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")
         within = f" of group {self.label}" if self.label else ""
         return f"{name} #{number}{f' {shapes}' if shapes else ''}{within}"
 
 
 def enable() -> dict[str, str]:
-    """Have torch record the collectives of groups that this process forms from now on, unless the user has decided.
+    """Have torch record the collectives of groups that this process forms from now on, unless the user has set it.
 
     Returns:
         The variables that were set; torch reads them when it forms the first group.
@@ -68,7 +68,7 @@ def enable() -> dict[str, str]:
 
 
 def flights() -> list[Flight]:
-    """Return how far this rank is in each process group, as far as torch records that and answers in time."""
+    """Return this rank's progress in each process group, as far as torch records it and replies in time."""
     found: dict[str, list[Flight]] = {}
     for recorder in _RECORDERS:
         # NCCL's asks CUDA for the state of events, which may not return.
@@ -80,13 +80,13 @@ def flights() -> list[Flight]:
 
 
 def _read(recorder: str, found: dict[str, list[Flight]]) -> None:
-    with suppress(Exception):  # none, or in another format than the one that we know; what is reported will do without
+    with suppress(Exception):  # missing, or in an unknown format; the report works without it
         dump = getattr(torch._C._distributed_c10d, recorder)
         found[recorder] = flights_in(json.loads(dump()))
 
 
 def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
-    """The same from a recorder's trace: its entries, from the first to the last.
+    """Return the progress from a recorder's trace, whose entries are in order.
 
     >>> entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:all_reduce", "input_sizes": [[4]]}
     >>> entries = [{**entry, "collective_seq_id": n, "retired": n < 2, "state": "scheduled"} for n in (1, 2, 3)]
@@ -103,7 +103,7 @@ def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
             same = known.get(number)
             is_coalesced = same is not None and same.get("op_id") == entry.get("op_id")
             if number <= max(known, default=0) and not is_coalesced:
-                known.clear()  # a new group that has the name of one that is gone
+                known.clear()  # a new group with the name of a closed one
             known[number] = entry
     return [_flight(group, entries) for group, entries in by_group.items()]
 

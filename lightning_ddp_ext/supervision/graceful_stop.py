@@ -26,12 +26,12 @@ from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
 from lightning_ddp_ext.supervision.signals import status_of
 from lightning_ddp_ext.supervision.survey import Survey
 
-_AFTER_SAVES = 3.0  # seconds from the end of a save to the end of the process, if its time is over
+_AFTER_SAVES = 3.0  # seconds from a finished save to the exit, after the deadline
 
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Which rank was asked to stop, by which signal, and in which ``job``: the ordinal of the work of all ranks."""
+    """A request to stop: the rank that got a signal, the signal, and the ``job``, the ordinal of the ranks' work."""
 
     signum: int
     rank: int
@@ -44,21 +44,21 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is: stop points passed, steps begun of an evaluation since then, and how many steps that has."""
+    """A rank's progress: stop points passed, steps of an evaluation started since then, and the number of its steps."""
 
     points: int
     steps: int = 0
     of_steps: int = 0
 
     def has_reached(self, target: Position) -> bool:
-        """Whether this is the target, or beyond it."""
+        """Whether this is at or beyond the target."""
         return (self.points, self.steps) >= (target.points, target.steps)
 
 
 def next_common(positions: Sequence[Position]) -> Position:
-    """The first stop point that no rank has passed, but no step of an evaluation that ends before it on some rank.
+    """Return the first stop point that no rank has passed, except a step that an evaluation lacks on some rank.
 
-    Ranks that reach none of the steps stop at the next point that is no step.
+    Ranks that reach none of the steps stop at the next point outside of steps.
 
     >>> next_common([Position(4, 17, 100), Position(4, 18, 99)])
     Position(points=4, steps=19, of_steps=0)
@@ -92,7 +92,7 @@ class GracefulStop:
         self._request: StopRequest | None = None
         self._target: Position | None = None
         self._replies = Replies()
-        self._seconds = 0.0  # that the ranks have from the first signal on
+        self._seconds = 0.0  # the ranks' time from the first signal
         self._on_request: Callable[[StopRequest], object] = lambda request: None
         self._limit = Limit("ddpx-stop-deadline")
         self._everyone = range(len(context.table))
@@ -101,7 +101,7 @@ class GracefulStop:
         )
 
     def ask(self, signum: int) -> None:
-        """Have all ranks stop; for any thread, but not within a signal handler. Asking again changes nothing."""
+        """Have all ranks stop; for any thread, but not within a signal handler. Further requests have no effect."""
         request = StopRequest(signum, self._rank, self._context.table[self._rank].host, self._job)
         self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
@@ -110,17 +110,17 @@ class GracefulStop:
         """Heed requests from now on: the ranks have begun a job, which has stop points.
 
         Args:
-            deadline: the time from the first signal, or from an exception, until ranks that have not stopped are ended.
+            deadline: the time from the first signal, or from an exception, until ranks that did not stop are killed.
             on_request: called on rank 0 with the first request, by a thread.
         """
-        self._limit.lift()  # of a run whose ``on_exception`` raised, so that Lightning tore nothing down
+        self._limit.lift()  # set by a run whose ``on_exception`` raised, so that Lightning skipped its teardown
         with self._peers.arrived:
             self._job += 1
             self._position = Position(self._job << 32)  # after an exception ranks have passed different points
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._on_request = on_request
-            if self._request is not None:  # of a rank that has begun before this one
+            if self._request is not None:  # from a rank that started before this one
                 self._limit_stop(self._request)
                 self._start_agreement(self._request)
 
@@ -135,7 +135,7 @@ class GracefulStop:
     # Stop points, in the main thread.
 
     def at_point(self) -> StopRequest | None:
-        """Return why all ranks stop here, if they do. Every rank must call it at the same points.
+        """Return the request if all ranks stop here. Every rank must call it at the same points.
 
         Raises:
             RankFailedError: one of its kinds; that a rank died or failed overrules every request.
@@ -144,28 +144,28 @@ class GracefulStop:
         return self._decide() if self._is_pausing else None
 
     def at_step(self, of_steps: int, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """The same within an evaluation, before each of its steps.
+        """Return the request if all ranks stop here; called before each step of an evaluation.
 
         Args:
-            of_steps: how many steps this rank makes in this evaluation, if it is known, else 1.
+            of_steps: how many steps this rank makes in this evaluation, if known, else 1.
             may_stop: called where all ranks would stop, with the same result on all of them. If it is False, they stop
-                at the next point that is no step.
+                at the next point outside of steps.
         """
         self._position = replace(self._position, steps=self._position.steps + 1, of_steps=of_steps)
         return self._decide(may_stop) if self._is_pausing else None
 
     def at_last_point(self) -> StopRequest | None:
-        """The same where no other point follows. Collective.
+        """Return the request if all ranks stop at their last stop point. Collective.
 
-        A rank's request is on its way before its part in the barrier, so all ranks pause before the barrier opens.
-        Callbacks may take long before it, and their rank answers all the same.
+        A rank sends its request before its part in the barrier, so all ranks pause before the barrier opens.
+        Callbacks may take long before it; their rank still replies.
         """
         check = self._context.component(Survey).check_that_all_answer
         self._context.barriers.enter("the end of its work", check=check, is_patient=True)
         return self.at_point()
 
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
-        """Wait until the ranks have agreed where to stop, and see whether it is here."""
+        """Wait until the ranks agree where to stop; return the request if it is here."""
         if self._is_agreed_on() and not may_stop():
             self._target = Position(self._position.points + 1)
         with self._peers.arrived:
@@ -187,7 +187,7 @@ class GracefulStop:
     # The agreement, in threads.
 
     def _is_over(self, job: int) -> bool:
-        """Whether this rank is done with that job: a late message must not stop the next one."""
+        """Whether this rank finished that job: a late message must not stop the next one."""
         return job < self._job or (job == self._job and not self.is_active)
 
     def _accept(self, values: dict[str, Any]) -> None:
@@ -225,8 +225,8 @@ class GracefulStop:
     # The deadline.
 
     def limit_exit(self, *, is_void: Callable[[], bool] = lambda: False) -> None:
-        """Have a rank that raises exit in time, whatever hooks and teardown wait for; :meth:`end` lifts the limit."""
-        if self._seconds:  # else no Trainer has run
+        """Have a rank that raises exit in time, even if hooks or teardown block; :meth:`end` lifts the limit."""
+        if self._seconds:  # otherwise no Trainer ran
             finding = "the process raised an exception and has not exited"
             self._start_limit(1, finding, is_void=is_void, after_saves=_AFTER_SAVES)
 
@@ -241,7 +241,7 @@ class GracefulStop:
             who = f" ({listed(silent)} did not answer)" if silent else ""
             return (
                 f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
-                f"ended at {call_site_of(main_frame())}; what had been saved before is still there. Give the ranks a "
+                f"ended at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a "
                 "longer save_deadline if they only need more time"
             )
 

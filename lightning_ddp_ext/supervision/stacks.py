@@ -1,4 +1,4 @@
-"""Where every thread of this process is, as text."""
+"""Describe the stacks of this process's threads as text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import FrameType
 
 from lightning_ddp_ext.ranks import shortened
 
-# What travels to another rank must fit into a line, and into the socket of one that does not read.
+# A report must fit into a line, and into the socket buffer of a rank that does not read.
 _LONGEST = 1 << 15
 # A backward pass waits for the gradients of other ranks in C++.
 _WAITING = {"torch.autograd", "torch.distributed.distributed_c10d", "lightning_ddp_ext.rendezvous.named_barrier"}
-# Those that wait in C++, and that call code of the user's as well.
+# These wait in C++, and also call the user's code.
 _WAITING_ITSELF = {
     "lightning_ddp_ext.batchnorm.sync_context",
     "lightning_ddp_ext.data.shortest",
@@ -23,7 +23,7 @@ _WAITING_ITSELF = {
 
 
 def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
-    """Whether a frame is in a call that waits for other ranks, or may do so, as far as Python knows."""
+    """Whether a frame is in a call that waits, or may wait, for other ranks, according to Python."""
     if frame is not None and frame.f_globals.get("__name__") in _WAITING_ITSELF:
         return True
     while frame is not None and frame.f_globals.get("__name__") not in _WAITING:
@@ -32,7 +32,7 @@ def may_be_waiting_for_ranks(frame: FrameType | None) -> bool:
 
 
 def all_stacks() -> str:
-    """The stacks of all threads but the calling one, the main thread first, most recent call last.
+    """Return the stacks of all threads but the calling one, the main thread first, most recent call last.
 
     Without the source lines: the file system that they are on may be what hangs.
     """

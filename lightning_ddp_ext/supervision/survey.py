@@ -1,8 +1,8 @@
 """Collect a report from every rank: after a collective timed out, or when a watchdog finds that nothing moves.
 
-Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, whatever
-its main thread does. A rank that does not reply is named, or else one that does not wait for the others. That one may
-be on its way from the collective that has timed out on others, so it is asked once more before it is named.
+Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, even if
+its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. It may
+just be returning from the collective that timed out on others, so a second request precedes the verdict.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from lightning_ddp_ext.supervision.diagnosis import Findings, Report, Silence
 from lightning_ddp_ext.supervision.flight import flights
 from lightning_ddp_ext.supervision.stacks import may_be_waiting_for_ranks
 
-# ``"collective"``: one has timed out; ``"silence"``: only a rank that does not answer is to be named; ``"hang"``: a
-# watchdog asks.
+# ``"collective"``: one timed out; ``"silence"``: only name a rank that does not reply; ``"hang"``: a
+# watchdog's request.
 Kind = Literal["collective", "silence", "hang"]
 
-# What gloo raises after a timeout: on a rank that has had one, and on those whose connections it has closed then.
+# Errors of gloo after a timeout: on the rank that had it, and on those whose connections it closed.
 _TIMED_OUT = re.compile(r"Timed out waiting|timeout caused pair closure")
 _CLOSED = re.compile(r"Connection (closed|reset) by peer|pair closure")
-# Seconds from the end of a collective on one rank to its end on another, and from there to the question.
+# Seconds between ranks in which a collective finishes, and until a request after it.
 _FOLLOWS_WITHIN = 1.0
 _LOOKS_EVERY = 5.0  # seconds, for collectives that have timed out
 _REMEDY = "let every rank make the same calls, or give the strategy a longer timeout if one of them takes so long"
 
 
 class Survey:
-    """This rank's part in surveys. All ranks must have made theirs before one of them asks.
+    """This rank's part in surveys. All ranks must create theirs before one of them sends a request.
 
     Attributes:
-        describe: what this rank answers.
-        publish: on the rank that has the findings, called with those of a watchdog's survey; returns whether all
-            ranks are to end.
+        describe: returns this rank's report.
+        publish: called with the findings of a watchdog's survey on the rank that has them; returns whether all
+            ranks stop.
     """
 
     def __init__(self, context: ProcessContext) -> None:
@@ -59,7 +59,7 @@ class Survey:
         self._rank = context.world.rank
         self._mine = context.table[self._rank]
         self._seconds = context.peers.timeouts.answer
-        self._has_come_out = False  # of its collective, which was in vain
+        self._has_come_out = False  # from its failed collective
         self._limiter: threading.Thread | None = None
         self._over: set[Kind] = set()
         self._requested: set[Kind] = set()
@@ -71,10 +71,10 @@ class Survey:
     # Called by any thread but the channel's; takes some seconds.
 
     def cause_of(self, text: str) -> PeerEvent | None:
-        """Return what has broken a collective or a store, the same on all ranks; ``None`` if no rank is to blame.
+        """Return the event that broke a collective or a store, the same on all ranks; ``None`` if no rank is to blame.
 
         Args:
-            text: of the error. That another rank has closed its connection may be because it has timed out.
+            text: the text of the error; another rank may have closed its connection after a timeout.
         """
         has_timed_out, was_closed = bool(_TIMED_OUT.search(text)), bool(_CLOSED.search(text))
         self._has_come_out |= has_timed_out or was_closed
@@ -86,18 +86,18 @@ class Survey:
         return event
 
     def check_that_all_answer(self) -> None:
-        """Be patient with a rank that takes long over something, but not with one that does not answer.
+        """Raise if a rank does not reply; a rank that only takes long is allowed to.
 
         Raises:
-            RankHungError: a rank does not answer.
-            RankFailedError: another of its kinds; something else has happened to a rank.
+            RankHungError: a rank does not reply.
+            RankFailedError: another of its kinds; a rank died, failed or left.
         """
         event = self._request("silence", f"rank {self._rank} has waited for {self._timeout}")
         if event is not None:
             raise event.to_error()
 
     def limit_collectives(self) -> None:
-        """Have a collective of NCCL raise after its timeout, and name the rank that is missing, as one of gloo does."""
+        """Have an NCCL collective raise after its timeout and name the missing rank, as gloo's do."""
         if self._context.groups.uses_nccl and self._limiter is None:
             self._limiter = threading.Thread(target=self._limit_collectives, name="ddpx-timeout", daemon=True)
             self._limiter.start()
@@ -112,13 +112,13 @@ class Survey:
             seconds = self._context.groups.timeout.total_seconds() if left is None else self._seconds
             if self._context.groups.uses_nccl and now - min(since.values(), default=now) >= seconds:
                 event = self._request("collective", self._waited)
-                if left is not None and event is left:  # no connection of NCCL's ends with the rank
+                if left is not None and event is left:  # NCCL keeps no connection that closes with the rank
                     self._peers.report(event_of("absent", self._peers.table[left.rank], str(left.to_error())))
                 since.clear()
             time.sleep(min(seconds / 8, _LOOKS_EVERY))
 
     def after_standstill(self) -> None:
-        """Find out which rank hangs, and report it to all ranks if they are to end."""
+        """Find the rank that hangs, and report it to all ranks if they are to stop."""
         self._request("hang", "")
 
     def _request(self, kind: Kind, wait: str) -> PeerEvent | None:
@@ -176,7 +176,7 @@ class Survey:
             silent = [rank for rank in self._everyone if rank not in replies]
         return Findings(reports, [self._silence(rank) for rank in silent])
 
-    # What follows.
+    # Actions after a survey.
 
     def _conclude(self, kind: Kind, wait: str, findings: Findings) -> None:
         event = findings.diagnosis if kind == "hang" else _missing(kind, wait, findings)
@@ -187,7 +187,7 @@ class Survey:
             process = stopped_process(silence.who, seen_from=self._mine)
             if kind == "hang" and process is not None:
                 with suppress(psutil.Error):
-                    process.send_signal(signal.SIGCONT)  # it hears of the event, and ends as the others do
+                    process.send_signal(signal.SIGCONT)  # it receives the event, and exits as the others do
 
     def _silence(self, rank: int) -> Silence:
         is_stopped = stopped_process(self._peers.table[rank], seen_from=self._mine) is not None
@@ -203,7 +203,7 @@ class Survey:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the rank that others have waited for in vain."""
+    """Return the event for the rank that others waited for in vain."""
     silences, elsewhere = findings.silences, findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
@@ -214,7 +214,7 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
 
 
 def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:
-    """The process of a rank, if it is on the same host and has been stopped (SIGSTOP)."""
+    """Return the process of a rank, if it is on the same host and was stopped (SIGSTOP)."""
     if (info.host, info.network) != (seen_from.host, seen_from.network):
         return None
     with suppress(psutil.Error):

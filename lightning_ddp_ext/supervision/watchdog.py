@@ -1,4 +1,4 @@
-"""Notice that nothing moves any more on this rank, and have the rank named that the others wait for."""
+"""Detect that this rank makes no progress, and find the rank that the others wait for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_ddp_ext.supervision.survey import Survey
 
 OnHang = Literal["abort", "continue"]
 
-# Seconds that no thread waits for the processor; longer, and the whole process has stood still.
+# Seconds; no thread waits longer for the processor, unless the whole process was stopped.
 _OVERSLEPT = 1.0
 
 
@@ -30,14 +30,14 @@ class Watchdog:
 
     Args:
         who: this process.
-        survey: asks the other ranks; ``None`` where there is no channel, and this rank reports itself alone.
+        survey: requests reports of the other ranks; ``None`` without a channel: this rank only reports on itself.
         timeout: seconds.
-        on_hang: whether all ranks end after a diagnosis.
-        directory: where diagnoses are written to.
-        describe: says what the main thread does, and how far it has come, given its innermost frame.
+        on_hang: whether all ranks stop after a diagnosis.
+        directory: the directory for diagnoses.
+        describe: returns the main thread's activity and progress, given its innermost frame.
 
     Attributes:
-        moved_at: when something has last moved, as ``time.monotonic()`` has it; set by whoever moves.
+        moved_at: the ``time.monotonic()`` of the last progress; set by the code that makes it.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="ddpx-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch."""
         if self._survey is not None:
             self._survey.describe, self._survey.publish = self._report, self._publish
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer; surveys are told that this rank has left what is watched."""
+        """Stop watching; surveys then report that this rank left the watched code."""
         self._is_stopping.set()
         self.moved_at = time.monotonic()
         self._describe = lambda frame: ("code after the Trainer's", "")
@@ -78,7 +78,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._is_stopping.wait(self._seconds_left()):
             late = -self._seconds_left()
-            if late > _OVERSLEPT:  # the process was stopped, and goes on: it gets another timeout
+            if late > _OVERSLEPT:  # the process was stopped and continued: it gets another timeout
                 self._reported_at = time.monotonic()
             elif late >= 0:
                 self._ask()
@@ -91,7 +91,7 @@ class Watchdog:
         if self._survey is not None:
             self._survey.after_standstill()
         elif self._publish(Findings([self._report()])):
-            end_at_once(1)  # nothing wakes the main thread
+            end_at_once(1)  # nothing unblocks the main thread
 
     def _publish(self, findings: Findings) -> bool:
         diagnosis = findings.diagnosis
@@ -100,8 +100,8 @@ class Watchdog:
         now = datetime.now()
         path = self._directory / f"hang-{now:%Y%m%d-%H%M%S}-rank{self._who.rank}.txt"
         text = f"{now:%Y-%m-%d %H:%M:%S} {diagnosis.reason}\n\n{findings}\n"
-        outcome = "every rank stops" if self._on_hang == "abort" else "going on, as was asked for"
-        # The file system may be what hangs, and the diagnosis is not to wait for it.
+        outcome = "every rank stops" if self._on_hang == "abort" else "the ranks continue (on_hang='continue')"
+        # The file system may be the cause of the hang, and must not block the diagnosis.
         written = threading.Thread(target=_write, args=[path, text], name="ddpx-watchdog-file", daemon=True)
         written.start()
         print_in_time(

@@ -1,4 +1,4 @@
-"""Which ranks join their batches: all, so many at a time, or those of a group."""
+"""Ranks join their batches: all of them, a number of consecutive ones, or those of a group."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Case:
     """A layer and what it is given.
 
     ``shapes`` are those of the ranks' batches, over and over where there are more ranks; ``fill`` makes data from
-    normal random numbers, ``layout`` puts data (and gradients, unless they have a layout of their own) in memory,
+    normal random numbers, ``layout`` puts data (and gradients, unless they have their own layout) in memory,
     ``prepare`` is done to the layer.
     """
 
@@ -147,7 +147,7 @@ class Way:
     slack: float = 1.0
 
     def takes(self, case: Case) -> bool:
-        """On a GPU the host does not learn how many values there are, and so not that there is none or one."""
+        """On a GPU the host does not read the number of values, so zero or one is not detected."""
         return self.slack == 1.0 or sum(len(rows(input)) for input, _ in case.shares(self.world_size, 0)) > 1
 
 
@@ -160,7 +160,7 @@ class AlwaysJoint(SyncBatchNorm):
 
 
 def of_layer(case: Case, way: Way, rank: int) -> Results:
-    """What the ranks' layers give this rank, parameter gradients summed."""
+    """Return the results of the ranks' layers on this rank, with summed parameter gradients."""
     layer = case.layer(way.kind).to(way.device)
     results: Results = {}
     for step in range(STEPS):
@@ -173,7 +173,7 @@ def of_layer(case: Case, way: Way, rank: int) -> Results:
 
 
 def of_one_process(case: Case, way: Way, rank: int, dtype: torch.dtype | None = None) -> Results:
-    """What torch gives for the joined batch, this rank's part of it; computed in ``dtype`` (None: as the case is)."""
+    """Return torch's result for the joined batch, this rank's part; computed in ``dtype`` (None: the case's)."""
     layer = case.layer(nn.BatchNorm1d).to(way.device, dtype)
     results: Results = {}
     for step in range(STEPS):
@@ -205,7 +205,7 @@ def _of_parameters(layer: nn.Module) -> Results:
 
 
 def deviations(case: Case, way: Way, rank: int) -> list[str]:
-    """What is neither exact nor as near to that as torch is, with so much slack as the way has."""
+    """Return results that are neither exact nor as near to exact as torch's, within the path's tolerance."""
     ours, exact = of_layer(case, way, rank), of_one_process(case, replace(way, device="cpu"), rank, torch.float64)
     torchs = exact if case.dtype == torch.float64 else of_one_process(case, way, rank)
     assert ours.keys() == exact.keys()
@@ -242,5 +242,5 @@ def all_deviations(rank: int, world_size: int, directory: Path, way: Way) -> lis
 def test_equals_the_joined_batch(tmp_path: Path, way: Way) -> None:
     """Outputs, gradients and running statistics of several steps, whatever the input."""
     if way.device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+        pytest.skip("needs a CUDA device")
     assert run_ranks(all_deviations, way.world_size, tmp_path, way) == [[]] * way.world_size

@@ -89,7 +89,7 @@ def cannot_be_differentiated_twice(share: Tensor) -> None:
 
 
 def test_what_it_does_alone_and_what_it_refuses(tmp_path: Path) -> None:
-    """Evaluation, and training outside of a layer's group, wait for nobody; a refusal is every rank's.
+    """Evaluation, and training outside of a layer's group, do not wait for other ranks; every rank raises a refusal.
 
     A forward pass makes one collective, and a backward pass one.
     """

@@ -15,7 +15,7 @@ from lightning_ddp_ext.checkpoint.location import locate
 from lightning_ddp_ext.checkpoint.restore import restore
 from lightning_ddp_ext.ranks import Ranks
 
-MAPPED = 5 << 20  # numbers; a file of so many is large enough to be mapped
+MAPPED = 5 << 20  # numbers; a file with this many is large enough to be mapped
 
 
 def numbers(*shape: int, start: float = 0.0) -> Tensor:
@@ -80,7 +80,7 @@ def unusual() -> dict[str, Any]:
 
 
 def facts(value: Any) -> Any:
-    """What equal checkpoints have in common, to the last bit: types, layouts, and the bits of views included."""
+    """Return a value that is equal for checkpoints that are equal to the last bit, with types, layouts and views."""
     if isinstance(value, Tensor):
         return type(value), [facts(part) for part in value.unbind()] if value.is_nested else _of_tensor(value)
     if isinstance(value, dict):

@@ -29,14 +29,14 @@ def small() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small checkpoint that nobody changes."""
+    """Return the path of a small checkpoint that tests do not change."""
     path = tmp_path_factory.mktemp("archive") / "it.ckpt"
     torch.save(small(), path)
     return path
 
 
 def outcome(path: Path, mode: Mode = "auto") -> Any:
-    """What reading gives: a value, or an error of ours; any other error is the test's."""
+    """Return the value that was read, or an error of ours; other errors propagate."""
     try:
         return restored(path, mode, weights_only=True)
     except CheckpointError as error:
@@ -69,7 +69,7 @@ def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
 
 
 def test_a_file_that_changes_under_way_is_named(tmp_path: Path) -> None:
-    """A file that is cut off, emptied or removed after it was opened raises an error of ours, and is no SIGBUS."""
+    """A file that is cut off, emptied or removed after it was opened raises an error of ours, without SIGBUS."""
     file = tmp_path / "it.ckpt"
     archive = saved(file, small())
     for size in (100, 0):

@@ -76,7 +76,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
 
 
 def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
-    """A save returns before the write has ended; the next one waits for that, and takes its own copy after it."""
+    """A save returns before the write finishes; the next one waits for that, and then takes its copy."""
     x = numbers(5)
     with Disk(held="first") as it:
         it.save("first", x)

@@ -63,7 +63,7 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
 @pytest.mark.parametrize(
     ("map_location", "says"),
     [
-        ("gpu", "names 'gpu', which is no device; write 'cpu', 'cuda:0', ..."),
+        ("gpu", "names 'gpu', which is not a device; write 'cpu', 'cuda:0', ..."),
         ({"cuda:0": "cuda:1", "gpu": "cpu"}, "names 'gpu'"),
         ({"cuda:0": None}, "names None"),
         (0, r"must be a device, its name, a mapping .* \(got 0\)"),

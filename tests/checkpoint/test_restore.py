@@ -25,7 +25,7 @@ Paths = list[Path]  # by rank; the last one is that of all further ranks
 
 
 def outcome(expected: Any, paths: Paths | list[str], mode: Mode = "auto", **options: Any) -> str:
-    """How this rank gets what is ``expected``; or "other content", or the error's type and text."""
+    """Return how this rank reads the ``expected`` content; or "other content", or the error's type and text."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     place, ranks = locate(paths[min(rank, len(paths) - 1)]), Ranks(rank, world_size)
     failed = ""
@@ -58,7 +58,7 @@ def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
     saved(tmp_path / "old.ckpt", kinds()["float"], _use_new_zipfile_serialization=False)
     saved(tmp_path / "no-device.ckpt", kinds()["float"])
-    asked = "sent from rank 0 to all (as asked for)"
+    asked = "sent from rank 0 to all (as requested)"
     for found in on_ranks("stock", see_different_files, tmp_path, tmp_path, world_size=3):
         assert found[:3] == [MAPPED, MAPPED, asked]
         assert [found[3].startswith(SENT), found[4].startswith(SENT), found[5]] == [True, True, MAPPED]
@@ -69,7 +69,7 @@ NOWHERE = {"cpu": "cuda:77"} | {f"cuda:{number}": "cpu" for number in range(200)
 
 
 def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]:
-    """Each rank has the file in a directory of its own; those of ranks 0 and 1 differ in what is wrong with them."""
+    """Each rank has its own directory with the file; the files of ranks 0 and 1 have different faults."""
     content = {"a": numbers(6000)}
     whole, other, missing = (files / name for name in ("whole.ckpt", "other.ckpt", "no.ckpt"))
     return [
@@ -115,7 +115,7 @@ URL = "memory://bucket/it.ckpt"
 
 
 def from_memory(kind: Kind, directory: Path) -> list[str]:
-    """Each rank has an object store of its own in memory; first rank 0's alone has it, then all, then it hangs up."""
+    """Each rank has its own object store in memory; first only rank 0's has the file, then all, then it fails."""
     modes: tuple[Mode, ...] = ("auto", "broadcast")
     found = [outcome(kinds(), [URL], mode) for mode in modes]
     if dist.get_rank() == 0:

@@ -25,7 +25,7 @@ from tests.harness.damage import without_checksums
 
 @pytest.fixture(params=["relative", "file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where nothing is yet, in a directory that is not there: on the disk, and in an object store in memory."""
+    """Return a new path in a missing directory: on the disk, and in an object store in memory."""
     monkeypatch.chdir(tmp_path)
     store = MemoryFileSystem()
     urls = {"relative": "a/it.ckpt", "file": f"file://{tmp_path}/a/it.ckpt", "memory": "memory://bucket/a/it.ckpt"}
@@ -82,7 +82,7 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
         with pytest.raises(CheckpointSaveError, match="Connection reset by peer; look at the file system") as caught:
             write({"new": 2}, url)
     assert caught.value.path == url
-    assert ("only the store knows whether what was there before" in str(caught.value)) == url.startswith("memory")
+    assert ("the store decides whether an existing file" in str(caught.value)) == url.startswith("memory")
     assert loaded(url) == {"old": 1}
     write({"new": 2}, url)
     assert loaded(url) == {"new": 2}
@@ -141,8 +141,8 @@ def test_an_error_in_the_midst_of_writing_is_raised_as_what_it_is(
     ("path", "number", "says"),
     [
         ("directory", errno.EISDIR, "Is a directory; there is a directory at that path"),
-        ("file/it.ckpt", errno.EEXIST, "File exists; a file stands where the path needs a directory"),
-        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory; a file stands where the path needs a directory"),
+        ("file/it.ckpt", errno.EEXIST, "File exists; a directory of the path is a file"),
+        ("file/deeper/it.ckpt", errno.ENOTDIR, "Not a directory; a directory of the path is a file"),
         ("x" * 300, errno.ENAMETOOLONG, "shorten the file name"),
     ],
 )
@@ -158,7 +158,7 @@ def test_paths_that_cannot_be_written_to(tmp_path: Path, path: str, number: int,
 
 
 def test_a_disk_that_refuses_is_named(disk: Path, tmp_path: Path) -> None:
-    """A read-only one, and a directory of somebody else's: each with what to do."""
+    """Errors of read-only file systems and other users' directories have a remedy."""
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     with pytest.raises(CheckpointSaveError, match="Read-only file system; its file system is mounted read-only"):
         write({}, disk / "it.ckpt")

@@ -117,7 +117,7 @@ def whole(path: Path) -> None:
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
         ("inspect", lambda path: flip(path, "data.pkl"), "it.ckpt", "is damaged: data.pkl differs from what was writ"),
         ("inspect", lambda path: save(path, it=Namespace(lr=1)), "it.ckpt", "holds argparse.Namespace, which weights_"),
-        ("inspect", lambda path: save(path, it=WouldRun(path.parent / "ran")), "it.ckpt", "nothing of it has been run"),
+        ("inspect", lambda path: save(path, it=WouldRun(path.parent / "ran")), "it.ckpt", "none of its code was run"),
         ("inspect", whole, "memory://bucket/no.ckpt", "memory://bucket/no.ckpt does not exist"),
         ("clean", whole, "missing", "cannot clean missing: No such file or directory; give the local directory"),
         ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
@@ -144,7 +144,7 @@ def test_what_cannot_be_read_is_told_in_one_sentence(
     ("path", "says"),
     [
         ("/proc/self/mem", "could not be read, but need not be damaged: Input/output error; look at its file system"),
-        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not there"),
+        ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not installed"),
     ],
 )
 def test_a_file_that_nothing_is_known_of_has_a_status_of_its_own(path: str, says: str) -> None:
@@ -156,7 +156,7 @@ def test_a_file_that_nothing_is_known_of_has_a_status_of_its_own(path: str, says
 
 @pytest.fixture
 def leftover(tmp_path: Path) -> Path:
-    """What a save that was killed has left in ``tmp_path``."""
+    """Return the file that a killed save left in ``tmp_path``."""
     path = tmp_path / ".ddpx-0123456789abcdef.partial"
     path.write_bytes(bytes(2048))
     return path

@@ -12,7 +12,7 @@ Make = Callable[[int, int], Any]  # (ranks, rank) to a sampler
 
 
 def dealt(make: Make, world_size: int, epoch: int = 0) -> list[list[Any]]:
-    """What each rank reads of an epoch."""
+    """Return the samples of each rank in an epoch."""
     samplers = [make(world_size, rank) for rank in range(world_size)]
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -20,13 +20,13 @@ def dealt(make: Make, world_size: int, epoch: int = 0) -> list[list[Any]]:
 
 
 def in_turn(parts: list[list[Any]]) -> list[Any]:
-    """What ranks read, in the global order."""
+    """Return the ranks' samples in the global order."""
     longest = max(map(len, parts))
     return [part[number] for number in range(longest) for part in parts if number < len(part)]
 
 
 def p_of(counts: Any, expected: Any = None) -> float:
-    """The probability of counts that are no nearer to what is expected, by default equal counts (Pearson's test)."""
+    """Return the probability of counts at least as far from the expected ones, by default equal (Pearson's test)."""
     observed = np.asarray(counts, dtype=np.float64).ravel()
     means = np.full_like(observed, observed.mean()) if expected is None else np.asarray(expected)
     statistic, freedom = ((observed - means) ** 2 / means).sum(), len(observed) - 1

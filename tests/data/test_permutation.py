@@ -51,7 +51,7 @@ def test_pairs_of_one_epoch_are_independent(length: int) -> None:
 
 
 def test_mix_has_no_collisions_by_addition_order_or_length() -> None:
-    """All pairs, their swapped forms, single words and padded ones have seeds of their own."""
+    """All pairs, their swapped forms, single words and padded ones have different seeds."""
     words = [*itertools.product(range(200), repeat=2), *((word,) for word in range(200)), (), (0, 0, 0), (2**32,)]
     words += [(2**64 + 5,), (5, 2**64), (2**64, 5), (1, 2**200)]
     assert len({mix(*each) for each in words}) == len(words)

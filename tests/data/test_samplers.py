@@ -40,7 +40,7 @@ class Epochs(Sampler[int]):
         self.python = random.Random(seed)
 
     def draw(self) -> int:
-        """Numbers of the generators of its own."""
+        """Yield numbers of both generators."""
         drawn = torch.randint(7, (), generator=self.torch), torch.randint(7, (), generator=self.again)
         return int(sum(drawn)) + self.numpy.integers(7) + self.old.randint(7) + self.python.randrange(7)
 
@@ -84,7 +84,7 @@ def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int
 
 
 def with_stops(make: Make, stops: list[tuple[int, int]], last: int, epoch: int) -> list[Any]:
-    """All that is read where so many ranks read so many items each, one after another, and ``last`` ranks the rest."""
+    """Return all samples if each pair of ranks and items is read in turn, and ``last`` ranks read the rest."""
     read: list[Any] = []
     position = 0
     for world_size, consumed in [*stops, (last, None)]:

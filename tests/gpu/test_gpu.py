@@ -48,10 +48,10 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 @pytest.fixture(autouse=True)
 def gpus() -> int:
-    """How many there are; without one the test says so."""
+    """Return the number of GPUs; skip or fail without one."""
     count = torch.cuda.device_count() if HAS_GPU else 2
     if count == 0:
-        pytest.skip("there is no CUDA device")
+        pytest.skip("needs a CUDA device")
     return count
 
 

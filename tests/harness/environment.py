@@ -55,7 +55,7 @@ def loopback() -> list[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port that the kernel gives to nobody by itself: below those that it chooses from."""
+    """Return a free TCP port below those that the kernel chooses from."""
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
     while True:

@@ -77,7 +77,7 @@ def _threads() -> list[threading.Thread]:
 
 
 def _files(directory: Path) -> set[Path]:
-    """What is in the directory, unless it is everybody's, and what is ours in the one for temporary files."""
+    """List the files in the directory, unless it is shared, and ours in the one for temporary files."""
     temporary = Path(tempfile.gettempdir())
     here = set() if directory == temporary else set(directory.iterdir())
     ours = {path for path in here if not path.name.startswith(_HARMLESS_FILES)}

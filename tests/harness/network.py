@@ -1,8 +1,8 @@
 """Hosts made of Linux namespaces, for tests that need several machines.
 
-Each host has a network, a host name and an ``/etc/hosts`` of its own; processes, files and the clock are shared. The
-hosts hang on a switch in a namespace of its own, so that a cut cable looks as it does between machines: links stay up,
-packets vanish, and nobody gets a reset.
+Each host has its own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
+hosts hang on a switch in another namespace, so that a cut cable looks as it does between machines: links stay up,
+packets vanish without a reset.
 
 ::
 
@@ -92,7 +92,7 @@ def network(*names: str) -> Iterator[Network]:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Return the reason why hosts cannot be made here; None if they can."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"network namespaces need the programs {', '.join(missing)} (iproute2, util-linux)"

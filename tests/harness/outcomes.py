@@ -56,7 +56,7 @@ class Outcome:
     output: str = ""
 
     def story(self) -> str:
-        """How it ended in one line, its traceback unless that has been printed, and its output."""
+        """Return its end in one line, its traceback unless that was printed, and its output."""
         error = f"{self.error.type_name}: {self.error.message}, " if self.error else ""
         parts = [f"rank {self.rank} (pid {self.pid}): {error}{name_of_status(self.exit_code)}"]
         if self.error and self.error.traceback not in self.output:
@@ -66,18 +66,18 @@ class Outcome:
 
 
 def stories(outcomes: Sequence[Outcome]) -> str:
-    """How each of them ended."""
+    """Return how each rank ended."""
     return "\n\n".join(outcome.story() for outcome in outcomes)
 
 
 def output_of_all(outcomes: Sequence[Outcome], *, exit_code: int = 0) -> str:
-    """What all ranks have written, rank by rank; fails unless each of them has ended with that status."""
+    """Return the output of all ranks, rank by rank; fail unless each exited with that status."""
     assert all(outcome.exit_code == exit_code for outcome in outcomes), stories(outcomes)
     return "".join(outcome.output for outcome in outcomes)
 
 
 def name_of_status(exit_code: int | None) -> str:
-    """What an exit status says, such as ``exit status 1`` or ``ended by SIGKILL``."""
+    """Return an exit status in words, such as ``exit status 1`` or ``ended by SIGKILL``."""
     if exit_code is None:
         return "still running"
     return f"exit status {exit_code}" if exit_code >= 0 else f"ended by {signal.Signals(-exit_code).name}"

@@ -1,4 +1,4 @@
-"""Find and end the processes that a test has started, also when their parent is gone, whatever session they are in."""
+"""Find and kill the processes that a test started, in any session, even if their parent exited."""
 
 from __future__ import annotations
 

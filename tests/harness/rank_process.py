@@ -22,7 +22,7 @@ from pathlib import Path
 from tests.harness.network import Host
 from tests.harness.outcomes import RankError
 
-_SECONDS_AFTER_LIMIT = 30.0  # when a rank ends itself, should the test's own process be gone
+_SECONDS_AFTER_LIMIT = 30.0  # until a rank exits, if the test's own process exited
 _test: Connection | None = None  # the rank's end of the pipe to the test
 _sending = threading.Lock()
 
@@ -86,7 +86,7 @@ def _write_to(path: Path, time_limit: float) -> None:
         stream.flush()
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as on a terminal
         os.dup2(output, stream.fileno())
-    faulthandler.enable(output)  # on SIGABRT the stacks of all threads are written in C, whoever holds the GIL
+    faulthandler.enable(output)  # on SIGABRT C code writes the stacks of all threads, without the GIL
     faulthandler.dump_traceback_later(time_limit + _SECONDS_AFTER_LIMIT, file=output, exit=True)
 
 

@@ -26,7 +26,7 @@ _PACKAGE = "lightning_ddp_ext"  # not where coverage is measured, which begins w
 
 
 def start_server() -> None:
-    """Start the server unless it runs. Returns at once: it imports in the background."""
+    """Start the server unless it runs, without waiting: it imports in the background."""
     _CONTEXT.set_forkserver_preload([*_PRELOAD, *([] if measured_coverage() else [_PACKAGE])])
     changes = {
         "OMP_NUM_THREADS": "1",  # threads for computing must not exist in a process that forks
@@ -59,7 +59,7 @@ class Rank:
             self.process.start()  # waits for the server to have imported what ranks need
         assert self.process.pid is not None
         self.outcome = Outcome(number, self.process.pid)
-        self.points: dict[str, list[Any]] = defaultdict(list)  # what it has announced, and nobody has waited for
+        self.points: dict[str, list[Any]] = defaultdict(list)  # announcements that no test has waited for
 
     @property
     def runs(self) -> bool:
@@ -75,7 +75,7 @@ class Rank:
         return self.outcome.error.at if self.outcome.error else 0.0
 
     def receive(self, *, has_ended: bool) -> None:
-        """Take in what the rank has sent and written; one that has ended had done so before."""
+        """Read the rank's messages and output; those of a rank that exited are complete."""
         with contextlib.suppress(EOFError, ConnectionResetError):
             while self.pipe.poll():
                 kind, value, point = pickle.loads(self.pipe.recv_bytes())
@@ -94,7 +94,7 @@ class Rank:
     def end_with_stacks(self) -> None:
         """Have the rank write its stacks and die."""
         self.signal(signal.SIGABRT)
-        self.signal(signal.SIGCONT)  # a stopped rank would never hear of it
+        self.signal(signal.SIGCONT)  # a stopped rank does not handle other signals
 
     def kill_group(self) -> None:
         """End the rank and what it has forked."""

@@ -81,7 +81,7 @@ class RankProcesses:
     Args:
         function: called as ``function(rank, world_size, *args, **kwargs)`` on each rank.
         world_size: number of ranks.
-        time_limit: seconds within which all must have ended.
+        time_limit: seconds within which all must exit.
         env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
         namespaces: one place per rank (a host of ``network``), or None for the test's own.
     """
@@ -135,20 +135,20 @@ class RankProcesses:
         return {number: rank.outcome.pid for number, rank in self._ranks.items()}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to the rank's process, not to what it has started; an error if it has ended."""
+        """Send a signal to the rank's process, not to its children; fail if it has exited."""
         self._receive(0.0)
         outcome = self._ranks[rank].outcome
-        assert outcome.exit_code is None, f"it has ended already:\n{outcome.story()}"
+        assert outcome.exit_code is None, f"it has already exited:\n{outcome.story()}"
         os.kill(outcome.pid, signal_number)
 
     def release(self, rank: int) -> None:
-        """Let the rank go on that is, or will be, in ``hold``."""
+        """Release the rank from ``hold``, now or when it gets there."""
         self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
 
-        An error if the rank ends before, at once, or if a minute has passed.
+        Fail if the rank exits first, or after a minute.
         """
         values = self._ranks[rank].points[point]
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank)

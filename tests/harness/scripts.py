@@ -1,4 +1,4 @@
-r"""Run a script as a user would, in processes of its own.
+r"""Run a script as a user would, in separate processes.
 
 ::
 
@@ -77,7 +77,7 @@ def run_on_ranks(
 
 
 def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...], cwd: Path) -> None:
-    """What rank processes call that run a script."""
+    """Run a script in a rank process."""
     os.chdir(cwd)
     sys.argv, sys.path[0] = [str(script), *argv], str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
@@ -150,9 +150,9 @@ class Script:
         return self._printed.decode(errors="replace")
 
     def wait_for_line(self, pattern: str) -> re.Match[str]:
-        """Wait for a line that contains the pattern; lines that have come already count.
+        """Wait for a line that contains the pattern; earlier lines count.
 
-        Fails at the time limit, or at once if all of the script's output has come without it.
+        Fail at the time limit, or as soon as the script's output is complete without it.
         """
         with self._has_news:
             self._has_news.wait_for(
@@ -212,7 +212,7 @@ class Script:
 
 
 def _environment(env: Environment, mark: str) -> dict[str, str]:
-    """What a user's shell would have, plus what finds the processes and their stacks."""
+    """Return the environment of a user's shell, with variables to find the processes and their stacks."""
     ours: Environment = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),

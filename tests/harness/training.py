@@ -92,7 +92,7 @@ class Recorder(L.Callback):
 
 
 class At(L.Callback):
-    """Calls ``do(trainer)`` when a hook runs for the first time, or after so many ``earlier`` calls."""
+    """Calls ``do(trainer)`` when a hook runs for the first time, or after a number of ``earlier`` calls."""
 
     def __init__(self, hook: str, do: Callable[[L.Trainer], object], *, earlier: int = 0) -> None:
         self._do, self._left = do, earlier
@@ -134,7 +134,7 @@ def limit_collectives(seconds: float) -> None:
 
 
 def backend(name: str) -> str:
-    """The backend itself; where the name is none that torch knows, gloo by that name, as a stand-in for NCCL."""
+    """Return the backend; for an unknown name, gloo under that name, as a stand-in for NCCL."""
     if not hasattr(dist.Backend, name.upper()):
         dist.Backend.register_backend(name, dist.ProcessGroupGloo, devices=["cpu"])  # type: ignore[attr-defined]
     return name
@@ -151,7 +151,7 @@ def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
 
 
 def on_both(function: Callable[..., Any], directory: Path, *args: Any) -> tuple[list[Any], list[Any]]:
-    """What ``function(kind, directory, *args)`` returns by rank, on two ranks for ours, and on two others for stock."""
+    """Return ``function(kind, directory, *args)`` by rank, on two ranks for ours, and on two others for stock."""
     ours, stock = (on_ranks(kind, function, directory, *args) for kind in KINDS)
     return ours, stock
 

@@ -35,7 +35,7 @@ class Net(training.Net):
 
 
 class Keeper(L.Callback):
-    """Keeps tensors of its own, which travel in the checkpoint."""
+    """Keeps its own tensors in the checkpoint."""
 
     def __init__(self, content: Any = None) -> None:
         self.content = content
@@ -87,6 +87,6 @@ def trainer_for(
         callbacks.append(checkpoint_callback(kind, save_top_k=0, checkpoint_io=io))
     elif io is not None:
         plugins.append(io)
-    enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)  # else Lightning adds one of its own
+    enabled = any(isinstance(callback, Checkpoint) for callback in callbacks)  # otherwise Lightning adds one
     options = {"enable_checkpointing": enabled, "plugins": plugins, **options}
     return make_trainer(make_strategy(kind, directory), callbacks=callbacks, **options)

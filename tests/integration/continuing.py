@@ -21,7 +21,7 @@ Point = str  # a hook of a callback without its "on_", and the steps of the whol
 Points = Collection[Point]
 Step = tuple[int, ...]  # epoch, batch, and the samples of this rank's batch
 Order = Literal["lightning's", "distributed", "plain"]
-Loaders = Callable[[int, int], Any]  # of a rank among so many
+Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
 
 class Numbers(Dataset[Tensor]):
@@ -109,7 +109,7 @@ class Stopped(Exception):
 
 
 class Net(L.LightningModule):
-    """Writes down what it is trained on. With dropout its weights tell of the random numbers, too."""
+    """Records the batches that it is trained on. With dropout its weights also depend on the random numbers."""
 
     validation: Mapping[str, Any] = MappingProxyType({})  # options of its loader
 
@@ -120,13 +120,13 @@ class Net(L.LightningModule):
         self.loaders, self.fail_at, self.plateau = loaders, fail_at, plateau
         self.layers = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         self.steps: list[Step] = []
-        self.events: list[tuple[Any, ...]] = []  # steps, validations and ends of epochs, each after so many steps
+        self.events: list[tuple[Any, ...]] = []  # steps, validations and ends of epochs, each with its step count
 
     def happens(self, what: str, *results: float) -> None:
         self.events.append((what, steps_done(self.trainer), *results))
 
     def on_fit_start(self) -> None:
-        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)  # Lightning has seeded all ranks alike
+        torch.manual_seed(torch.initial_seed() + 10 * self.global_rank)  # Lightning has seeded all ranks equally
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         epoch = self.trainer.fit_loop.epoch_progress.current.processed
@@ -204,7 +204,7 @@ class Training:
     devices: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
-    name: str = "run"  # of the folder for its checkpoints; ranks meet in the directory itself
+    name: str = "run"  # of the folder for its checkpoints; ranks connect in the directory itself
     side: Kind = "ours"
 
     def run(self, *points: Point, into: str = "", **options: Any) -> Run:
@@ -235,7 +235,7 @@ class Training:
 
 
 def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
-    """What a run that was resumed after so many steps has done otherwise than the whole one; empty: nothing."""
+    """Describe how a run that was resumed after ``done`` steps differs from the whole one; empty if equal."""
     again = len(resumed.steps) - len(whole.steps[done:])  # steps that no optimiser step had followed yet
     is_within_step = 0 <= again < training.options.get("accumulate_grad_batches", 1)
     if not is_within_step or resumed.steps != whole.steps[done - again :]:

@@ -50,6 +50,6 @@ def of_process() -> dict[str, Any]:
 
 
 def changed_in_process(before: dict[str, Any]) -> dict[str, Any]:
-    """What is no longer as it was, before and now."""
+    """List the definitions that have changed, before and now."""
     now = of_process()
     return {name: (before.get(name), now.get(name)) for name, _ in before.items() ^ now.items()}

@@ -168,7 +168,7 @@ class Signalled(Stopped):
 
 
 def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
-    """Which module and which callbacks send the signal on a rank."""
+    """Return the module and the callbacks that send the signal on a rank."""
     if rank != len(str(case)) % case.ranks:
         return Stopped, []
     owner, _, name = case.hook.partition(".")
@@ -186,7 +186,7 @@ wholes: dict[str, Any] = {}  # by callback: the run of these ranks that gets no 
 
 
 def play(case: Case, rank: int, ranks: int, place: Path) -> str:
-    """What is wrong with a case on this rank; empty: nothing."""
+    """Describe the faults of a case on this rank; empty without any."""
     try:
         return stop_and_resume(case, rank, place)
     except RankFailedError:
@@ -235,7 +235,7 @@ def stop_and_resume(case: Case, rank: int, place: Path) -> str:
 def evaluate(
     case: Case, module: Any, signalling: list[L.Callback], place: Path, options: dict[str, Any], status: int
 ) -> str:
-    """What is wrong with the end of an evaluation."""
+    """Describe the faults of a finished evaluation; empty without any."""
     L.seed_everything(7, verbose=False)
     own = {**options, "devices": case.ranks, "callbacks": [made(case, place), *signalling], "default_root_dir": place}
     trainer, ended = make_trainer(make_strategy("ours", place.parent), **own), None

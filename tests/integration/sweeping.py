@@ -1,4 +1,4 @@
-"""Cases of the resume sweep: what a run reads, where it stops, on which ranks it goes on; and playing one."""
+"""Generate and play cases of the resume sweep: a run's data, its stop, and the ranks that resume it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Case:
     step: str = levels("batch", "dataloader_iter")  # what a training step takes
     limit: str = levels("none", "four")  # batches of an epoch
     made: str = levels("once", "each")  # the loaders
-    looks: str = levels("no", "yes")  # a callback, at a batch of its own
+    looks: str = levels("no", "yes")  # a callback that reads a batch itself
     generator: str = levels("global", "own", "shared")
     injected: str = levels("yes", "no")  # Trainer(use_distributed_sampler=...)
 
@@ -83,12 +83,12 @@ class Case:
         if self.optimizing == "third" and self.step != "batch":
             return False  # Lightning clears gradients one batch too late
         if "last" in (self.stop, self.again) and {"validation", "sigval"} & {self.stop, self.again}:
-            return False  # a validation that is due after the last batch's save is skipped, so there are none
+            return False  # a validation that is due after the last batch's save is skipped, so none exist
         if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
             return False  # Lightning begins to read new streams twice, and makes new loaders before it restores numbers
         if "max_steps" in (self.stop, self.again) and self.optimizing == "third" and self.ends_unannounced:
-            return False  # the epoch's last batch is no step then
-        # Else nobody knows how many steps there were, and what is left is not the whole rest.
+            return False  # the epoch's last batch is not a step then
+        # Otherwise the number of steps is unknown, and the remaining data are not all the rest.
         return self.stays or (self.again != "max_steps" and self.limit == "none")
 
     @property
@@ -206,7 +206,7 @@ class Stream(Sized):
 
 
 def loaders_of(case: Case, rank: int, ranks: int) -> Any:
-    """What the module's ``train_dataloader`` returns."""
+    """Return the module's ``train_dataloader``."""
     shared, made = torch.Generator().manual_seed(rank), []
     for number, (kind, samples) in enumerate(zip(case.kinds, (LONG, SHORT), strict=False)):
         own = torch.Generator().manual_seed(10 * (number + 1) + rank)
@@ -338,7 +338,7 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
 
 # Playing a case. A rank that finds something wrong plays on, as the other ones do.
 
-Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks go on
+Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks resume
 
 
 @dataclass
@@ -372,7 +372,7 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
 
 
 def last_epoch(run: Run) -> list[str]:
-    """What happens in the last epoch, or in the part of it that a run begins with."""
+    """Return the events of the last epoch, or of the part of it that a run begins with."""
     names = [name for name, *_ in run.events]
     ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
     return names[ends[-2:][0] + 1 :]

@@ -1,4 +1,4 @@
-"""The arguments of `DDPExtStrategy`, all of `ddp`'s and ours, and of callbacks: what cannot be is refused at once."""
+"""The arguments of `DDPExtStrategy`, all of `ddp`'s and ours, and those of callbacks: wrong ones raise immediately."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def start_with_another_version(rank: int, world_size: int, version: str) -> None
 
 
 def test_another_installation_is_refused() -> None:
-    """Every rank says which package differs, and who has which version; the last number of torchmetrics may differ."""
+    """Every rank names the package that differs, and the versions by rank; torchmetrics' last number may differ."""
     for outcome in launch_ranks(start_with_another_version, 2, "0.{}", env=by_hand_env(2, free_port())):
         assert outcome.error is not None
         assert outcome.error.message.startswith("the version of torchmetrics must be the same on all ranks: rank 0 (")

@@ -135,7 +135,7 @@ class Odd(Joint):
 
 
 def facts(model: nn.Module) -> dict[str, Any]:
-    """What conversion could have changed."""
+    """Return the properties that a conversion could change."""
     return {
         "modules": [
             (name, id(each), type(each), each.training) for name, each in model.named_modules(remove_duplicate=False)
@@ -158,7 +158,7 @@ class Feature:
     average: Callable[[], L.Callback] | None = None
 
     def options(self) -> dict[str, Any]:
-        """Those of the Trainer."""
+        """Return the loaders of the Trainer."""
         callbacks = [self.average()] if self.average is not None else []
         return {"precision": "64-true", "callbacks": callbacks, **self.trainer}
 
@@ -265,11 +265,12 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
 def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
     """Types, modes, keys and sharing: after the end, an error, Ctrl-C, nothing to train, and Lightning's Tuner.
 
-    Rank 0 says in one line what was converted, and names in one warning what was not.
+    Rank 0 logs the converted layers in one line, and names the others in one warning.
     """
     (summary, warning), second = on_ranks(kind, fit_and_leave, tmp_path, by)
     assert summary == (
-        "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; not: 3 overrides forward, 1 synchronises already"
+        "SyncBatchNorm: 6 of 10 layers, statistics over 2 ranks; "
+        "not converted: 3 overrides forward, 1 synchronises already"
     )
     assert "layers.3 (Scaled) overrides forward; layers.4 (Mixed) overrides forward; layers.5 (Split) " in warning
     assert second == []

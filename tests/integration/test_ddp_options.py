@@ -78,12 +78,12 @@ def forget(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_unused_parameters_are_named(tmp_path: Path) -> None:
-    """The first ten, how many there are, and what to write if that is meant; the other rank ends, too."""
+    """The error names the first ten, their number and the option that allows it; the other rank also exits."""
     first, second = launch_ranks(forget, 2, tmp_path, env=by_hand_env(2))
     assert (first.exit_code, second.exit_code) == (1, 1)
     assert second.error is not None
     assert second.error.message.startswith(
-        "rank 1 has not used these parameters in the loss that training_step returned: "
+        "rank 1 did not use these parameters in the loss that training_step returned: "
         "spare.0.weight, spare.0.bias, spare.1.weight, spare.1.bias, spare.2.weight, spare.2.bias, spare.3.weight, "
         "spare.3.bias, spare.4.weight, spare.4.bias and 2 more; DDP waits for their gradients. If that is meant, "
         "choose strategy='ddp_ext_find_unused_parameters_true', or DDPExtStrategy(find_unused_parameters=True)\n"

@@ -68,7 +68,7 @@ class EpochSampler(TakesEpoch, Sampler[Any]):
 
 
 class Around(Sampler[Any]):
-    """A sampler, or batch sampler, around another one, which it holds under a name of its own."""
+    """A sampler, or batch sampler, around another one, which it holds in its own attribute."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -98,7 +98,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a stream, persistent workers": lambda: loader(Stream(), **KEPT),
     "several loaders": lambda: CombinedLoader([loader(Samples()), loader(Stream())], "min_size"),
     "a dataset in others": lambda: loader(ConcatDataset([Subset(Samples(), range(4))])),
-    "a loader that is no DataLoader": OwnLoader,
+    "a loader that is not a DataLoader": OwnLoader,
 }
 
 

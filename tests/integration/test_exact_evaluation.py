@@ -127,7 +127,7 @@ Make = Callable[..., L.Trainer]  # takes what a Trainer takes
 
 
 def found_by(trainer: L.Trainer, model: Measured) -> Found:
-    """What was logged, without values that no rank reduces: each rank has some number there, even if always idle."""
+    """Return the logged values, except those that no rank reduces: there even an idle rank has some number."""
     values = {name: float(value) for name, value in trainer.callback_metrics.items() if "_step" not in name}
     own = [values.pop(name) for name in list(values) if name.startswith("own")]
     assert all(isfinite(value) for value in own)
@@ -308,11 +308,11 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_what_cannot_work_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Where a batch cannot be left out of account, every rank raises at once, and says what to do instead."""
+    """If a batch cannot be left out, every rank raises immediately, with a remedy."""
     first, *others = run_ranks(refuse, 3, tmp_path, env=by_hand_env(3))
     starts = [
-        *["every rank needs a batch of its own in every step where a step takes dataloader_iter, loaders are"] * 3,
-        "every rank needs a batch of its own in every step where no sampler with a length (inf: none) says what Data",
+        *["every rank needs its own batch in every step if a step takes dataloader_iter, loaders are"] * 3,
+        "every rank needs its own batch in every step if Data",
         "the ranks have different numbers of training batches (2 on rank 0, 1 on ranks 1, 2)",
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts

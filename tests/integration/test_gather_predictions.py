@@ -56,7 +56,7 @@ def loader(samples: int, **options: Any) -> DataLoader[Any]:
 
 
 def predict(trainer: L.Trainer, loaders: Any, *function: Callable[[Tensor], Any]) -> tuple[Any, list[float]]:
-    """What is gathered, and the samples that this rank has read."""
+    """Return the gathered predictions, and the samples that this rank read."""
     model = Predicts(*function)
     trainer.predict(model, loaders)
     return gather_predictions(trainer), model.read
@@ -124,7 +124,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 
 def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What every rank is told about predictions that cannot be joined."""
+    """Return every rank's error on predictions that cannot be joined."""
     trainer = make_trainer(make_strategy("ours", directory))
 
     def gather(loaders: Any = None, function: Callable[[Tensor], Any] = torch.clone, **options: Any) -> str:

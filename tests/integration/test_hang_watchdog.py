@@ -216,7 +216,7 @@ def test_going_on(tmp_path: Path) -> None:
         ranks.release(1)
         outcomes = ranks.wait()
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
-    assert re.search("train_dataloader_next.*going on, as was asked for", lines_of(outcomes)[0])
+    assert re.search(r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)", lines_of(outcomes)[0])
 
 
 def test_ranks_that_nobody_can_ask_report_themselves(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Net(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, index: int) -> None:
-        batch.fill_(torch.nan)  # nobody else is to see it again
+        batch.fill_(torch.nan)  # no later reader may see it
         self.idle.append(getattr(self.trainer.strategy, "is_idle", False))
         self.logged.append(float(self.trainer.callback_metrics["loss_step"]))
 
@@ -141,7 +141,7 @@ CASES: list[tuple[str, Lengths]] = [
 def test_ranks_learn_what_one_process_learns_from_the_same_batches(
     cases: list[tuple[str, Lengths]], tmp_path: Path
 ) -> None:
-    """Weights, running statistics, logged values and metrics agree; each rank knows in which steps it is idle."""
+    """Weights, running statistics, logged values and metrics agree; each rank can tell its idle steps."""
     world_size = len(cases[0][1])
     by_rank = run_ranks(train, world_size, tmp_path, cases, env=by_hand_env(world_size))
     for number, (kind, lengths) in enumerate(cases):

@@ -21,7 +21,7 @@ NAMES = "abcd"
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Path) -> None:
-    """After each of many kills at random moments: a whole file, at most one leftover, gone at the next start."""
+    """After each of many kills at random moments: a whole file, at most one leftover, which the next start removes."""
     [hits] = run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
     assert hits > KILLS / 10, "kills that came in the midst of writing"
 
@@ -67,7 +67,7 @@ def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[i
 
 
 def save_without_end(path: Path, background: bool, number: int, told: int) -> None:
-    """Save one checkpoint after another, each full of its own number."""
+    """Save one checkpoint after another, each filled with its number."""
     from lightning_ddp_ext import RankZeroCheckpointIO
 
     io = RankZeroCheckpointIO(background=background)

@@ -71,14 +71,14 @@ SCRIPT = """
 
 
 def reports(done: Script, what: str) -> list[dict[str, Any]]:
-    """What the processes have told of ``what``, by rank."""
+    """Return the processes' reports on ``what``, by rank."""
     told = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     return sorted((report for report in told if report["what"] == what), key=lambda report: int(report["rank"]))
 
 
 @pytest.mark.lowest
 def test_a_script_and_its_trainers() -> None:
-    """A plain script, in a shell where somebody has exported a RANK, starts its ranks once for all that it does.
+    """A plain script, in a shell with an exported RANK, starts its ranks once for all that it does.
 
     Stock ones among its Trainers use the same ranks; a variable may say where these meet. No class and no module of
     Lightning or torch is changed, by the import, and in and after each run.
@@ -139,7 +139,7 @@ def test_ranks_by_fork_and_by_forkserver() -> None:
 
 
 class Talkative(Net):
-    """Logs as many metrics as somebody with a hundred classes does."""
+    """Logs as many metrics as a model with a hundred classes."""
 
     def on_train_epoch_end(self) -> None:
         for number in range(400):
@@ -158,7 +158,7 @@ def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
 
 @pytest.mark.lowest
 def test_results_of_any_size_come_back() -> None:
-    """More than a pipe holds: Lightning reads it when the ranks have ended, and they end when it is read.
+    """More than a pipe holds: Lightning reads it when the ranks have exited, and they exit when it is read.
 
     Other threads find a variable such as PATH in the environment all the time.
     """

@@ -44,7 +44,7 @@ def endings(function: Any, world_size: int, *args: Any) -> list[Outcome]:
 
 @pytest.mark.parametrize(("ranks", "absent"), [([2], "[01]"), ([0, 1], "2")])
 def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], absent: str, tmp_path: Path) -> None:
-    """`trainer.save_checkpoint` under `if rank == 0` ends on all ranks at once, instead of hanging."""
+    """`trainer.save_checkpoint` under `if rank == 0` raises on all ranks immediately, instead of hanging."""
     for outcome in endings(save_on, 3, tmp_path, ranks):
         assert outcome.error is not None
         assert "RankAbsentError" in outcome.story()
@@ -52,7 +52,7 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], a
 
 
 def test_a_save_after_the_last_step_names_the_rank_that_has_gone(tmp_path: Path) -> None:
-    """A rank that has finished without the call is named, too."""
+    """A rank that finished without the call is also named."""
     saving, _ = endings(save_on, 2, tmp_path, [0], 4)
     assert saving.error is not None
     assert "rank 1 (host" in saving.error.message
@@ -66,7 +66,7 @@ def save_between_two_calls(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_save_on_one_rank_between_two_calls_is_named(tmp_path: Path) -> None:
-    """After `fit`, too, where the others go on to the next call of the Trainer."""
+    """The same holds after `fit`, while the others continue with the next call of the Trainer."""
     for outcome in endings(save_between_two_calls, 2, tmp_path):
         assert "RankAbsentError" in outcome.story()
         assert re.search(rf"rank 1 \(host .*?\) began broadcast from rank 0 {PLACE}", outcome.story())
@@ -80,7 +80,7 @@ def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -
 
 
 def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> None:
-    """Nobody waits for the others: each says who is where. Ranks that all save, and meet, are left alone."""
+    """No rank waits for the others: each names every rank's call. Ranks that all save continue."""
     for outcome in endings(at_barriers, 3, tmp_path, ["data", "model", "data"]):
         assert outcome.error is not None
         assert outcome.error.type_name == "RankAbsentError"
@@ -104,5 +104,5 @@ def test_a_rank_that_does_not_come_to_a_barrier_in_time_is_named(late: int, tmp_
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
         (outcome,) = ranks.wait(1 - late)
     assert outcome.error is not None
-    sentence = rf"rank {1 - late} began barrier 'end' .*, and rank {late} \(host .*has not come in time"
+    sentence = rf"rank {1 - late} began barrier 'end' .*, and rank {late} \(host .*did not call it in time"
     assert re.search(sentence, outcome.story())

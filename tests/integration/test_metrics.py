@@ -37,7 +37,7 @@ class AllKinds(Net):
         loss = self.loss(batch)
         self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         self.log_values(loss, index)
-        self.log("at once", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
+        self.log("immediately", loss, sync_dist=True, sync_dist_group=dist.group.WORLD)
         self.log_metrics(loss)
         self.seen.append(("reduced", self.trainer.strategy.reduce(loss.detach().clone(), reduce_op="sum")))
         self.log("mean of all", loss, sync_dist=True)
@@ -119,7 +119,7 @@ def test_everything_that_reads_metrics_sees_what_it_sees_with_stock_ddp(tmp_path
 
 
 class Logs(Net):
-    """Logs so many values in each training step, and nothing else."""
+    """Logs a number of values in each training step, and nothing else."""
 
     def __init__(self, number: int, **options: Any) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def read_within(kind: Kind, directory: Path) -> list[float]:
 
 
 def test_a_value_that_is_read_in_the_step_that_logs_it_is_this_ranks_own(tmp_path: Path) -> None:
-    """And the mean of all as soon as the step has ended, before its gradients are computed."""
+    """A reader gets the mean of all ranks after the step, before its gradients are computed."""
     assert on_ranks("ours", read_within, tmp_path) == [[0.0, 0.5], [1.0, 0.5]]
 
 
@@ -207,7 +207,7 @@ class Differs(Net):
 NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
-    (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (as compared with rank 0); every rank"),
+    (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
     ([], 0, {}, DivergenceError, NOT_LOGGED),
     ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
@@ -227,7 +227,7 @@ def fail(kind: Kind, directory: Path) -> list[str]:
 
 
 def test_ranks_that_log_different_values_all_raise(tmp_path: Path) -> None:
-    """And hear which rank has logged what, and what not, instead of waiting: in a step, or at the end of an epoch."""
+    """The error names each rank's values, instead of waiting: in a step, or at the end of an epoch."""
     for messages in on_ranks("ours", fail, tmp_path):
         for message, (*_, sentence) in zip(messages, CASES, strict=True):
             assert sentence in message

@@ -47,7 +47,7 @@ HOOKS = ("train_start", "train_batch_end", "validation_batch_end", "train_epoch_
 
 
 def replaced(trainer: L.Trainer) -> set[str]:
-    """What stands before methods, such as "_FitLoop.run", of the Trainer, its loops, connectors, loaders and so on."""
+    """List instance attributes that hide methods, such as "_FitLoop.run", of the Trainer, its loops and loaders."""
     things: dict[int, Any] = {id(trainer): trainer}
     for _ in range(4):
         parts = [part for thing in things.values() for part in vars(thing).values() if is_lightnings(part)]
@@ -61,7 +61,7 @@ def is_lightnings(thing: Any) -> bool:
 
 
 class TwoLoaders(Net):
-    """Reads two loaders at once, one of them with a worker that stays."""
+    """Reads two loaders together, one of them with a persistent worker."""
 
     def training_step(self, batch: Any, index: int) -> Any:
         return super().training_step(batch[0], index)
@@ -72,7 +72,7 @@ class TwoLoaders(Net):
 
 
 def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
-    """What is replaced at points of runs at which a user's code runs, and before and after each run."""
+    """Return the replaced methods at points of runs where a user's code runs, and before and after each run."""
     warnings.simplefilter("ignore")
     within: list[set[str]] = []
     around: list[set[str]] = []
@@ -111,7 +111,7 @@ RUNS: list[tuple[str, L.Callback]] = [
 
 
 def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[str, Any]]:
-    """What is changed after each run in the process of somebody who has stacks printed on a signal."""
+    """Return the changes after each run in a process that prints stacks on a signal."""
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     before, changes = of_process(), []
@@ -138,7 +138,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.
 
 
 def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
-    """What copies of a fitted Trainer and of its parts are, and do."""
+    """Return types and results of copies of a fitted Trainer and of its parts."""
     warnings.simplefilter("ignore")
     trainer = make_trainer(make_strategy(kind, directory))
     trainer.fit(Net())

@@ -90,7 +90,7 @@ class Even(RandomSampler):
 
 
 def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
-    """What is drawn each once, by weight, by other samplers than the one that yields all samples, or shuffled."""
+    """Return the samples drawn once each, by weight, by other samplers than one over all samples, or shuffled."""
     torch.manual_seed(os.getpid())
     others = RandomSampler(range(40), True, 36), RandomSampler(range(40), num_samples=36), Even(range(40))
     own = [fit(kind, directory, loader(40, sampler=each), max_epochs=1) for each in others]

@@ -32,7 +32,7 @@ class CountingIO(TorchCheckpointIO):
 
 
 class HouseEnvironment(LightningEnvironment):
-    """A user's cluster, which tells a process its place by variables of its own."""
+    """A user's cluster, which sets a process's place in its own variables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def with_plugins(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_users_own_checkpoint_io_does_what_it_does_with_stock(tmp_path: Path) -> None:
-    """It writes on rank 0 and reads on every rank, in Lightning's AsyncCheckpointIO, too."""
+    """It writes on rank 0 and reads on every rank, also in Lightning's AsyncCheckpointIO."""
     ours, stock = on_both(with_plugins, tmp_path)
     assert_same([result.pop("weights") for result in ours], [result.pop("weights") for result in stock])
     assert ours == stock

@@ -48,7 +48,7 @@ def with_weight(path: Path, *shape: int) -> None:
 
 
 def with_overlapping_records(path: Path, claims: int) -> Path:
-    """Have the file's directory list each record of a tensor so many more times, under other names."""
+    """Have the file's directory list each record of a tensor ``times`` more times, under other names."""
     with zipfile.ZipFile(path, "a") as archive:
         for entry in [each for each in archive.infolist() if "/data/" in each.filename]:
             for number in range(claims):
@@ -91,7 +91,7 @@ WRONG: list[tuple[Callable[[Path], Any], str, str]] = [
 
 
 def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[str]:
-    """What each file is refused with, one after another in one process."""
+    """Return the error of each file, one after another in one process."""
     found = []
     weights_only = True if kind == "stock" else None  # which is torch's own default
     for path in files:
@@ -127,12 +127,12 @@ def warned(kind: Kind, directory: Path, path: Path, mode: Any) -> list[str]:
 @MODES
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_file_without_checksums_is_read_with_a_warning(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
-    """On rank 0: nobody can tell whether such a file is what was written."""
+    """Rank 0 warns, because changes to such a file cannot be detected."""
     with without_checksums():
         torch.save(torch.load(path, weights_only=False), path)
     told, others = on_ranks(kind, warned, tmp_path, path, mode)
     assert len(told) == 1
-    assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be told from right ones")
+    assert told[0].startswith(f"checkpoint {path} has no checksums, so altered numbers cannot be detected")
     assert others == []
 
 
@@ -148,7 +148,7 @@ class Strikes:
             return
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        raise OSError("the disk is gone")
+        raise OSError("the disk failed")
 
 
 def read_together(rank: int, world_size: int, directory: Path, path: Path, moment: str) -> None:
@@ -174,7 +174,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
         if is_killed and rank == victim:
             assert outcome.exit_code == -signal.SIGKILL
         else:
-            assert (f"rank {victim} " if is_killed else "the disk is gone") in outcome.story(), outcome.story()
+            assert (f"rank {victim} " if is_killed else "the disk failed") in outcome.story(), outcome.story()
 
 
 def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:

@@ -233,7 +233,7 @@ def test_last_is_what_rank_zero_finds(kind: Kind, tmp_path: Path) -> None:
 
 def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.check) -> None:
     if not archive.path.startswith("/proc/self/fd/"):
-        raise OSError("this rank's disk is gone")
+        raise OSError("this rank's disk failed")
     check(archive, *tensors)
 
 
@@ -255,7 +255,7 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
     with warnings.catch_warnings(record=True) as caught, suppress(SystemExit):
         warnings.simplefilter("always")
         trainer.fit(Net(), ckpt_path="last")
-    passed_over = [str(each.message) for each in caught if "passes over" in str(each.message)]
+    passed_over = [str(each.message) for each in caught if "skips" in str(each.message)]
     return {"from": states[0]["step"], "to": trainer.global_step, "passed over": passed_over}
 
 
@@ -277,7 +277,7 @@ def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
     assert (again["to"], other["passed over"]) == (40, [])
     [told] = again["passed over"]
     path = cut_off / "last-preempted.ckpt"
-    assert told.startswith(f"ckpt_path='last' passes over a file that is not whole: checkpoint {path} is damaged")
+    assert told.startswith(f"ckpt_path='last' skips a file that is not whole: checkpoint {path} is damaged")
 
 
 def refused_last(kind: Kind, directory: Path, kept: Path) -> str:

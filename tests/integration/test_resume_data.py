@@ -92,7 +92,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
 
 
 def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, str]:
-    """What the errors say; runs that go on from the start of the checkpoint's epoch read all of it."""
+    """Return the errors; runs that resume from the start of the checkpoint's epoch read all of it."""
     found = {}
     for name, (_, after) in CHANGES[world_size].items():
         run = training(directory, world_size, after, name)
@@ -154,7 +154,7 @@ def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runs = [run.run(ckpt_path=path, dropout=True) for path in paths]
-    return runs, [text for each in caught if "does not say which data" in (text := str(each.message))]
+    return runs, [text for each in caught if "does not record the progress" in (text := str(each.message))]
 
 
 def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
     """It says nothing of the other ranks' data; rank 0 warns, and all read their own."""
     paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream, "train_batch_end-2")
     (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
-    assert warned == ["the checkpoint does not say which data of epoch 0 are done; it begins again"]
+    assert warned == ["the checkpoint does not record the progress in epoch 0; it starts again"]
     assert silent == []
     for (run,), numbers in ((first, range(9)), (second, range(1000, 1009))):
         assert [sample for epoch, _, *samples in run.steps if epoch == 0 for sample in samples] == [*numbers]
@@ -194,5 +194,5 @@ def test_an_order_that_cannot_be_restored_is_reported(tmp_path: Path) -> None:
     """A checkpoint of an exception has no random numbers; rank 0 warns where an order was drawn from them."""
     (drawn, listed), others = run_ranks(resume_exceptions, 2, tmp_path, env=by_hand_env(2))
     (message,) = drawn
-    assert "does not say where each rank was in BatchSampler over RandomSampler" in message
+    assert "lacks each rank's position in BatchSampler over RandomSampler" in message
     assert (listed, others) == ([], [[], []])

@@ -62,7 +62,7 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
 
 
 def play_halves(halves: Sequence[Half], ranks: int, directory: Path) -> list[list[Played]]:
-    """What each rank has seen of each half of a case."""
+    """Return each rank's record of each half of a case."""
     found = play_cases(play_half, halves, ranks, directory)
     return [[Played(each)] if isinstance(each, str) else each for each in found]
 
@@ -83,7 +83,7 @@ def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
 
 
 def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
-    """What is wrong with a case; empty: nothing.
+    """Describe the faults of a case; empty without any.
 
     On other ranks what is left of the epoch is shared out, or refused if only the ranks that saved it know what that
     is; later epochs are those of the new ranks.
@@ -100,7 +100,7 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
         is_right = is_within and not can_share and len(refused) == case.sizes[1] and "had ranks=" in refused[0]
         return "" if is_right else f"is refused: {refused}"
     if done and not can_share:
-        return "is not refused, although other ranks cannot know what is left"
+        return "is not refused, although the rest is unknown to other ranks"
     for played in afters:
         later, whole = (
             [step for step in steps if step[0] >= epoch + bool(done)] for steps in (played.after, played.whole)
@@ -112,7 +112,7 @@ def judge(case: Case, befores: list[Played], afters: list[Played]) -> str:
 
 
 def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Played]) -> str:
-    """What is wrong with the rest of an epoch: it has each sample of the loader that ends it, and some padding."""
+    """Describe the faults of an epoch's rest: it must have each sample of the loader that ends it."""
     number = int(case.loaders == "min_size")
 
     def count(steps: Iterable[Step]) -> Counter[int]:

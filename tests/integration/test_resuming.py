@@ -93,7 +93,7 @@ CASES: dict[str, Check] = {
         max_steps=12,
     ),
     # The stream with a state has three of five batches; a fourth was asked for when the first of these are saved.
-    "torchdata that has ended": resumes(
+    "torchdata at its end": resumes(
         beside(stream(5, StatefulDataLoader), stream(number=5)),
         *(["train_batch_end-3", "train_batch_end-4"], ["train_batch_end-9"]),
     ),
@@ -112,7 +112,7 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
 
 
 def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What runs do otherwise that fail in an epoch's second, last and first batch, and in the middle of a step."""
+    """Return the differences of runs that fail in an epoch's second, last and first batch, and within a step."""
     training = Training(lambda: shuffled(**KEPT)(rank, 2), directory, 2, {"dropout": False})
     whole, done, path = training.run(), 0, None
     wrong: list[str] = []
@@ -133,7 +133,7 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
 
 
 def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What is done otherwise after ``validate``, and without the validation that was due."""
+    """Return the differences after ``validate``, and without the validation that was due."""
     training = Training(lambda: shuffled(20)(rank, 2), directory, 2, {"max_epochs": 2, "dropout": False})
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)

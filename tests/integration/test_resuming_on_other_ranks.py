@@ -92,7 +92,7 @@ def test_epochs_are_what_they_are_on_the_ranks_that_resume(tmp_path: Path) -> No
 
 
 def expect_each_sample_once(way: Way, before: list[list[Step]], runs: list[Run]) -> None:
-    """What two ranks have read, and what the others read then, is each sample of the epoch, but for the padding."""
+    """Assert that two ranks and then the others read each sample of the epoch once, except for padding."""
     samples = [sample for steps in before for step in steps for sample in step[2:]]
     samples += [sample for run in runs for step in of_epoch(run, 0) for sample in step[2:]]
     assert set(samples) == set(range(SAMPLES)), way
@@ -100,7 +100,7 @@ def expect_each_sample_once(way: Way, before: list[list[Step]], runs: list[Run])
 
 
 def expect_whole_epochs(way: Way, runs: list[Run]) -> None:
-    """Later ones have as many batches as those of so many ranks, and the first one ends where theirs would."""
+    """Assert that each epoch, also the first one, ends where one of as many ranks from the start would."""
     for run in runs:
         for epoch in range(1, EPOCHS):
             assert [step[1] for step in of_epoch(run, epoch)] == list(range(way.whole_epoch(len(runs)))), way

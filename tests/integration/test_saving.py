@@ -102,7 +102,7 @@ def test_a_checkpoint_that_outlived_a_failed_save_is_removed_later(disk: Path) -
 
 
 def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
-    """What a save of a function raises, in the foreground and in the background."""
+    """Return the error of saving a function, in the foreground and in the background."""
 
     class Adds(L.Callback):
         def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_pat
 
 
 def fails_over_nccl(kind: Kind, directory: Path) -> tuple[str, str]:
-    """What `fit` raises, and what a save after it."""
+    """Return the errors of `fit`, and of a save after it."""
 
     def write_earlier(trainer: L.Trainer) -> None:
         for name in ("rest.ckpt", "last.ckpt"):
@@ -228,7 +228,7 @@ def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.lowest
 def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
-    """Which checkpoint is best, and what it is called, does not depend on whom you ask; another callback saves, too."""
+    """All ranks name the same best checkpoint; another callback also saves."""
     one, other = on_ranks("stock", best_by_rank, tmp_path)
     assert one == other
     assert Path(one["best_model_path"]).name == "epoch=0-score=0.0.ckpt"
@@ -274,7 +274,7 @@ def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
 
 
 def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_path: Path) -> None:
-    """After `fit` the model of the script is the trained one, and its checkpoint is there, in the background, too."""
+    """After `fit` the script's model is the trained one, and its checkpoint exists, also with background saves."""
     assert run_ranks(forked, 1, tmp_path) == [[False, True]]
 
 

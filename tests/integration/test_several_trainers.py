@@ -64,7 +64,7 @@ def test_trainers_in_turn_give_the_numbers_of_stock(tmp_path: Path) -> None:
 
 
 def trials(kind: Kind, directory: Path) -> list[Any]:
-    """What a script can do with its ranks after it has caught what all of them raised, in each of these hooks."""
+    """Return what a script can do with its ranks after it caught an exception of all, in each of these hooks."""
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
         trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)]), directory / hook
@@ -122,7 +122,7 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> None:
-    """A Trainer that wants another world than the one that its process is in gets none: every rank says why."""
+    """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
@@ -168,7 +168,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
         said = outcome.output.count("using the process group that is open already: init_timeout and timeout have")
-        assert said == (rank == 0), "a line that is the same on all ranks comes from one"
+        assert said == (rank == 0), "only one rank logs a line that is the same on all"
         found, refused = outcome.result
         assert_same(found, lent[rank])
         assert (

@@ -49,7 +49,7 @@ def run(rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: i
 
 
 def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """How runs that go on from a checkpoint end if they are stopped before they have done anything."""
+    """Return the ends of resumed runs that are stopped before their first step."""
     run(rank, directory, "first")
     ends = []
     for hook in ("setup", "on_load_checkpoint", "on_fit_start"):
@@ -64,7 +64,7 @@ def test_before_the_first_step_nothing_is_saved_and_all_end(tmp_path: Path) -> N
 
 
 def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """How evaluations of 60 steps end that get a signal in the second one."""
+    """Return the ends of evaluations of 60 steps that get a signal in the second one."""
     found = []
     for function, hook in EVALUATIONS.items():
         callbacks = on_rank_one(rank, hook, 1)
@@ -102,7 +102,7 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
 
 
 def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
-    """A launcher's SIGTERM comes when rank 0 has died: to rank 1 in a hook, to rank 2 when its Trainer has ended."""
+    """After rank 0's death the launcher sends SIGTERM: to rank 1 in a hook, to rank 2 after its Trainer's run."""
     faults = [signalled(STEP, 1, signal.SIGKILL), signalled("on_exception"), L.Callback()]
     try:
         fit(directory, "run", faults[rank], devices=world_size)
@@ -114,14 +114,14 @@ def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> None:
-    """It follows within a tenth of a second, and would end a process at once; it does so some seconds later."""
+    """It follows within a tenth of a second, and ends the process only some seconds later."""
     for told in launch_ranks(told_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
         assert told.exit_code == 143, told.story()
         assert "\nrank 0 (host " in told.output
 
 
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """What runs leave that save their checkpoints in other places, or not at all; one is stopped in a save."""
+    """Return the files of runs that save checkpoints elsewhere, or not at all; one is stopped in a save."""
 
     def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **strategy: Any) -> list[str]:
         own = [*callbacks, *on_rank_one(rank, hook, 1)]
@@ -158,7 +158,7 @@ IN_GROUPS = ((signal.SIGTERM, "fork"), (signal.SIGTERM, "spawn"), (signal.SIGINT
 
 
 def signalled_in_groups(rank: int, world_size: int, directory: Path) -> list[End]:
-    """How runs end whose rank 1 gets a signal together with its loader's workers."""
+    """Return the ends of runs whose rank 1 gets a signal together with its loader's workers."""
     os.setpgid(0, 0)
     ends = []
     for signum, context in IN_GROUPS:
@@ -177,7 +177,7 @@ def test_workers_leave_the_signal_of_a_group_to_their_rank(tmp_path: Path) -> No
 
 
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """How runs end that get each signal, and whether its handler is there again; and runs of people who have one."""
+    """Return the ends of runs by signal, with and without a user's handler, and whether handlers are restored."""
     found: list[Any] = []
 
     def users(number: int, frame: Any) -> None:
@@ -205,7 +205,7 @@ def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> No
 
 
 def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """How runs end in which somebody else has to do with signals: 143, or None where the signal is not ours."""
+    """Return exit statuses of runs with other handlers for signals: 143, or None if the signal is not ours."""
     ends = [run(rank, directory, "woken", At(STEP, lambda _: signal.set_wakeup_fd(-1)))]  # as asyncio does
     inner = make_trainer(make_strategy("ours", directory), limit_val_batches=2)
     nested = At(STEP, lambda _: inner.validate(Evaluated(shuffled()), verbose=False), earlier=1)
@@ -242,7 +242,7 @@ def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
-    """Ctrl-C, and again before the step has ended."""
+    """Ctrl-C, and again before the step finishes."""
     return fit(directory, "run", *(signalled(STEP, signum=signal.SIGINT) for _ in range(2)))[:2]
 
 
@@ -258,7 +258,7 @@ def held(rank: int, world_size: int, directory: Path, **strategy: Any) -> None:
 
 
 def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
-    """The rank that was asked to stop says which one has died, and nothing is saved."""
+    """The signalled rank names the dead one, and nothing is saved."""
     with RankProcesses(held, 3, tmp_path, env=by_hand_env(3)) as ranks:
         for rank in (1, 2):
             ranks.wait_for("in step 1", rank)

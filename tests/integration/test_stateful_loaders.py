@@ -1,4 +1,4 @@
-"""Loaders with a state of their own are read once, asked for it when a checkpoint is saved, and resumed right."""
+"""Loaders with a state are read once, save it with a checkpoint, and resume correctly."""
 
 from __future__ import annotations
 

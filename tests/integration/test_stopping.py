@@ -34,7 +34,7 @@ MOMENTS: dict[Moment, int] = {
 
 
 def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[Any, ...]]:
-    """How runs end that are signalled on one rank and the other by turns: status, files, and steps after that."""
+    """Return the ends of runs that are signalled on one rank or the other: status, files, and later steps."""
     found = []
     for number, (moment, steps) in enumerate(MOMENTS.items()):
         place = directory / str(moment)
@@ -67,7 +67,7 @@ PLACES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
 
 
 def commands(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What goes wrong where a command is run until a signal, again to its end, and once more; by where it saves."""
+    """List faults of a command that runs until a signal, again to its end, and once more; by its save path."""
     wrong = []
     for name, (pattern, make) in PLACES.items():
         place = directory / name

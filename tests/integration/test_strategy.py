@@ -60,7 +60,7 @@ def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
 
 
 def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
-    """What the strategy gives before, in and after a run."""
+    """Return the strategy's values before, in and after a run."""
     strategy = make_strategy("ours", directory, find_unused_parameters=True)
     assert isinstance(strategy, DDPExtStrategy)
     found: dict[str, Any] = {}

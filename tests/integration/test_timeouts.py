@@ -23,7 +23,7 @@ from tests.harness.training import Batch, Net, backend, limit_collectives, make_
 
 
 class Late(Net):
-    """In its second step all ranks wait for the test, then some stay there in code of their own."""
+    """In its second step all ranks wait for the test, then some stay there in their own code."""
 
     def __init__(self, stay: Sequence[int] = (), in_group: bool = False) -> None:
         super().__init__()

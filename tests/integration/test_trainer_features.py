@@ -37,7 +37,7 @@ Result = dict[str, Any]
 
 
 def trainer_in(kind: Kind, directory: Path, **options: Any) -> L.Trainer:
-    """A Trainer that writes to the directory; ranks meet in the one above."""
+    """Return a Trainer that writes to the directory; ranks connect in its parent."""
     L.seed_everything(7)
     return make_trainer(make_strategy(kind, directory.parent), default_root_dir=directory, **options)
 
@@ -95,7 +95,7 @@ def loggers(kind: Kind, directory: Path) -> Result:
 
 
 class Module(L.LightningDataModule):
-    """Data of its own, and a note of which hooks were called."""
+    """Has its own data, and records the called hooks."""
 
     def __init__(self) -> None:
         super().__init__()

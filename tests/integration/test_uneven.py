@@ -143,13 +143,13 @@ def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Pat
 class Broken(Stream):
     def __iter__(self) -> Iterator[Tensor]:
         yield from super().__iter__()
-        raise OSError("the disk of this rank is gone")
+        raise OSError("the disk of this rank failed")
 
 
 def break_on_one(rank: int, world_size: int, directory: Path) -> Any:
     warnings.simplefilter("ignore")
     data = (Broken if rank == 1 else Stream)(rank, [4 if rank == 1 else 40])
-    with pytest.raises(OSError if rank == 1 else RankFailedError, match="the disk of this rank is gone") as caught:
+    with pytest.raises(OSError if rank == 1 else RankFailedError, match="the disk of this rank failed") as caught:
         Training(lambda: DataLoader(data, batch_size=1), directory, strategy=STOP).run()
     return getattr(caught.value, "rank", None)
 
@@ -186,12 +186,12 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
-            "some would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
+            "some ranks would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
             "sampler or drop_last=True give all ranks equally many"
         )
     )
     for message in (first[1], second[1]):  # each names the rank's own loader
-        assert "must have a length on every rank or on none (got (inf, 3), by rank, where inf is none)" in message
+        assert "must have a length on every rank or on none (got (inf, 3), by rank; inf: no length)" in message
 
 
 def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
@@ -210,8 +210,8 @@ def test_ranks_that_read_the_same_are_told_once(tmp_path: Path) -> None:
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(
-        "the first training batch is the same on ranks 0, 1: Stream does not seem to be split among the ranks, so that "
-        "each sample is trained on 2 times an epoch; in __iter__, yield only this rank's shard (torch.distributed."
+        "the first training batch is the same on ranks 0, 1: Stream does not seem to be split among the ranks, so each "
+        "sample is trained on 2 times per epoch; in __iter__, yield only this rank's shard (call torch.distributed."
     )
     assert "Tensor does not seem to be split" in first[2][0]
     assert second == [[], [], [], []]

@@ -62,7 +62,7 @@ def training(directory: Path, name: str, make: Loaders, rank: int, world_size: i
 
 
 def snapshot(loader: Any) -> dict[str, Any]:
-    """What there is of a loader, its samplers and its dataset. Some are told the epoch, and torch keeps workers."""
+    """Return the state of a loader, its samplers and its dataset, without epochs and torch's workers."""
     parts = {"loader": loader, "dataset": loader.dataset, "sampler": loader.sampler}
     parts |= {"batch sampler": loader.batch_sampler}
     found = {}
@@ -73,7 +73,7 @@ def snapshot(loader: Any) -> dict[str, Any]:
 
 
 def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What is different after a run, and after one that was resumed and failed."""
+    """Return the differences after a run, and after one that was resumed and failed."""
     wrong = []
     for name, (make, options) in LOADERS.items():
         loader = make(rank, world_size)
@@ -118,7 +118,7 @@ class Peeks(Net):
 
 
 def peek(rank: int, world_size: int, directory: Path) -> list[str]:
-    """What runs that look at batches, and those that resume them, do otherwise."""
+    """Return the differences of runs that look at batches, and of those that resume them."""
     wrong = []
     for name, (make, options) in {**LOADERS, "a list": (both, dict[str, Any]())}.items():
         runs = training(directory, name, make, rank, world_size, **options)
@@ -145,7 +145,7 @@ class Combined(harness.Net):
 
 
 def look(kind: Kind, directory: Path) -> list[Any]:
-    """What callbacks see of loaders and set in them, and what Lightning makes of them later."""
+    """Return what callbacks see of loaders and set in them, and Lightning's later copies."""
     facts: list[Any] = []
 
     def use(trainer: L.Trainer) -> None:

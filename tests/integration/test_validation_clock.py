@@ -1,4 +1,4 @@
-"""Validation after a span of time comes on all ranks at once, whatever their clocks say."""
+"""All ranks validate after the same batch with an interval in time, whatever their clocks show."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Each launcher, on one node and on two, and each way for its ranks to meet: they learn what they learn with stock.
+"""Each launcher, on one node and on two, and each init method: weights are those of stock.
 
 =============  ======================================================================
-method         where the ranks meet
+method         where the ranks connect
 =============  ======================================================================
-``none``       where nobody has chosen: as ``env``
-``env``        at ``MASTER_ADDR`` and ``MASTER_PORT``, whoever sets them
+``none``       without a choice: as ``env``
+``env``        at ``MASTER_ADDR`` and ``MASTER_PORT``
 ``tcp``        at a port of 127.0.0.1
 ``file``       in a file
 ``directory``  in a file of a directory, named after the run
@@ -45,7 +45,7 @@ class Runs:
     """Runs one after another in one script, a method each, on ``nodes`` nodes with two ranks each.
 
     Args:
-        directory: ranks meet here if they do so in files; a fresh one.
+        directory: for files of init methods; a fresh one.
         methods: see above.
         urls: others than those of the methods.
     """
@@ -67,7 +67,7 @@ class Runs:
         Args:
             output: what all processes have printed.
             returns: how often a process has returned from training, in all runs; None: once on each rank.
-            launches: how often ranks have met in each run; None: once.
+            launches: how often ranks connected in each run; None: once.
         """
         size = 2 * self._nodes
         weights, results = learned_with_stock(size)
@@ -90,14 +90,14 @@ class Runs:
 
 
 def ranks_that_name(victim: int, output: str) -> list[int]:
-    """The ranks that have said of this one that it died, each once."""
+    """Return the ranks that reported this one's death, each once."""
     death = rf"rank {victim} \(host .+, pid \d+\) died: its process ended unexpectedly; every rank stops\."
     return sorted(int(rank) for rank in re.findall(rf"^\[rank (\d)\] RankDiedError: {death}", output, re.MULTILINE))
 
 
 @functools.cache
 def learned_with_stock(world_size: int) -> tuple[str, list[Any]]:
-    """What stock ``ddp`` learns on so many ranks: a fingerprint of the weights, and the results of a test."""
+    """Return stock ``ddp``'s result on that many ranks: a fingerprint of the weights, and the results of a test."""
     with tempfile.TemporaryDirectory() as directory:
         learned: tuple[str, list[Any]] = on_ranks("stock", learn_as, Path(directory), world_size=world_size)[0]
         return learned
@@ -109,7 +109,7 @@ def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
 
 
 def run_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
-    """Run the script in so many processes that nobody has launched, to a good end; what all of them print."""
+    """Run the script in that many processes without a launcher, to a good end; return the output of all."""
     return output_of_all(launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options))
 
 
@@ -182,7 +182,7 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    """The init method says where ranks meet, also anew after rank 0 was killed; before that the other one names it."""
+    """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first."""
     runs = Runs(tmp_path, "env", "tcp", "file")
     words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
     output = run_launcher("torch.distributed.run", *words)
@@ -190,7 +190,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert ranks_that_name(0, output) == [1], output
 
 
-PORT = 29500  # free on every host, as each has a network of its own
+PORT = 29500  # free on every host, as each has its own network
 
 
 @pytest.fixture

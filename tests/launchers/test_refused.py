@@ -18,7 +18,7 @@ BY_ARGUMENTS: Options = {"rank": 0, "world_size": 2}
 
 
 def by_torchrun() -> Environment:
-    """``torchrun --nproc-per-node``; nobody listens at the address."""
+    """``torchrun --nproc-per-node``; the address has no listener."""
     return {**by_hand_env(2, port=29500), "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
 
 
@@ -47,7 +47,7 @@ def test_what_a_lone_rank_cannot_do(
 ) -> None:
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one.
 
-    Where no launcher has said where the ranks meet, or what their run is called, each would choose its own.
+    Without an address or a run id from a launcher, each rank would choose its own.
     """
     address = (
         "RendezvousError: init_method 'env://' needs MASTER_ADDR and MASTER_PORT in the environment of processes that "

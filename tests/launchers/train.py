@@ -1,7 +1,7 @@
 """The training script that every launcher of these tests starts: a few steps of a small model for each init method.
 
 Its only argument has the options of ``main`` as JSON. Each rank prints a line at the end of training: who it was, its
-weights, and the files where the ranks met. Each process that returns from the Trainer prints the weights that it has
+weights, and the files of the init methods. Each process that returns from the Trainer prints the weights that it has
 then, and what the Trainer has returned.
 """
 

@@ -1,4 +1,4 @@
-"""The rendezvous without Lightning: what a rank asks for, and who answers where it looks for rank 0."""
+"""Test the rendezvous without Lightning: requests of ranks, and servers in place of rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answer = Callable[[socket.socket], None]
 
 
 def place(kind: str, directory: Path) -> Tcp | str:
-    """Where ranks can meet on this host: ``tcp`` or ``file``."""
+    """Return an init method for ranks on this host: ``tcp`` or ``file``."""
     return Tcp("127.0.0.1", free_port()) if kind == "tcp" else str(directory / "store")
 
 
@@ -39,7 +39,7 @@ def request(
     init_method: str | None = None,
     **fields: Any,
 ) -> Request:
-    """What a Trainer on CPU would ask for; ``fields`` are those of ``Request``."""
+    """Return the request of a Trainer on CPU; ``fields`` are those of ``Request``."""
     world = World(
         rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, node_rank=0, source="tests"
     )

@@ -76,8 +76,8 @@ def test_latecomers_are_told_of_the_run_that_is_going_on(kind: str, tmp_path: Pa
         running = ranks.wait(0, 1)
     for (rank, world_size), outcome in zip(late, refused, strict=True):
         assert sentence(outcome, RendezvousError) == (
-            f"a run of 2 ranks is going on at {url(where)} with {process(0, running[0].pid)}, and "
-            f"{process(rank, outcome.pid)} of {world_size} is late; end that run, or choose another init_method for "
+            f"another run of 2 ranks is active at {url(where)} with {process(0, running[0].pid)}, and "
+            f"{process(rank, outcome.pid)} of {world_size} is late; stop that run, or choose another init_method for "
             "this one"
         )
     assert [outcome.exit_code for outcome in running] == [0, 0]
@@ -94,12 +94,12 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
         ours.publish(replace(address, nonce="of a killed run"))
         (lost,) = endings(str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0)
     # The last attempt may have had no time for an answer.
-    found = r"\((another run answers there|it accepted, but is silent); pid {} on host {} has published its address"
+    found = r"\((another run answers there|it accepted, but is silent); pid {} on host {} published its address"
     assert re.search(found.format(ranks.pids[0], HOST), sentence(lost, RendezvousError))
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Rank 0 says which one, why, and what to do."""
+    """Rank 0 names the rank, the reason and a remedy."""
     path = tmp_path / "removed" / "run"
     (outcome,) = endings(str(path), [{"world_size": 2, "timeouts": SOON}])
     assert sentence(outcome, RendezvousError) == (

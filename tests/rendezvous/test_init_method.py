@@ -34,7 +34,7 @@ near_misses = st.builds(
 
 
 def refusal(function: Callable[..., object], *args: Any, **options: Any) -> str:
-    """What a user reads when a value is refused."""
+    """Return the message for a value that is refused."""
     with pytest.raises(ConfigurationError) as refused:
         function(*args, **options)
     return str(refused.value)
@@ -121,15 +121,15 @@ def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str)
 
 
 def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory, another user's file in a writable one, or a pipe, which would block whoever opens it."""
+    """A directory, another user's file in a writable one, or a pipe, which would block."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     # The kernel refuses root nothing but a read-only file system, so the answer is ours.
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in (f"{tmp_path}/file", "/"))
     for name in ("pipe", "file"):
         assert refusal(check_file, File(f"{tmp_path}/{name}"), num_nodes=1) == (
-            f"init_method 'file://{tmp_path}/{name}' needs a plain file that this user can read and write, or none "
-            f"(got '{tmp_path}/{name}'); remove it, or write another path"
+            f"init_method 'file://{tmp_path}/{name}' needs a new file, or a plain one that this user can read and "
+            f"write (got '{tmp_path}/{name}'); remove it, or write another path"
         )
     assert "directory that this user can write (got '/')" in refusal(check_file, File("/run42"), num_nodes=1)
 

@@ -1,4 +1,4 @@
-"""The sockets of this process can be found and cut, whoever has opened them; who can reach a listener."""
+"""Sockets of this process that any code opened can be found and shut down; listeners are reachable as asked."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.harness.environment import loopback
 
 
 class Connection:
-    """Both ends of a connection as C++ code has them, which Python knows nothing of."""
+    """Open a connection, both ends, without Python's socket objects, as C++ code does."""
 
     def __init__(self, listener: socket.socket) -> None:
         ours = socket.create_connection(listener.getsockname()[:2])
         self.ends = ours.detach(), listener.accept()[0].detach()
 
     def is_severed(self) -> bool:
-        """Whether an end has been told that there is no other one any more."""
+        """Whether a connection's other end is closed."""
         is_readable = bool(select.select([self.ends[1]], [], [], 0.0)[0])
         return is_readable and os.read(self.ends[1], 1) == b""
 

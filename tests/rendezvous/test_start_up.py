@@ -93,26 +93,26 @@ def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> I
 
 
 def endings(where: Tcp | str, settings: Sequence[Settings], *, init_timeout: float = 4.0) -> list[Outcome]:
-    """How processes end that join at the same time."""
+    """Return the outcomes of processes that join at the same time."""
     with started(where, [{"init_timeout": init_timeout, **mine} for mine in settings]) as ranks:
         return ranks.wait()
 
 
 def sentence(outcome: Outcome, kind: type[BaseException]) -> str:
-    """What a user reads of a rank that has ended with this error, and with status 1."""
+    """Return the message of a rank that exited with this error and status 1."""
     assert outcome.error is not None, outcome.story()
     assert (outcome.error.type_name, outcome.exit_code) == (kind.__name__, 1), outcome.story()
     return outcome.error.message
 
 
 def same_sentence(outcomes: Sequence[Outcome], kind: type[BaseException]) -> str:
-    """What a user reads on every one of these ranks."""
+    """Return the message that all these ranks raise."""
     (message,) = {sentence(outcome, kind) for outcome in outcomes}
     return message
 
 
 def process(rank: int, pid: int, host: str = HOST) -> str:
-    """How messages name a process."""
+    """Return the name of a process in messages."""
     return f"rank {rank} (host {host}, pid {pid})"
 
 
@@ -174,7 +174,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
         found, remedy = "no rank 0 has published its address there", "that it sees the same file"
     assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} found no rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"started, {remedy}, and that no firewall is between"
+        f"started, {remedy}, and that no firewall blocks the way"
     )
 
 
@@ -183,13 +183,13 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     [
         ("tcp", 1, signal.SIGKILL, r"{} ended before all ranks had connected \(its process ended unexpectedly\)"),
         ("file", 1, signal.SIGINT, r"{} gave up before all ranks had connected: KeyboardInterrupt"),
-        ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ has gone away after it had accepted rank \d \(host "),
+        ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after it accepted rank \d \("),
     ],
 )
 def test_a_rank_that_ends_before_all_have_connected(
     kind: str, victim: int, end: signal.Signals, says: str, tmp_path: Path
 ) -> None:
-    """The others name it at once, and need not wait for init_timeout."""
+    """The others name it immediately, without waiting for init_timeout."""
     with started(place(kind, tmp_path), [{"init_timeout": LONG, "world_size": 4}] * 3) as ranks:
         for _ in (1, 2):
             ranks.wait_for("connected", 0)
@@ -215,7 +215,7 @@ def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim:
 @pytest.mark.netns
 @pytest.mark.parametrize(("host", "stop"), [("127.0.0.1", "the store"), ("10.77.0.1", None)])
 def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts: Network) -> None:
-    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks hear why not, after all were welcomed."""
+    """As ``ssh -L`` does: the store is found at rank 0's host, or all ranks raise the reason after their welcome."""
     there, port = two_hosts[0].address, free_port()
     settings = [
         {"init_timeout": LONG, "tunnels": [((there, port + 1), ("127.0.0.1", port))], "where": Tcp(host, port)},
@@ -228,13 +228,13 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
         return
     reason, name = sentence(second, RendezvousError), process(1, second.pid, "host-b")
     assert reason.startswith(f"{name} reached rank 0 at 127.0.0.1:{port}, but not its store at port ")
-    assert reason.endswith("; let all hosts reach each other at every port, as collectives also need that")
+    assert reason.endswith("; let all hosts reach each other at every port, which collectives also need")
     assert sentence(first, RankFailedError) == f"{name} failed, so this rank stops: RendezvousError: {reason}"
 
 
 @pytest.mark.netns
 def test_a_name_that_resolves_late(two_hosts: Network) -> None:
-    """As that of a headless service: rank 0 listens and says what it waits for; the others try again."""
+    """As that of a headless service: rank 0 listens and logs the reason; the others retry."""
     known = two_hosts[0].hosts_file.read_text()
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n")
@@ -255,14 +255,12 @@ def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
         two_hosts.cut()
         here, there = ranks.wait()
     assert f"of 3 did not connect to {where} within 6 s (init_timeout)" in sentence(here, MissingRanksError)
-    assert f"rank 0 at {where.host}:{where.port} has not answered after it had accepted" in sentence(
-        there, RendezvousError
-    )
+    assert f"rank 0 at {where.host}:{where.port} did not reply after it accepted" in sentence(there, RendezvousError)
 
 
 @pytest.mark.parametrize("answer", [silent, web])
 def test_a_server_that_is_not_ours(answer: Answer) -> None:
-    """Rank 0 says that it cannot bind the port, and rank 1 that what listens there is not rank 0."""
+    """Rank 0 reports that it cannot bind the port, rank 1 that another program listens there."""
     with server(answer) as where:
         first, second = endings(where, [{}, {}], init_timeout=4.0)
     assert sentence(first, RendezvousError) == (
@@ -271,9 +269,9 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
     )
     assert sentence(second, RendezvousError) == (
         f"{process(1, second.pid)} found no rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted, but is silent); "
-        "check that rank 0 is started, that this address is its host's, and that no firewall is between"
+        "check that rank 0 is started, that this address is its host's, and that no firewall blocks the way"
         if answer is silent
-        else f"what listens at 127.0.0.1:{where.port} is not rank 0: it is another program; choose a port that no "
+        else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or give the address of rank 0's host"
     )
 
@@ -289,7 +287,7 @@ def test_a_server_that_is_no_store_is_given_up(answer: Answer) -> None:
 
 
 def test_a_host_that_no_rank_knows() -> None:
-    """Every rank says that the name does not resolve, and what to give instead."""
+    """Every rank raises that the name does not resolve, with a remedy."""
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     message = same_sentence(outcomes, RendezvousError)
     assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
@@ -317,7 +315,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("learning_rate: 0.1\n")
     assert same_sentence(endings(str(path), [{}, {}]), RendezvousError) == (
-        f"init_method 'file://{path}': the file holds something else than the address of a rank 0 (it "
+        f"init_method 'file://{path}': the file does not hold the address of a rank 0 (it "
         "begins with b'learning_rate'); name a file that does not exist yet"
     )
     assert path.read_text() == "learning_rate: 0.1\n"

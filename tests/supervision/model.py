@@ -45,7 +45,7 @@ def interrupt() -> None:
 
 
 def wait_for_ever() -> None:
-    """What no broken connection can wake."""
+    """Block in a way that no broken connection unblocks."""
     threading.Event().wait()
 
 
@@ -61,12 +61,12 @@ def announce_step() -> None:
 
 
 def who(rank: int, pid: int, host: str = HERE) -> str:
-    """What messages call a rank."""
+    """Return a rank's name in messages."""
     return f"rank {rank} (host {host}, pid {pid})"
 
 
 def error_of(told: Outcome, kind: type[RankFailedError], culprit: int, pid: int, host: str = HERE) -> RankFailedError:
-    """What a rank has raised; fails unless it is of this kind and names the culprit."""
+    """Return a rank's error; fail unless it is of this kind and names the culprit."""
     assert told.error is not None, told.story()
     error = told.error.exception
     assert type(error) is kind, told.story()
@@ -75,7 +75,7 @@ def error_of(told: Outcome, kind: type[RankFailedError], culprit: int, pid: int,
 
 
 class Fault(At):
-    """Calls ``action`` when a hook runs, after so many ``earlier`` calls; on ``ranks``, or, none given, on all."""
+    """Calls ``action`` when a hook runs, after a number of ``earlier`` calls; on ``ranks``, by default on all."""
 
     def __init__(self, hook: str, action: Callable[[], object], *ranks: int, earlier: int = 0) -> None:
         super().__init__(hook, self._strike, earlier=earlier)

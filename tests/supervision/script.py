@@ -1,4 +1,4 @@
-"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank says when it begins and when it is in its third step.
+"""A training script, ``script.py STRATEGY [WHAT ...]``; each rank prints at its start and in its third step.
 
 It says that it begins before anything is imported. Rank 1 then ``stays`` there, or ``lingers`` after the
 training; ``endless`` has all train for ever.

@@ -1,4 +1,4 @@
-"""Out of what all ranks have reported comes one sentence: which rank is stuck, and who waits for it where."""
+"""The reports of all ranks give one sentence: the stuck rank, and the ranks that wait for it."""
 
 from __future__ import annotations
 

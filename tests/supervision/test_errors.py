@@ -1,4 +1,4 @@
-"""An exception or a death on one rank, on real Trainers: every other rank is told, and nobody waits for it."""
+"""An exception or a death on one rank, on real Trainers: every other rank gets the cause, and none waits for it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def save_and_return() -> None:
 
 
 def test_a_save_is_finished_after_the_save_deadline(url: str) -> None:
-    """A rank that raised saves in a hook when its time is over: it goes on, and ends as it would have ended before."""
+    """A rank that raised saves in a hook at its deadline: the save completes, and the rank then exits as before."""
     faults = in_step(boom, 0), Fault("on_exception", save_and_return, 0)
     with RankProcesses(fit, 2, url, *faults, save_deadline=0.3) as ranks:
         ranks.wait_for_output("before that, this rank finishes the checkpoint that it is writing", rank=0)
@@ -234,7 +234,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ("end", "culprit", "said"),
     [
         (boom, 0, "RankFailedError: {} failed, so this rank stops: BoomError: no such layer"),
-        (sys.exit, 1, "RankFailedError: {} has finished and gone, but this rank still needs it"),
+        (sys.exit, 1, "RankFailedError: {} finished and exited, but this rank still needs it"),
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
@@ -259,7 +259,7 @@ def fit_work_and_fit(rank: int, world_size: int, url: str) -> None:
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_death_after_fit_is_raised_by_the_next_fit(culprit: int, url: str) -> None:
-    """A rank in the user's own code goes on; one that needs the dead rank again is told at once."""
+    """A rank in the user's own code continues; one that needs the dead rank again raises immediately."""
     with RankProcesses(fit_work_and_fit, 2, url) as ranks:
         for rank in range(2):
             ranks.wait_for("after fit", rank)

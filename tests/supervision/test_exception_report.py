@@ -41,14 +41,14 @@ def fit(rank: int, world_size: int, terminal: Path, *faults: Fault) -> None:
 
 
 def printed(directory: Path, *faults: Fault, world_size: int = 3) -> list[str]:
-    """What ranks with these faults print."""
+    """Return the output of ranks with these faults."""
     launch_ranks(fit, world_size, directory / "terminal", *faults)
     return lines_of((directory / "terminal").read_text())
 
 
 @pytest.mark.parametrize("faults", [[Fault("setup", boom)], []], ids=["in fit", "after fit"])
 def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_path: Path) -> None:
-    """Ranks that fail alike print one traceback between them, outside of the Trainer, too."""
+    """Ranks with the same failure print one traceback together, also outside of the Trainer."""
     lines = printed(tmp_path, *faults)
     remark = "BoomError: no such layer (another rank prints the traceback)"
     assert sum(line.startswith("[rank ") and line.endswith(remark) for line in lines) == 2, lines
@@ -56,7 +56,7 @@ def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_
 
 
 def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
-    """A rank with a failure of its own prints that, and what a callback raises because of it behind it."""
+    """A rank prints its own failure, followed by errors that a callback raises because of it."""
     faults = [
         in_step(boom, 0),
         Fault("on_exception", fail_otherwise, 0),
@@ -80,7 +80,7 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
 
 
 def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:
-    """How often a user's hook is called, after which groups were formed again, as Trainers do it."""
+    """Count the calls of a user's hook after groups were formed again, as Trainers do it."""
     calls = []
     before = sys.excepthook
 

@@ -43,7 +43,7 @@ def call_collectives(rank: int, world_size: int, port: int, end: str) -> dict[st
         return None
     if end == "is severed":
         sockets.abort()
-    if end == "is gone":
+    if end == "is missing":
         dist.destroy_process_group()
     tensor = torch.ones(8)
     found = {
@@ -59,7 +59,7 @@ def call_collectives(rank: int, world_size: int, port: int, end: str) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("end", ["dies", "is severed", "is gone", "times out"])
+@pytest.mark.parametrize("end", ["dies", "is severed", "is missing", "times out"])
 def test_errors_of_collectives_are_echoes(end: str) -> None:
     """Whatever brings a group to its end, and in whichever call: the error is not taken for this rank's own."""
     with RankProcesses(call_collectives, 2, free_port(), end) as ranks:
@@ -97,7 +97,7 @@ OWN: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_other_errors_are_the_ranks_own(name: str) -> None:
-    """Errors of models, data and a user's own connections are no echo, nor is one that names the culprit already."""
+    """Errors of models, data and a user's connections are not echoes, nor is one that already names the culprit."""
     reason, is_echo = finding(OWN[name])
     assert not is_echo, reason
 

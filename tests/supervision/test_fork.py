@@ -22,7 +22,7 @@ from tests.supervision.test_launchers import lines_of
 
 
 def train(rank: int, world_size: int, directory: Path, *faults: Fault, endless: bool = False) -> None:
-    """Start two ranks from a process that is none."""
+    """Start two ranks from a process that is not a rank."""
     options = {"max_epochs": -1 if endless else 1, "limit_val_batches": 0, "default_root_dir": directory}
     make_trainer(2, "ddp_ext_fork", *faults, **options).fit(Net())
 
@@ -94,7 +94,7 @@ def train_at(rank: int, world_size: int, terminal: Path) -> None:
 
 
 def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
-    """They print why they exit, also while nobody has waited for the killed process."""
+    """They print why they exit, even if the killed process is not yet reaped."""
     with RankProcesses(train_at, 1, tmp_path / "terminal") as launching:
         ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
         launching.kill(0)

@@ -12,7 +12,7 @@ from tests.rendezvous.rooms import request
 
 
 def asked_after_the_end(rank: int, world_size: int, where: str) -> list[StopRequest | None]:
-    """Rank 1 is asked to stop when the first job is over, and again in the second."""
+    """Rank 1 gets a stop request after the first job, and again in the second."""
     context = join(request(rank, world_size, where))
     assert context is not None
     stopping, barriers = context.component(GracefulStop), context.barriers

@@ -37,7 +37,7 @@ def train(
     ends_within: float = 60.0,
     env: Environment | None = None,
 ) -> Iterator[RankProcesses]:
-    """The training script under way; fails unless all that it has started ends so many seconds after the first."""
+    """Run the training script; fail unless all its processes exit within these seconds after the first."""
     mark = f"{os.environ[MARK]}/script"
     env = {**(env or {}), "PYTHONPATH": str(Path(__file__).parents[2]), MARK: mark}
     with (
@@ -95,7 +95,7 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
 
 
 def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
-    """Ctrl-C reaches all processes of a run at once; they stop together, and none takes that for a death."""
+    """Ctrl-C reaches all processes of a run together; they stop together, and none reports a death."""
     with train("endless") as script:
         wait_for_ranks(script)
         os.killpg(script.pids[0], signal.SIGINT)
@@ -106,7 +106,7 @@ def test_an_interrupt_from_the_terminal_leaves_nobody() -> None:
 
 
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
-    """Rank 0 has started the others and ends after them; one that works on after ``fit`` is no orphan."""
+    """Rank 0 has started the others and ends after them; one that works on after ``fit`` is not an orphan."""
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
     with train("lingers", env=env, ends_within=0.0) as script:
         (done,) = script.wait()
@@ -118,7 +118,7 @@ def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> N
 def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A script that has ended says for which rank it waits, and kills it when it has waited long enough."""
+    """A finished script names the rank that it waits for, and kills it after the time limit."""
     monkeypatch.delattr(sys, "last_value", raising=False)  # of another test that has failed
     with subprocess.Popen(["sleep", "99"]) as child:
         ChildScripts([child], at_most=0.1, notice_after=0.1).wait()

@@ -1,1 +1,1 @@
-"""Callbacks: what they offer works with stock strategies, too."""
+"""Callbacks, which also work with stock strategies."""

@@ -78,7 +78,7 @@ class HangWatchdog(pl.Callback):
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
-        self._variables = enable()  # before there is a group
+        self._variables = enable()  # before a group exists
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -83,7 +83,7 @@ class RankConsistency(pl.Callback):
 
 
 def _steps(trainer: pl.Trainer) -> int:
-    """Return a count that is the same on all ranks, also if a module steps its optimisers on some ranks only."""
+    """Return a count that is the same on all ranks, even if a module steps its optimisers on some ranks only."""
     is_automatic = trainer.lightning_module.automatic_optimization
     return trainer.global_step if is_automatic else trainer.fit_loop.epoch_loop.total_batch_idx + 1
 

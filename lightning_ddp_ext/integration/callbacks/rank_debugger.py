@@ -38,7 +38,7 @@ class RankDebugger(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        debugged_rank(trainer)  # refuses a rank that does not exist
+        debugged_rank(trainer)  # raises if the rank does not exist
         if self.rank == trainer.global_rank:
             wait_for_debugger(self.rank, self.port)  # our strategy has waited already
 

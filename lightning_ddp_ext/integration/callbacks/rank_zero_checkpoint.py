@@ -21,7 +21,7 @@ refuse_missing(pl.callbacks.ModelCheckpoint, "_monitor_candidates", "_link_check
 class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
     """Lightning's ``ModelCheckpoint``, with ranks that save, fail and resume together.
 
-    It brings :class:`~lightning_ddp_ext.RankZeroCheckpointIO` along, unless the user gave the Trainer a checkpoint IO.
+    It installs a :class:`~lightning_ddp_ext.RankZeroCheckpointIO`, unless the user gave the Trainer a checkpoint IO.
     With a stock ``ddp`` strategy all ranks save, remove and restore together: every rank raises rank 0's error,
     ``ckpt_path="last"`` and ``"best"`` mean the file that rank 0 finds, and a file that only rank 0 sees restores every
     rank. Scores, and the file names made from them, are rank 0's on every rank.
@@ -30,11 +30,11 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 
     Args:
         *args: see ``ModelCheckpoint``.
-        checkpoint_io: the IO to bring along, where its defaults do not suit.
+        checkpoint_io: the IO to install, if its defaults do not suit.
         **kwargs: see ``ModelCheckpoint``.
 
     Raises:
-        ConfigurationError: two of these callbacks bring along different IOs.
+        ConfigurationError: two of these callbacks have different IOs.
 
     Example::
 
@@ -78,7 +78,7 @@ class RankZeroCheckpoint(pl.callbacks.ModelCheckpoint):
 def _checkpoints_of(
     trainer: pl.Trainer, io: RankZeroCheckpointIO | None, replaced: ReplacedMethods
 ) -> Checkpoints | None:
-    """Return the object by which the ranks save and restore together; install it in a stock strategy."""
+    """Return the object with which the ranks save and restore together; install it in a stock strategy."""
     strategy = trainer.strategy
     has_own_save = type(strategy).save_checkpoint is not pl.strategies.Strategy.save_checkpoint
     if has_own_save and not isinstance(strategy, DDPExtStrategy):
@@ -90,7 +90,7 @@ def _checkpoints_of(
     _bring_along(strategy, io)
     if isinstance(strategy, DDPExtStrategy):
         return strategy.checkpoints
-    installed = getattr(strategy.save_checkpoint, "__self__", None)  # by another callback
+    installed = getattr(strategy.save_checkpoint, "__self__", None)  # if another callback installed it
     return installed if isinstance(installed, Checkpoints) else _install(trainer, replaced)
 
 

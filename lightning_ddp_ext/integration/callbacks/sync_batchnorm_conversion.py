@@ -21,11 +21,11 @@ class SyncBatchNormConversion(pl.Callback):
 
     A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
     ``include`` or ``predicate`` chooses it: ``include="*"`` chooses all layers. Its ``forward`` then runs as it is, and
-    its ``super().forward(input)`` synchronises. If it does not make that call, the first training step raises a
+    its ``super().forward(input)`` synchronises. Without that call the first training step raises a
     ``ConfigurationError`` that names the layer.
 
     DDP sends rank 0's running statistics to all ranks before each step, which changes nothing where all ranks have the
-    same; for groups of ranks with statistics of their own, turn it off with ``broadcast_buffers=False``.
+    same; for groups of ranks with separate statistics, turn it off with ``broadcast_buffers=False``.
 
     ``Trainer(strategy="ddp_ext", sync_batchnorm=True)`` does the same for all layers and all ranks, until just before
     ``on_fit_end``.
@@ -39,7 +39,7 @@ class SyncBatchNormConversion(pl.Callback):
             opened before the Trainer was made.
 
     Raises:
-        ConfigurationError: ``process_group`` is none of these; in ``fit``, ``include`` or ``exclude`` fits no layer, or
+        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` fits no layer, or
             layers or ranks were chosen beside ``sync_batchnorm=True``.
 
     Example::
@@ -71,11 +71,11 @@ class SyncBatchNormConversion(pl.Callback):
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._layers.revert(pl_module)  # where nothing was left to be trained
+        self._layers.revert(pl_module)  # if nothing was left to train
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._layers.revert(pl_module)  # where Lightning's Tuner has left early
+        self._layers.revert(pl_module)  # if Lightning's Tuner left early
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
