@@ -37,10 +37,12 @@ def delaying_forced_end(seconds: float) -> Iterator[None]:
             _changed.notify_all()
 
 
-def wait_for_delays() -> None:
-    """Wait until all such blocks are finished, or have used up their time."""
+def wait_for_delays() -> bool:
+    """Wait until all such blocks are finished, or have used up their time; return whether one was running."""
     with _changed:
-        _changed.wait_for(lambda: not _delays, timeout=max(_delays, default=0.0))
+        longest = max(_delays, default=0.0)
+        _changed.wait_for(lambda: not _delays, timeout=longest)
+    return longest > 0
 
 
 class Limit:

@@ -8,6 +8,7 @@ everything else are read and dropped, see ``position``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -112,7 +113,7 @@ class IndexPosition(LoaderPosition):
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         def draw() -> Iterator[Any]:
             self._record(start)
-            return iter(self._sampler.batch_sampler)
+            return self._count_drawn(start, iter(self._sampler.batch_sampler))
 
         self._sampler.draw_next_by(draw)
         return iter(self.loader)
@@ -122,9 +123,26 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        self._sampler.draw_next_by(lambda: order)
+        # The saved run had drawn these already, for its workers; what is drawn later continues with its random states.
+        ahead = list(islice(order, max(0, (start.own or {"drawn": 0})["drawn"] - start.at)))
+        start.drawn = start.at
+        self._sampler.draw_next_by(lambda: self._count_drawn(start, chain(ahead, order)))
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)
+
+    @override
+    def state_dict(self, done: int) -> dict[str, Any]:
+        start, _ = self._start_before(done)
+        return {**super().state_dict(done), "own": {"drawn": start.drawn}}
+
+    def _count_drawn(self, start: IteratorStart, order: Iterator[Any]) -> Iterator[Any]:
+        is_over = object()
+        while True:
+            start.drawn += 1  # also a request that finds the end, where samplers of torch draw once more
+            batch = next(order, is_over)
+            if batch is is_over:
+                return
+            yield batch
 
 
 class StatePosition(LoaderPosition):

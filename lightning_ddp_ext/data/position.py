@@ -33,6 +33,7 @@ class IteratorStart:
         random: the random states in which it drew numbers, recorded just before.
         own: what a resumed run has saved for this kind of loader alone.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
+        drawn: batches that were requested from its sampler, ahead of those that were read.
     """
 
     number: int = 0
@@ -41,6 +42,7 @@ class IteratorStart:
     random: list[Any] = field(default_factory=list)
     own: Mapping[str, Any] | None = None
     states: list[tuple[int, Any]] = field(default_factory=list)
+    drawn: int = 0
 
 
 class LoaderPosition:

@@ -87,7 +87,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if self.procs:
             os.environ["LOCAL_RANK"] = "0"
         limit: dict[str, Any] = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
-        scripts = ChildScripts(list(self.procs), variables, **limit)
+        deadline = self._strategy.stops.deadline.total_seconds()
+        scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         note_started(scripts)
         atexit.register(scripts.wait)  # before files are removed, as that was registered earlier
 

@@ -12,14 +12,14 @@ from contextlib import suppress
 import psutil
 
 from lightning_ddp_ext.at_exit import end_at_once, print_in_time, wait_for_delays
-from lightning_ddp_ext.rendezvous.process_context import current
+from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 
 # In the environment of a rank that a process of this package has started: that process.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to end on its own once its launcher is gone.
+# Seconds that a rank has to end on its own after its launcher, which was a rank, and again after a save.
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
 _LOOK_EVERY = 0.25
@@ -73,16 +73,24 @@ def _end_after(pid: int, has_ended: bool) -> None:
     with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
         os.unlink(os.environ[PRIVATE_FILE])
     context = current()
-    here = os.uname().nodename
-    is_rank = context is not None and any((info.host, info.pid) == (here, pid) for info in context.table)
-    if context is not None and is_rank and context.peers.wait(_NEWS_WITHIN) is not None:
+    who = "" if context is None else f"[rank {context.world.rank}] "
+    event = context.peers.wait(_NEWS_WITHIN) if context is not None and _is_rank(context, pid) else None
+    if event is not None:
+        error = event.to_error()
         time.sleep(_GRACE)  # the main thread has been told, and ends by itself
-    else:
-        who = "" if context is None else f"[rank {context.world.rank}] "
-        which = "" if has_ended else f" (pid {pid})"
-        print_in_time(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
+        if wait_for_delays():
+            time.sleep(_GRACE)
+        end_at_once(1, f"{who}{type(error).__name__}: {error}\n")
+    which = "" if has_ended else f" (pid {pid})"
+    print_in_time(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
     wait_for_delays()
     end_at_once(1)
+
+
+def _is_rank(context: ProcessContext, pid: int) -> bool:
+    """Whether a process of this host is another rank, which the control channel watches."""
+    here = os.uname().nodename
+    return any((info.host, info.pid) == (here, pid) for info in context.table)
 
 
 def _wait_for_the_end_of(pid: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
 
-# Seconds that other ranks have to end by themselves after the first one has failed, then they are killed.
+# Seconds that other ranks have to end by themselves after the first one has failed, then those that do not save end.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
 # sys.exit(1) of this process looks like a good end here, so a child that is stuck must not keep it.
@@ -33,12 +33,14 @@ class ChildScripts:
         children: their processes, by local rank from 1 on.
         variables: by which they connect.
         at_most: seconds that this process waits for them at its end.
-        notice_after: seconds of that in which it says nothing.
+        save_within: seconds after an exception that those have which save, until they are killed.
+        notice_after: seconds of the wait in which it says nothing.
     """
 
     children: list[subprocess.Popen[bytes]]
     variables: dict[str, str] = field(default_factory=dict)
     at_most: float = _AT_MOST
+    save_within: float = _AT_MOST
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
@@ -55,13 +57,17 @@ class ChildScripts:
     def wait(self) -> None:
         """Wait for the children; not for long after an exception, and never for ever."""
         failed = getattr(sys, "last_value", None) is not None
-        alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
-        if alive and not failed:
-            sys.stderr.write(
-                f"this script has ended; waiting for {', '.join(alive)} to end, too, for at most {self.at_most:.0f} s "
-                "(Ctrl-C ends them now)\n"
-            )
-            with suppress(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt):
+            alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
+            if alive and failed:
+                for child in self.children:
+                    child.terminate()  # those that save go on with it
+                self._alive_after(self.save_within)
+            elif alive:
+                sys.stderr.write(
+                    f"this script has ended; waiting for {', '.join(alive)} to end, too, for at most "
+                    f"{self.at_most:.0f} s (Ctrl-C ends them now)\n"
+                )
                 self._alive_after(self.at_most)
         for child in self.children:
             if child.poll() is None:
@@ -102,10 +108,10 @@ class RankProcesses:
     Args:
         context: what torch returned when it started them.
         results_file: what local rank 0 leaves if it comes to a good end.
-        stop_within: seconds that the ranks have to stop together after a signal.
+        stop_within: seconds that the ranks have to stop together after a signal, or to save after a failure.
     """
 
-    def __init__(self, context: Any, results_file: str, stop_within: float = _END_WITHIN) -> None:
+    def __init__(self, context: Any, results_file: str, stop_within: float) -> None:
         self._context = context
         self._results_file = results_file
         self._stop_within = stop_within
@@ -120,20 +126,20 @@ class RankProcesses:
         """
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
+        late: list[int] = []
         try:
             self._wait_for_an_end()
-        except BaseException:
-            self._interrupt()
+            if self._failed():
+                late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
+        except BaseException:  # Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone
+            self._end_the_rest(_END_WITHIN / 2)
             raise
         finally:
             signals.restore()
-        if self._failed():
-            self._join_within(self._stop_within if self._stopped_by() else _END_WITHIN)
-        killed = self._kill_the_rest()
         status = self._stopped_by()
         if status is not None and {process.exitcode for process in self.processes} == {status}:
             raise SystemExit(status)
-        failed = [index for index in self._failed() if index not in killed]
+        failed = [index for index in self._failed() if index not in late]
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
@@ -148,29 +154,27 @@ class RankProcesses:
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
 
-    def _interrupt(self) -> None:
-        """Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone, which then ends them."""
+    def _end_the_rest(self, seconds: float) -> list[int]:
+        """Wait, then ask the processes that still run to end, which those do that do not save; return which they are.
+
+        In the end they are killed.
+        """
         try:
-            self._join_within(_END_WITHIN / 2)
-            for process in self.processes:
-                if process.exitcode is None:
-                    os.kill(process.pid, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
+            self._join_within(seconds)
+            late = [index for index, process in enumerate(self.processes) if process.exitcode is None]
+            for index in late:
+                os.kill(self.processes[index].pid, signal.SIGTERM)  # unlike a second SIGINT, it leaves a save alone
             self._join_within(self._stop_within)
         finally:
-            self._kill_the_rest()
+            for process in self.processes:
+                process.kill()
+                process.join()
+        return late
 
     def _join_within(self, seconds: float) -> None:
         moment = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.0, moment - time.monotonic()))
-
-    def _kill_the_rest(self) -> list[int]:
-        """Kill the processes that still run; returns which they are."""
-        killed = [index for index, process in enumerate(self.processes) if process.exitcode is None]
-        for index in killed:
-            self.processes[index].kill()
-            self.processes[index].join()
-        return killed
 
     def _pass_on(self, signum: int) -> None:
         """One rank is enough: it has all of them stop."""

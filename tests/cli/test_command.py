@@ -59,8 +59,8 @@ def test_ranks_connect_reduce_save_verify_and_restore(world_size: int, tmp_path:
     command = tmp_path / "command.py"
     command.write_text(COMMAND)
     output = run_on_ranks(command, "test", cwd=tmp_path, world_size=world_size)
-    # On a busy machine the launching process says that it waits for the other rank.
-    verdict = [line for line in output.splitlines() if "this script has ended; waiting" not in line]
-    parts = [line.partition(" s  ")[2] for line in verdict]
+    # On a busy machine the launching process waits for the other rank and prints that; torch warns if lo has no name.
+    ours = [line for line in output.splitlines() if "; waiting" not in line and not line.startswith("[W")]
+    parts = [line.partition(" s  ")[2] for line in ours]
     expected = ["connected and trained", "reduced", "saved", "verified", "restored"]
     assert parts == [*expected, "all is well (ranks: 2, nodes: 1)"], output

@@ -44,6 +44,16 @@ def skip_because(reason: str | None) -> None:
         pytest.skip(reason)
 
 
+def loopback() -> list[str]:
+    """Return the loopback addresses of this machine; containers may lack that of IPv6."""
+    found = []
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family) as listener:
+            listener.bind((address, 0))
+            found.append(address)
+    return found
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a free TCP port below those that the kernel chooses from."""
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")

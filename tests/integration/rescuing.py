@@ -24,6 +24,7 @@ from lightning_ddp_ext import RankZeroCheckpointIO
 from tests.harness.training import At, Batch, data, make_strategy, make_trainer
 
 NAME = "last-rescued.ckpt"
+SLOW = 6.0  # seconds; longer than ranks have after a failure that do not save
 EPOCHS, BATCHES, VALIDATED = 3, 12, 2  # of each rank: epochs, batches in each, and batches of a validation
 # Moments that a rank passes in a run, and how often at least.
 MOMENTS = {
@@ -44,7 +45,10 @@ class Kill:
     ranks: Sequence[int] = (1,)
     by: str = "kill"
 
-    def strike(self) -> None:
+    def strike(self, trainer: L.Trainer | None = None) -> None:
+        """End this process, unless it is another rank."""
+        if trainer is not None and trainer.global_rank not in self.ranks:
+            return
         if self.by == "error":
             raise ValueError("this rank fails")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -56,8 +60,8 @@ class Plan:
 
     Args:
         kill: which ranks end, and when.
-        rescue: what happens to a survivor that saves: "killed", "full" or "stuck".
-        strategy: options of the strategy.
+        rescue: what happens to a survivor that saves: "killed", "full", "slow" or "stuck".
+        strategy: options of the strategy; with a ``start_method`` one process starts two ranks.
         trainer: options of the Trainer.
         kind: of the module.
     """
@@ -102,14 +106,16 @@ class Net(L.LightningModule):
 class StruckIO(RankZeroCheckpointIO):
     """Fails in a save: of the Trainer's own checkpoints, or of a survivor's."""
 
-    def __init__(self, plan: Plan, rank: int, directory: Path) -> None:
+    def __init__(self, plan: Plan, directory: Path) -> None:
         super().__init__()
         self.plan, self.directory = plan, directory
-        kill = plan.kill
-        self.left = kill.earlier if kill and kill.moment == "writing" and rank in kill.ranks else -1
+        self.left = plan.kill.earlier if plan.kill and plan.kill.moment == "writing" else -1
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        with patch.object(os, "write", self.full if Path(path).name == NAME else self.kill):
+        is_rescue = Path(path).name == NAME
+        if is_rescue and self.plan.rescue == "slow":
+            threading.Event().wait(SLOW)
+        with patch.object(os, "write", self.full if is_rescue else self.kill):
             super().save_checkpoint(checkpoint, path, storage_options)
 
     def kill(self, descriptor: int, content: Any, write: Any = os.write) -> int:
@@ -132,29 +138,32 @@ class StruckIO(RankZeroCheckpointIO):
 class Steps(L.Callback):
     """Writes down which step this rank has finished."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
     def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
-        self.path.write_text(str(trainer.global_step))
+        (self.directory / f"{trainer.global_rank}.steps").write_text(str(trainer.global_step))
 
     on_validation_start = on_train_batch_end = on_before_zero_grad
 
 
 def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, Tensor]:
-    """Train from the newest checkpoint on, with another seed, and return what the model holds at the end."""
+    """Train from the newest checkpoint on, with another seed, and return what the model holds at the end.
+
+    Buffers only of rank 0, as in a checkpoint: another rank resumes with these, and keeps them if no batch is left.
+    """
     L.seed_everything(8 + rank if any(directory.glob("*.ckpt")) else 7, verbose=False)
     net = (plan.kind or Net)()
     kill = plan.kill
-    callbacks: list[L.Callback] = [Steps(directory / f"{rank}.steps")]
-    if kill is not None and rank in kill.ranks and hasattr(L.Callback, kill.moment):
-        callbacks.append(At(kill.moment, lambda trainer: kill.strike(), earlier=kill.earlier))
-    io = StruckIO(plan, rank, directory)
-    chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **plan.strategy}
-    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size, checkpoint_io=io, **chosen)
+    callbacks: list[L.Callback] = [Steps(directory)]
+    if kill is not None and hasattr(L.Callback, kill.moment):
+        callbacks.append(At(kill.moment, kill.strike, earlier=kill.earlier))
+    by_hand = {} if "start_method" in plan.strategy else {"rank": rank, "world_size": world_size}
+    chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **by_hand, **plan.strategy}
+    strategy = make_strategy("ours", directory, checkpoint_io=StruckIO(plan, directory), **chosen)
     saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
     options = {
-        "devices": world_size,
+        "devices": world_size if by_hand else 2,
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
@@ -163,7 +172,8 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     }
     trainer = make_trainer(strategy, **options)
     trainer.fit(net, ckpt_path="last")
-    return {name: value.clone() for name, value in net.state_dict().items()}
+    held = net.state_dict() if rank == 0 else dict(net.named_parameters())
+    return {name: value.detach().clone() for name, value in held.items()}
 
 
 # What is not saved.

@@ -97,6 +97,40 @@ def saved(directory: Path) -> int:
     return int(checkpoint["global_step"])
 
 
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_the_process_that_starts_ranks_lets_a_survivor_save(
+    start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
+) -> None:
+    """However long that takes, within ``save_deadline``; it then raises the cause, and the same command goes on."""
+    options = {"start_method": start_method}
+    killed = Plan(Kill("on_after_backward", 5), rescue="slow", strategy=options)
+    (outcome,) = launch_ranks(train, 1, killed, tmp_path)
+    assert "RankDiedError: local rank 1 " in outcome.output, outcome.story()
+    assert saved(tmp_path) >= 5
+    (again,) = launch_ranks(train, 1, Plan(strategy=options), tmp_path)
+    torch.testing.assert_close(again.result, unbroken(2)[0], rtol=0, atol=0)
+
+
+ORPHANED = """
+    import threading
+    from pathlib import Path
+    from tests.harness.training import At
+    from tests.integration.rescuing import Kill, Plan, train
+
+    stuck = At("on_exception", lambda trainer: threading.Event().wait())
+    kill = Kill("on_after_backward", 5, [0])
+    train(0, 1, Plan(kill, strategy={"start_method": "popen"}, trainer={"callbacks": [stuck]}), Path.cwd())
+"""
+
+
+@pytest.mark.nightly
+def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
+    """It saves, and exits also if a hook is stuck."""
+    script = run_script(ORPHANED, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert "RankDiedError: rank 0 " in script.output, script.output
+    assert saved(tmp_path) >= 5
+
+
 def test_another_survivor_saves_if_the_first_is_killed_meanwhile(tmp_path: Path) -> None:
     """The lock ends with its holder."""
     outcomes = launch_ranks(train, 3, Plan(Kill("on_after_backward", 5, [0]), rescue="killed"), tmp_path)

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.harness.environment import loopback
 from tests.harness.network import Network
 from tests.harness.outcomes import output_of_all
 from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
@@ -157,7 +158,9 @@ def test_srun(tmp_path: Path) -> None:
 
 def test_mpirun(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed; rank 0 may have an IPv6 address."""
-    runs = Runs(tmp_path, "tcp", "file", "directory", tcp=f"tcp://[::1]:{free_port('::1')}")
+    host = loopback()[-1]
+    address = f"[{host}]" if ":" in host else host
+    runs = Runs(tmp_path, "tcp", "file", "directory", tcp=f"tcp://{address}:{free_port(host)}")
     runs.expect_trained(run_script(runs.argument(), by_mpirun()))
 
 

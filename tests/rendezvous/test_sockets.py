@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, listen
+from tests.harness.environment import loopback
 
 
 class Connection:
@@ -78,5 +79,5 @@ def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> 
     address, port = listener.getsockname()[:2]
     assert is_loopback(address) == (host != "::")
     with listener:
-        for reached in ("127.0.0.1", "::1") if host == "::" else (host,):
+        for reached in loopback() if host == "::" else (host,):
             socket.create_connection((reached, port)).close()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ddp_ext.supervision import rank_processes
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.processes import MARK, marked, name_of, wait_until_gone
 from tests.harness.ranks import Environment, RankProcesses
@@ -123,3 +124,15 @@ def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
         ChildScripts([child], at_most=0.1, notice_after=0.1).wait()
     assert child.returncode == -signal.SIGKILL
     assert f"waiting for local rank 1 (pid {child.pid}) to end, too" in capsys.readouterr().err
+
+
+def test_a_child_that_saves_after_an_exception_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ``save_deadline``, and not only the time that a rank needs that does not save."""
+    monkeypatch.setattr(sys, "last_value", ValueError("this rank fails"), raising=False)
+    monkeypatch.setattr(rank_processes, "_END_WITHIN", 0.0)
+    saving = ["sh", "-c", "trap '' TERM; echo ready; sleep 1"]
+    with subprocess.Popen(saving, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        ChildScripts([child], save_within=60.0).wait()
+    assert child.returncode == 0
