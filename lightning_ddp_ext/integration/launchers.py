@@ -1,4 +1,4 @@
-"""Start the ranks of this node with what they need to connect, and wait for them."""
+"""Start the ranks of this node with the variables that they need to connect, and wait for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script once more for each further rank of this node, or does nothing where others started them.
+    """Runs the script once more for each further rank of this node, or does nothing if they were started otherwise.
 
     A process starts ranks once: later Trainers in the script use the same ones. Of the ranks' variables only
     ``LOCAL_RANK`` stays in this process's environment, as Lightning leaves it: it tells a stock strategy later in the
@@ -157,7 +157,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         else:
             check_bad_cuda_fork()
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
-        # A forked process has seeds and torch's flags already.
+        # A forked process already has seeds and torch's flags.
         state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
         child = _Child(os.getpid(), dict(os.environ), state, results)
         processes = torch.multiprocessing.start_processes(
@@ -172,13 +172,13 @@ class ProcessesLauncher(MultiProcessingLauncher):
 
     def _run_rank(self, local_rank: int, child: _Child, trainer: Any, function: Any, args: Any, kwargs: Any) -> None:
         """Run a function in a started process."""
-        # A fork server hands on the environment of its start, which may be long past.
+        # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
         os.environ.update(child.environment)
         watch_launcher(child.launcher_pid)
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
-            # copies them for spawn alone.
+            # only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
         work = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)

@@ -1,4 +1,4 @@
-"""No rank survives the process that launched it, however that one ends."""
+"""Exit soon after the process that launched this rank, in any case."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import psutil
 from lightning_ddp_ext.at_exit import end_at_once, print_in_time, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
 
-# In the environment of a rank that a process of this package has started: that process.
+# The process that started a rank, in the environment of ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to end on its own after its launcher, which was a rank, and again after a save.
+# Seconds that a rank has to exit by itself after its launcher, which was a rank, and again after a save.
 _GRACE = 3.0
 _NEWS_WITHIN = 0.5
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
-# A process whose parent ends gets another one, so the first look counts.
+# A process whose parent exits gets another one, so only the first value counts.
 _parent = os.getppid()
 _watched: set[int] = set()
 
 
 def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
-    """End this process soon after process ``pid`` has ended, immediately if it has ended already.
+    """Exit soon after process ``pid`` exits, or immediately if it does not run.
 
     A second call for the same process does nothing.
     """
@@ -42,25 +42,25 @@ def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two mean to end unsaved."""
+    """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two forgo the save."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
-    """End this process soon after the one whose script started it has ended; nothing where nobody left word of that."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # it means this process, and none that this one starts
+    """Exit soon after the process whose script started this one; do nothing if the environment names none."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # it is for this process, and not for its children
     if launcher is not None:
         watch_launcher(int(launcher))
 
 
 def watch_parent() -> None:
-    """End this process soon after the one that started it, for launchers that leave no word of who they are."""
+    """Exit soon after the parent process, for launchers that do not name themselves in the environment."""
     watch_launcher(_parent, has_ended=_parent == 1 and not _is_python(1))
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it may be a launcher: in a container that is often process 1, which adopts orphans, too."""
+    """Whether it may be a launcher: in a container that is often process 1, which also adopts orphans."""
     try:
         return any("python" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -77,12 +77,12 @@ def _end_after(pid: int, has_ended: bool) -> None:
     event = context.peers.wait(_NEWS_WITHIN) if context is not None and _is_rank(context, pid) else None
     if event is not None:
         error = event.to_error()
-        time.sleep(_GRACE)  # the main thread has been told, and ends by itself
+        time.sleep(_GRACE)  # the main thread has the event, and exits by itself
         if wait_for_delays():
             time.sleep(_GRACE)
         end_at_once(1, f"{who}{type(error).__name__}: {error}\n")
     which = "" if has_ended else f" (pid {pid})"
-    print_in_time(f"{who}the process that launched this one{which} is gone, so this one ends, too\n")
+    print_in_time(f"{who}the process that launched this one{which} exited, so this one exits\n")
     wait_for_delays()
     end_at_once(1)
 

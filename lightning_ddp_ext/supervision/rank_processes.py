@@ -1,4 +1,4 @@
-"""The processes of ranks that this one has started: who failed first, and how the others come to their end."""
+"""Wait for the ranks that this process started, find the first that failed, and stop the others."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from typing import Any
 from lightning_ddp_ext.errors import RankDiedError, RankFailedError
 from lightning_ddp_ext.supervision.signals import STOP_STATUSES, StopSignals, has_handler
 
-# Seconds that other ranks have to end by themselves after the first one has failed, then those that do not save end.
+# Seconds that other ranks have to exit after the first failure, before those that do not save are stopped.
 _END_WITHIN = 5.0
 _NOTICE_AFTER = 10.0
-# sys.exit(1) of this process looks like a good end here, so a child that is stuck must not keep it.
+# sys.exit(1) of this process looks like success here, so a stuck child must not block it.
 _AT_MOST = 600.0
 
 
 @dataclass(frozen=True)
 class ChildScripts:
-    """The other ranks of this node, which local rank 0 has started by running its script again.
+    """The other ranks of this node, which local rank 0 started by running its script again.
 
     Args:
         children: their processes, by local rank from 1 on.
-        variables: by which they connect.
-        at_most: seconds that this process waits for them at its end.
-        save_within: seconds after an exception that those have which save, until they are killed.
-        notice_after: seconds of the wait in which it says nothing.
+        variables: the variables that they need to connect.
+        at_most: seconds that this process waits for them at exit.
+        save_within: seconds after an exception until children that save are killed.
+        notice_after: seconds of the wait before a notice is printed.
     """
 
     children: list[subprocess.Popen[bytes]]
@@ -44,7 +44,7 @@ class ChildScripts:
     notice_after: float = _NOTICE_AFTER
 
     def failure(self) -> str | None:
-        """A sentence on a child that has ended; asked while this process waits for it to connect."""
+        """Describe a child that exited, while this process waits for it to connect; ``None`` without one."""
         for local_rank, child in enumerate(self.children, start=1):
             status = child.poll()
             if status is not None:
@@ -55,18 +55,18 @@ class ChildScripts:
         return None
 
     def wait(self) -> None:
-        """Wait for the children; not for long after an exception, and never for ever."""
+        """Wait for the children for a limited time, a short one after an exception."""
         failed = getattr(sys, "last_value", None) is not None
         with suppress(KeyboardInterrupt):
             alive = self._alive_after(_END_WITHIN if failed else self.notice_after)
             if alive and failed:
                 for child in self.children:
-                    child.terminate()  # those that save go on with it
+                    child.terminate()  # those that save complete it
                 self._alive_after(self.save_within)
             elif alive:
                 sys.stderr.write(
-                    f"this script has ended; waiting for {', '.join(alive)} to end, too, for at most "
-                    f"{self.at_most:.0f} s (Ctrl-C ends them now)\n"
+                    f"this script finished; waiting for {', '.join(alive)} to exit, for at most "
+                    f"{self.at_most:.0f} s (Ctrl-C kills them now)\n"
                 )
                 self._alive_after(self.at_most)
         for child in self.children:
@@ -90,12 +90,12 @@ _started: ChildScripts | None = None
 
 
 def started_ranks() -> ChildScripts | None:
-    """The ranks that this process has started by running its script again, if it has."""
+    """Return the ranks that this process started by running its script again, if any."""
     return _started
 
 
 def note_started(started: ChildScripts) -> None:
-    """Remember ranks that this process has started; it does so once."""
+    """Record the ranks that this process started, which it does once."""
     global _started
     _started = started
 
@@ -103,11 +103,11 @@ def note_started(started: ChildScripts) -> None:
 class RankProcesses:
     """The ranks of this node, each a process that runs a function; joining them names the first that failed.
 
-    The others get some time to say why they end.
+    The others get some time to print why they exit.
 
     Args:
-        context: what torch returned when it started them.
-        results_file: what local rank 0 leaves if it comes to a good end.
+        context: torch's result of starting them.
+        results_file: the file that local rank 0 writes if it succeeds.
         stop_within: seconds that the ranks have to stop together after a signal, or to save after a failure.
     """
 
@@ -118,11 +118,11 @@ class RankProcesses:
         self.processes = context.processes
 
     def join(self) -> bool:
-        """Wait for all processes; always returns ``True``.
+        """Wait for all processes; always return ``True``.
 
         Raises:
-            SystemExit: a signal has stopped all of them.
-            Exception: what the first one that failed raised.
+            SystemExit: a signal stopped all of them.
+            Exception: the exception of the first process that failed.
         """
         signals = StopSignals(self._pass_on)
         signals.install(signal.SIGTERM, *([] if has_handler(signal.SIGUSR1) else [signal.SIGUSR1]))
@@ -131,7 +131,7 @@ class RankProcesses:
             self._wait_for_an_end()
             if self._failed():
                 late = self._end_the_rest(self._stop_within if self._stopped_by() else _END_WITHIN)
-        except BaseException:  # Ctrl-C in a terminal reaches all processes, but that of a notebook this one alone
+        except BaseException:  # Ctrl-C in a terminal reaches all processes, in a notebook only this one
             self._end_the_rest(_END_WITHIN / 2)
             raise
         finally:
@@ -143,21 +143,21 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = "ended with status 0 in the middle of its work; look for what ends it (sys.exit, an interrupt)"
+            what = "ended with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
             raise self._error(RankFailedError, 0, what)  # Lightning would wait for its results for ever
         return True
 
     def _wait_for_an_end(self) -> None:
-        """Wait until one has failed, or all have ended."""
+        """Wait until one has failed, or all have exited."""
         running = {process.sentinel: process for process in self.processes}
         while running and not self._failed():
             for sentinel in wait(list(running)):
                 running.pop(sentinel).join()
 
     def _end_the_rest(self, seconds: float) -> list[int]:
-        """Wait, then ask the processes that still run to end, which those do that do not save; return which they are.
+        """Wait, then send SIGTERM to running processes, on which those that do not save exit; return their numbers.
 
-        In the end they are killed.
+        After another wait all of them are killed.
         """
         try:
             self._join_within(seconds)
@@ -177,7 +177,7 @@ class RankProcesses:
             process.join(max(0.0, moment - time.monotonic()))
 
     def _pass_on(self, signum: int) -> None:
-        """One rank is enough: it has all of them stop."""
+        """Pass a signal on to one rank, which has all of them stop."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):
@@ -185,7 +185,7 @@ class RankProcesses:
                 return
 
     def _stopped_by(self) -> int | None:
-        """The status of ranks that a signal has stopped, if nothing else has ended any."""
+        """Return the status of ranks that a signal stopped, unless one exited for another reason."""
         statuses = {self.processes[index].exitcode for index in self._failed()}
         is_stop = len(statuses) == 1 and statuses <= STOP_STATUSES
         return statuses.pop() if is_stop and not any(map(self._error_file, self._failed())) else None
@@ -194,9 +194,9 @@ class RankProcesses:
         return [index for index, process in enumerate(self.processes) if process.exitcode not in (None, 0)]
 
     def _order_of_blame(self, index: int) -> tuple[int, float]:
-        """Sorts a kill first, then own exceptions as they came, then ends without a word, then those of bystanders."""
+        """Return a sort key: kills, then own exceptions by time, then exits without a report, then echoes."""
         path = self._error_file(index)
-        if path is None:  # without a word, the process was killed, or ended by sys.exit or as nothing could wake it
+        if path is None:  # no report: killed, sys.exit, or exited because its main thread was stuck
             return (0 if self.processes[index].exitcode < 0 else 2), 0.0
         with open(path, "rb") as file:
             text = str(pickle.load(file))
@@ -204,7 +204,7 @@ class RankProcesses:
         return (3 if is_bystander else 1), os.stat(path).st_mtime
 
     def _error_file(self, index: int) -> str | None:
-        """Torch's own file with a process's traceback; ``None`` if it has left none."""
+        """Return torch's file with a process's traceback; ``None`` if the process wrote none."""
         path = str(self._context.error_files[index])
         return path if os.path.exists(path) else None
 

@@ -37,7 +37,7 @@ from tests.harness.scripts import be_the_script
 SEEDS = (1, 2, 4, 18, 19, 24, 37, 23, 52, 7, 96)
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0))
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS_TO_TRAIN = 240.0  # until all ranks say that they do
+SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
 SECONDS_TO_TIDY = 40.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
 SECONDS_TO_DUMP = 10.0
 
@@ -126,7 +126,7 @@ class Run:
         found: dict[int, int] = {}
         while len(found) < self.case.world_size:
             ended = connection.wait(list(self.descriptors.values()), 0.02)
-            assert not ended, f"a rank has ended before all trained:\n{self.output}"
+            assert not ended, f"a rank exited before all trained:\n{self.output}"
             assert time.monotonic() < deadline, f"not all ranks train:\n{self.output}"
             lines = re.findall(r"^rank (\d) trains as process (\d+)$", self.output, re.MULTILINE)
             found = {int(rank): int(pid) for rank, pid in lines}
@@ -136,12 +136,12 @@ class Run:
         return self.started[0] if whom is None else self.ranks[whom]
 
     def strike(self, strike: Strike, cut: Callable[[], None]) -> None:
-        """From outside, at a time that no rank knows."""
+        """Strike from outside, at a time that does not depend on the ranks."""
         time.sleep(strike.after)
         if strike.what == "cut":
             cut()
         else:
-            with contextlib.suppress(ProcessLookupError):  # the first strike may have ended it
+            with contextlib.suppress(ProcessLookupError):  # the first strike may have killed it
                 signal.pidfd_send_signal(self.descriptors[self.pid_of(strike.whom)], SIGNALS[strike.what])
 
     def wait(self, pids: set[int], deadline: float) -> set[int]:
@@ -213,7 +213,7 @@ def wrong_endings(case: Case, outcomes: list[Outcome], output: str) -> Iterator[
     usual = {1, *([143] if "term" in whats else []), *([-9] if whats & {"kill", "stop"} else [])}
     for outcome in outcomes:
         if outcome.exit_code not in ({143} if whats == {"term"} and case.started != "torchrun" else usual | {-15}):
-            yield f"process {outcome.rank} has ended with {outcome.exit_code}"
+            yield f"process {outcome.rank} exited with {outcome.exit_code}"
     if not any(re.search(cause, output) for strike in case.strikes for cause in causes(strike)):
         yield "the output names no cause"
     if whats == {"term"} and "RankDiedError" in output:

@@ -54,7 +54,7 @@ def drawn(seed: int) -> Chain:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]:
-    """What runs end with that nothing happens to, each made once."""
+    """Return the results of runs without a fault, each made once."""
 
     @functools.cache
     def run(world_size: int, **options: Any) -> Weights:

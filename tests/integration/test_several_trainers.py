@@ -126,13 +126,13 @@ def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> Non
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
-        wants = f"this process is rank {rank} of 2 already, and this Trainer wants it to be rank {rank} of 3; give"
+        wants = f"this process is already rank {rank} of 2, and this Trainer needs it to be rank {rank} of 3; give"
         assert devices.startswith(wants)
         assert place == (
             f"this process's group was formed with init_method 'file://{tmp_path}/store', and this Trainer asks for "
             "'file:///elsewhere/store'; use one init method in a script"
         )
-        wants = f"this process is rank {rank} of 2 already, and this Trainer wants it to be rank {1 - rank} of 2; give"
+        wants = f"this process is already rank {rank} of 2, and this Trainer needs it to be rank {1 - rank} of 2; give"
         assert another.startswith(wants)
 
 
@@ -156,7 +156,7 @@ def ours_then_stock(rank: int, world_size: int, directory: Path) -> dict[str, An
 
 
 def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
-    """Ours works in a group that is open already, with a warning, and stock in ours; the numbers are the same.
+    """Ours works in a group that is already open, with a warning, and stock in ours; the numbers are the same.
 
     An init method of the user's own cannot be followed there, and is refused.
     """
@@ -167,7 +167,7 @@ def test_ours_and_stock_take_turns(tmp_path: Path) -> None:
     lent = run_ranks(ours_then_stock, 2, second, env=BY_HAND)
     for rank, outcome in enumerate(adopted):
         assert outcome.exit_code == 0, outcome
-        said = outcome.output.count("using the process group that is open already: init_timeout and timeout have")
+        said = outcome.output.count("using a process group that is already open: init_timeout and timeout have")
         assert said == (rank == 0), "only one rank logs a line that is the same on all"
         found, refused = outcome.result
         assert_same(found, lent[rank])

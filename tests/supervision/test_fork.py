@@ -99,5 +99,5 @@ def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
         ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
         launching.kill(0)
         wait_until_gone(lambda: [rank for rank in ranks if rank.is_running()], 60.0)
-    said = f"the process that launched this one (pid {launching.pids[0]}) is gone, so this one ends, too"
+    said = f"the process that launched this one (pid {launching.pids[0]}) exited, so this one exits"
     assert (tmp_path / "terminal").read_text().count(said) == 2

@@ -123,7 +123,7 @@ def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
     with subprocess.Popen(["sleep", "99"]) as child:
         ChildScripts([child], at_most=0.1, notice_after=0.1).wait()
     assert child.returncode == -signal.SIGKILL
-    assert f"waiting for local rank 1 (pid {child.pid}) to end, too" in capsys.readouterr().err
+    assert f"waiting for local rank 1 (pid {child.pid}) to exit" in capsys.readouterr().err
 
 
 def test_a_child_that_saves_after_an_exception_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
