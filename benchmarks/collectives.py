@@ -66,7 +66,7 @@ def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Result
 
 
 def copy_speed() -> Figures:
-    """Bytes a second that one core copies from memory to memory, in buffers that no cache holds."""
+    """Measure the copy bandwidth of one core, in bytes per second, with buffers larger than the caches."""
     source, target = torch.ones(2**26), torch.ones(2**26)
     began = time.perf_counter()
     target.copy_(source)

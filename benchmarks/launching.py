@@ -71,7 +71,7 @@ def started(strategy: str, by_torchrun: bool, world_size: int, *arguments: str) 
 
 
 def first_steps(directory: Path) -> list[list[str]]:
-    """The moment of each rank's first step, and its process id, in the order of the ranks."""
+    """Return the moment of each rank's first step, and its process id, in the order of the ranks."""
     return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
 
 
@@ -85,7 +85,7 @@ def seconds_to_first_step(strategy: str, by_torchrun: bool, world_size: int) -> 
 
 
 def measure_start(effort: Effort) -> Table:
-    """Seconds from the start of the script until the last rank begins its first training step."""
+    """Return seconds from the start of the script until the last rank begins its first training step."""
     world_sizes = effort.choose((2, 4, 8), quick=(2,))
     names = effort.choose(list(STARTS), quick=["stock `ddp_fork`", "`ddp_ext_fork`"])
     rows: dict[str, list[object]] = {name: [name] for name in names}

@@ -64,7 +64,7 @@ class Timed(Tiny):
 
 
 def typical_step(moments: list[Moment]) -> float:
-    """Microseconds by the clock: the median over groups of steps, without the first group."""
+    """Return microseconds by the clock: the median over groups of steps, without the first group."""
     groups = [after[0] - before[0] for before, after in pairwise(moments[GROUP::GROUP])]
     return statistics.median(groups) / GROUP * 1e6
 
@@ -76,7 +76,7 @@ def steps_of(strategy: str, workers: int, steps: int) -> Figures:
 
 
 def measure_step(effort: Effort) -> Table:
-    """Batches of 16 with 64 numbers each."""
+    """Return batches of 16 with 64 numbers each."""
     strategies = ("ddp", "ddp_ext")
     loops = ("loop over the loader", "`Trainer.fit`")
     rows: dict[tuple[str, str], list[object]] = {

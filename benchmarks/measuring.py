@@ -236,7 +236,7 @@ def statuses(pids: Sequence[int], seconds: float = 60.0) -> list[int]:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A temporary directory that only this process removes, and not forked ones, which also leave the block."""
+    """Yield a temporary directory that only this process removes, and not forked ones, which also leave the block."""
     owner, directory = os.getpid(), tempfile.mkdtemp(prefix="benchmark-")
     try:
         yield Path(directory)

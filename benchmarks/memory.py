@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 
 def status(*fields: str) -> int:
-    """Bytes of fields of this process's status, together."""
+    """Return the sum of fields of this process's status, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(fields)) * 1024
 
@@ -44,5 +44,5 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """Bytes: the most that has been resident since the last reset."""
+    """Return the peak resident size since the last reset, in bytes."""
     return status("VmHWM:")

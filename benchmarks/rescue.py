@@ -79,7 +79,7 @@ class Switch(L.Callback):
 
 
 def cost(steps: int, **options: bool) -> Figures:
-    """Milliseconds of the median step, without and with notes."""
+    """Return milliseconds of the median step, without and with notes."""
 
     def work(rank: int, directory: Path) -> Figures:
         switch = Switch()
@@ -125,7 +125,7 @@ class Killer(L.Callback):
 
 
 def kill(width: int) -> Figures:
-    """Seconds from the kill of rank 0 of 2."""
+    """Measure the seconds from the kill of rank 0 of 2."""
     with scratch_directory() as directory:
 
         def work(rank: int) -> None:
@@ -147,7 +147,7 @@ def measure_kill(effort: Effort) -> Table:
 
 
 def restart(kind: str) -> Figures:
-    """Seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
+    """Return seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
     with scratch_directory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
         subprocess.run([*command, __file__, "--as", kind, str(directory)], check=True, capture_output=True)

@@ -96,7 +96,7 @@ def ours(restore: str) -> DDPStrategy:
 
 
 def resume_bare(mapped: bool, path: Path, world_size: int, layers: int) -> Figures:
-    """The least that a resume can do: the same reads, copies and checks, and nothing else."""
+    """Measure the least work of a resume: the same reads, copies and checks, and nothing else."""
 
     def work(rank: int, directory: Path) -> Figures:
         dist.init_process_group("gloo", init_method=f"file://{directory}/group", rank=rank, world_size=world_size)
@@ -165,7 +165,7 @@ def name_of(mebibytes: int, world_size: int) -> str:
 
 @cache
 def measure(effort: Effort) -> dict[str, Results]:
-    """All runs, by file and ranks; each kind's `added` is what it takes beyond a fit that resumes nothing."""
+    """Measure all runs, by file and ranks; each kind's `added` is its time beyond a fit without a resume."""
     found = {}
     for mebibytes, world_size in effort.choose(((504, 2), (504, 4), (504, 8), (12, 4)), quick=((12, 2),)):
         layers = mebibytes // MIB_A_LAYER

@@ -69,7 +69,7 @@ def timed_save(save: Callable[[Content, Path], None], mebibytes: int, path: Path
 
 
 def measure_save(effort: Effort) -> Table:
-    """A save that is on the disk when it returns; stock's is not."""
+    """Measure saves; ours are on the disk when they return, stock's are not."""
     saves = {"raw write, fsync": save_raw, "stock, no fsync": save_stock, "ours, fsync": save_ours}
     rows = []
     with scratch_directory() as directory:

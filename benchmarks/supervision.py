@@ -41,7 +41,7 @@ SIGNALLED_AT = 50
 
 
 def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> Figures:
-    """Milliseconds of rank 0."""
+    """Return milliseconds of rank 0."""
 
     def work(rank: int, directory: Path) -> Figures:
         callbacks: list[L.Callback] = []
@@ -129,7 +129,7 @@ def measure_signals(effort: Effort) -> Table:
 
 
 def hang(timeout: float) -> Figures:
-    """Seconds from the moment at which rank 1 gets stuck until both processes have exited."""
+    """Return seconds from the moment at which rank 1 gets stuck until both processes have exited."""
     with scratch_directory() as directory:
 
         def get_stuck(trainer: L.Trainer, index: int) -> None:

@@ -15,7 +15,7 @@ WARMING_UP = 20  # steps
 
 
 def make_trainer(strategy: Any, devices: int, **options: Any) -> L.Trainer:
-    """A Trainer on the CPU that says and writes nothing by itself."""
+    """Return a Trainer on the CPU that prints and writes nothing by itself."""
     warnings.simplefilter("ignore")
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return L.Trainer(**{**quiet, "strategy": strategy, "accelerator": "cpu", "devices": devices, **options})

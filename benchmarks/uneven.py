@@ -32,7 +32,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
-    """Milliseconds of rank 0."""
+    """Return milliseconds of rank 0."""
 
     def work(rank: int, directory: Path) -> Figures:
         model = Net(width)

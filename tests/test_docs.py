@@ -67,7 +67,7 @@ def test_first_example_runs(tmp_path: Path) -> None:
 
 
 def on_this_machine(code: str, directory: Path, port: int = 29500) -> str:
-    """The code with a directory of the test and a port of this machine in place of the pages' own."""
+    """Return the code with a directory of the test and a port of this machine in place of the pages' own."""
     return code.replace("file:///shared", f"file://{directory}").replace("10.0.0.1:29500", f"127.0.0.1:{port}")
 
 
@@ -263,7 +263,7 @@ def test_every_argument_of_the_strategy_is_described_with_its_default() -> None:
 
 
 def described(text: str) -> dict[str, str]:
-    """The defaults of the arguments in a page's tables, by name."""
+    """Return the defaults of the arguments in a page's tables, by name."""
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", text, re.MULTILINE)
     return {name: default for names, default in rows for name in re.findall(r"\w+", names)}
 

@@ -35,7 +35,7 @@ LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 
 
 def imports_of(module: str) -> Iterator[str]:
-    """Modules that a file imports anywhere, for types as well: full names, also of what is not ours."""
+    """Yield the full names of modules that a file imports anywhere, also for types and of other packages."""
     package = module.split(".")[:-1]
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):

@@ -51,7 +51,7 @@ def world(**changes: Any) -> World:
 
 
 def read(environ: dict[str, str], **arguments: Any) -> World:
-    """A world that is there."""
+    """Return a world, which must exist."""
     found = read_world(environ, **arguments)
     assert found is not None
     return found

@@ -107,5 +107,5 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A sampler in the dataset's own order."""
+    """The dataset's own order."""
     return positions

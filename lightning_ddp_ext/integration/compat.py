@@ -18,7 +18,7 @@ from .lightning_tree import Loop, refuse_missing
 
 
 def combined_loader_of(loop: Any) -> Any:
-    """The loaders that a loop reads, combined; ``None`` before it has them. Their mode has no public name."""
+    """Return a loop's combined loaders, whose mode has no public name; ``None`` before it has them."""
     return None if loop is None else _read(loop, "_combined_loader")
 
 
@@ -29,7 +29,7 @@ def mode_of(combined: Any) -> str:
 
 
 def combined_iterator_of(loop: Any) -> Any:
-    """The iterator over combined loaders that a loop reads now; a new one each epoch."""
+    """Return the current iterator of a loop over its combined loaders; a new one each epoch."""
     combined = combined_loader_of(loop)
     return None if combined is None else _read(combined, "_iterator")
 

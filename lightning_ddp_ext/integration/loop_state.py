@@ -22,7 +22,7 @@ Stopped = Literal["batch", "validation"]
 
 
 def epoch_of(trainer: Any) -> int:
-    """The epoch that is trained, or that is trained next; ``trainer.current_epoch`` lags behind with ``max_steps``."""
+    """Return the current epoch, or the next one; ``trainer.current_epoch`` lags behind with ``max_steps``."""
     epoch: int = trainer.fit_loop.epoch_progress.current.processed
     return epoch
 

@@ -50,7 +50,7 @@ class Address:
     pid: int = 0
 
     def candidates(self, network: str) -> list[str]:
-        """The hosts in the order in which a process of ``network`` tries them."""
+        """Return the hosts in the order in which a process of ``network`` tries them."""
         return list(dict.fromkeys(["127.0.0.1", *self.hosts] if self.network == network else self.hosts))
 
 
@@ -61,21 +61,21 @@ class Endpoint:
     """Whether all ranks are on this host, so that rank 0 may listen on loopback only."""
 
     def listen(self) -> tuple[socket.socket, Address]:
-        """On rank 0: return a listening socket and its address, or raise ``RendezvousError``."""
+        """Return a listening socket and its address on rank 0, or raise ``RendezvousError``."""
         listener = listen("127.0.0.1" if self.is_local else "", 0)
         hosts = ("127.0.0.1",) if self.is_local else tuple(own_addresses())
         port, nonce = listener.getsockname()[1], secrets.token_hex(16)
         return listener, Address(hosts, port, nonce, network_identity(), socket.gethostname(), os.getpid())
 
     def publish(self, address: Address) -> None:
-        """On rank 0: publish the address."""
+        """Publish the address; for rank 0."""
 
     def look_up(self, deadline: Deadline) -> Address | None:
         """Return rank 0's address; ``None`` while it is unknown."""
         raise NotImplementedError
 
     def withdraw(self, address: Address) -> None:
-        """On rank 0: remove the published address, unless it is another process's."""
+        """Remove the published address, unless it is another process's; for rank 0."""
 
     def obstacle(self) -> RendezvousError | None:
         """Return the reason why other ranks cannot find rank 0, if this host can detect one."""

@@ -177,7 +177,7 @@ class NamedBarriers:
         self._waiting.pop(number, None)
 
     def _report_overdue(self, values: dict[str, Any]) -> bool:
-        """On rank 0: name the ranks that have not started a call."""
+        """Report the ranks that have not started a call; for rank 0."""
         call = Call(**values)
         began = {each.rank for each in self._waiting.get(call.number, [])}
         absent = [rank for rank in self._everyone if rank not in began]

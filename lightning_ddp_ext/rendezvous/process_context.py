@@ -265,7 +265,7 @@ def leave() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a loader's worker: drop the context, which is its parent's."""
+    """Drop the parent's context in a forked child, such as a loader worker."""
     global _context, _of_parent
     # Keep a reference: destroying a store joins threads, and those are the parent's.
     _of_parent, _context = _context, None

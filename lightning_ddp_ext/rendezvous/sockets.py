@@ -57,7 +57,7 @@ def _sockets_of_this_process() -> dict[int, str]:
 
 
 def _sockets_of_other_threads() -> set[int]:
-    """Descriptors of Python's own sockets, if another thread may have opened one of them meanwhile."""
+    """Return descriptors of Python's own sockets, if another thread may have opened one meanwhile."""
     threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
     if len(threads) <= 1:
         return set()
@@ -111,7 +111,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Numeric addresses of this host's interfaces, those that other hosts can reach first, IPv4 before IPv6."""
+    """Return numeric addresses of this host's interfaces: first those that others can reach, IPv4 before IPv6."""
     families = (socket.AF_INET, socket.AF_INET6)
     found = [
         entry.address

@@ -44,7 +44,7 @@ class CommonEnd:
             self._decide(is_common=True)
 
     def _look(self, rank: int) -> None:
-        """On rank 0, for the first rank that raises: check whether a rank waits for the others, or is late."""
+        """Check on rank 0, for the first rank that raises, whether a rank waits for the others, or is late."""
         if self._raised[:1] != [rank]:
             return
         self._looks += 1

@@ -155,7 +155,7 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
 
 
 def _stuck(still: Sequence[Report]) -> PeerEvent:
-    """Without collectives, assume that the others wait for the rank that does not wait."""
+    """Assume, without collectives, that the others wait for the rank that does not wait."""
     inside = [report for report in still if not report.is_outside] or list(still)
     culprits = [report for report in inside if not report.waits] or inside
     first = max(culprits, key=lambda report: (round(report.idle), -report.who.rank))

@@ -191,7 +191,7 @@ class GracefulStop:
         return job < self._job or (job == self._job and not self.is_active)
 
     def _accept(self, values: dict[str, Any]) -> None:
-        """On rank 0: the first request makes all ranks pause, as soon as rank 0 has also begun that job."""
+        """Handle requests on rank 0: the first one pauses all ranks, once rank 0 has also started that job."""
         request = StopRequest(**values)
         if self._request is None and not self._is_over(request.job):
             self._request = request
@@ -199,7 +199,7 @@ class GracefulStop:
                 self._start_agreement(request)
 
     def _start_agreement(self, request: StopRequest) -> None:
-        """On rank 0: pause all ranks now, so that no barrier opens before; a thread waits for their replies."""
+        """Pause all ranks now, before another barrier opens, and wait for their replies in a thread; for rank 0."""
         if self._rank == 0:
             self._replies = self._remote.call(self._everyone, "pause", asdict(request))
             threading.Thread(target=self._agree, args=[request], name="ddpx-stop", daemon=True).start()

@@ -28,7 +28,7 @@ class Functional(nn.BatchNorm2d):
 
 
 def hooked(layer: nn.Module) -> nn.Module:
-    """A layer whose hooks change input, output and gradient."""
+    """Return a layer whose hooks change input, output and gradient."""
     layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
     layer.register_forward_hook(lambda _, __, output: 2 * output)
     layer.register_full_backward_hook(lambda _, gradients, __: (3 * gradients[0],))

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 def network() -> nn.Module:
-    """Layers stem.1, body.0.norm, body.1.norm and head."""
+    """Return layers stem.1, body.0.norm, body.1.norm and head."""
     stem, body = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)), [Block(nn.BatchNorm2d(3)), Block(Derived(3))]
     return nn.ModuleDict({"stem": stem, "body": nn.Sequential(*body), "head": nn.BatchNorm1d(3)})
 
@@ -44,7 +44,7 @@ def synchronised(model: nn.Module) -> list[str]:
 
 
 def facts(model: nn.Module) -> list[Any]:
-    """All that must be as before, objects by their identity."""
+    """Return the state that a conversion must not change, objects by their identity."""
     return [
         (name, id(module), type(module), module.training, list(vars(module)), list(type(module).__mro__))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -99,7 +99,7 @@ def test_layers_that_were_not_meant_are_not_touched() -> None:
 
 
 def every_kind() -> nn.ModuleList:
-    """One layer each of what may be different from one to the next."""
+    """Return layers that differ from each other in one property each."""
     half_frozen, with_attributes = nn.BatchNorm2d(3, momentum=None), nn.BatchNorm2d(3)
     half_frozen.weight.requires_grad_(False)
     with_attributes.note, with_attributes.extra = "mine", nn.Parameter(torch.ones(2))

@@ -28,7 +28,7 @@ def test_what_cannot_be_a_group_is_refused(ranks: Any) -> None:
 
 
 def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
-    """The mean over this rank's group, for each way to say which it is; rank r has a batch whose mean is 2 ** r."""
+    """Return the mean over this rank's group, for each form of the argument; rank r's batch has the mean 2 ** r."""
     with stock_group(rank, world_size, directory):
         by_hand = dist.new_group([0, 3]), dist.new_group([1, 2])
         ways: dict[str, Any] = {

@@ -54,13 +54,13 @@ class Case:
         return f"{self.name} ({self.dtype}, input {self.input_dtype or self.dtype})"
 
     def shares(self, world_size: int, step: int) -> list[tuple[Tensor, Tensor]]:
-        """Inputs of all ranks, and gradients of their outputs; the same on every rank."""
+        """Return inputs of all ranks, and gradients of their outputs; the same on every rank."""
         generator = torch.Generator().manual_seed(step)
         shapes = [self.shapes[rank % len(self.shapes)] for rank in range(world_size)]
         return [self._share(shape, generator) for shape in shapes]
 
     def layer(self, kind: type[nn.Module]) -> Any:
-        """A layer of this kind, with parameters and running statistics that are not those of a new one."""
+        """Return a layer of this kind, with parameters and running statistics that are not those of a new one."""
         layer = kind(self.shapes[0][1], **self.options, dtype=self.dtype)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
@@ -79,7 +79,7 @@ class Case:
 
 
 def rows(batch: Tensor) -> Tensor:
-    """A batch (N, C, ...) as (values a channel, C): batches of all shapes can be joined this way."""
+    """Reshape a batch (N, C, ...) to (values per channel, C), so that batches of all shapes can be joined."""
     return batch.movedim(1, -1).flatten(0, -2)
 
 

@@ -28,7 +28,7 @@ class Tagged(Tensor):
 
 
 def kinds() -> dict[str, Tensor]:
-    """A tensor of each kind that ``weights_only=True`` reads; always the same."""
+    """Return a tensor of each kind that ``weights_only=True`` reads; always the same."""
     large = numbers(80, 100)
     complex_numbers = torch.complex(large, -large)
     with warnings.catch_warnings():
@@ -57,7 +57,7 @@ def kinds() -> dict[str, Tensor]:
 
 
 def unusual() -> dict[str, Any]:
-    """Tensors that only ``weights_only=False`` can read, or that have a history, and objects that have tensors."""
+    """Return tensors that need ``weights_only=False`` or have a history, and objects with tensors."""
     leaf = numbers(100, 80).requires_grad_()
     tagged = numbers(5000)
     tagged.other = numbers(6000)  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def restored(path: Path, mode: Mode = "auto", *, map_weights: bool = False, **options: Any) -> Any:
-    """The checkpoint as a rank restores it that is alone; ``broadcast`` maps a file of any size."""
+    """Return the checkpoint as a single rank restores it; ``broadcast`` maps a file of any size."""
     return restore(locate(path), Ranks(), LoadOptions(mode, **options), map_weights=map_weights)[0]
 
 
@@ -119,6 +119,6 @@ def mapped(path: Path | str) -> bool:
 
 
 def saved(path: Path, content: Any, **options: Any) -> Archive:
-    """The checkpoint as ``torch.save`` writes it."""
+    """Return the checkpoint as ``torch.save`` writes it."""
     torch.save(content, path, **options)
     return Archive.open(path)

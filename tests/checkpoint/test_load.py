@@ -116,7 +116,7 @@ class Raises:
 
 
 def refused(path: Path, mode: Mode, **options: Any) -> str:
-    """The text of the error for a file that may be whole."""
+    """Return the text of the error for a file that may be whole."""
     with pytest.raises(CheckpointError, match="could not be read, but need not be damaged") as caught:
         restored(path, mode, **options)
     assert caught.type is CheckpointError

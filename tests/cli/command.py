@@ -32,7 +32,7 @@ def run(*arguments: str | Path) -> Ended:
 
 
 def save(path: Path, **entries: Any) -> Path:
-    """A checkpoint such as Lightning's: 3 epochs, 120 steps, a linear layer with its optimiser, and ``entries``."""
+    """Save a checkpoint like Lightning's: 3 epochs, 120 steps, a linear layer with its optimiser, and ``entries``."""
     content = {
         "pytorch-lightning_version": "2.6.6",
         "epoch": 3,

@@ -89,7 +89,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     chance = random.Random(seed)
     started = chance.choice((*BY_HAND * 2, "popen", *LAUNCHED))
     world_size = chance.choice((2, 3)) if started in (*BY_HAND, "fork") else 2  # the others import torch anew
@@ -243,7 +243,7 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a checkpoint is from, and its weights with it; None for a damaged one."""
+    """Return the step that a checkpoint is from, and its weights with it; None for a damaged one."""
     try:
         if zipfile.ZipFile(path).testzip() is not None:
             return None

@@ -109,7 +109,7 @@ def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during:
 
 
 def go_on(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
-    """The same command again, to the end of an epoch; how often samples have been seen, and the steps made."""
+    """Run the same command again, to the end of an epoch; return how often samples were seen, and the steps."""
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)
     return model.seen.detach(), model.steps.detach()[::500].clone()

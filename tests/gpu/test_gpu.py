@@ -66,7 +66,7 @@ def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrate
 
 
 def strategy_of_nccl(directory: Path, **options: Any) -> DDPExtStrategy:
-    """A rank on each GPU."""
+    """Start a rank on each GPU."""
     return DDPExtStrategy(f"file://{directory}/meet", process_group_backend=backend(NCCL), **options)
 
 
@@ -251,7 +251,7 @@ def test_what_a_user_reads_when_a_rank_goes_wrong(over: str, fault: str, gpus: i
 
 
 def parameters(module: L.LightningModule) -> dict[str, Tensor]:
-    """The parameters, on the CPU: buffers of BatchNorm are each rank's own."""
+    """Return the parameters, on the CPU: buffers of BatchNorm are each rank's own."""
     return {name: parameter.detach().cpu().clone() for name, parameter in module.named_parameters()}
 
 

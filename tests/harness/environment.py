@@ -18,14 +18,14 @@ Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
 
 
 def environment_of(rank: int, env: Environment) -> dict[str, str]:
-    """This process's environment, changed by ``env`` as it is for that rank."""
+    """Return this process's environment, changed by ``env`` as it is for that rank."""
     changes = {name: value(rank) if callable(value) else value for name, value in env.items()}
     merged: dict[str, str | None] = {**os.environ, "PYTEST_CURRENT_TEST": None, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[[int], str]]:
-    """Variables of ranks that a user starts one by one on one machine; with a port also where they meet."""
+    """Return variables of ranks that a user starts one by one on one machine; with a port also the address."""
     variables: dict[str, Callable[[int], str]] = {
         "RANK": str,
         "WORLD_SIZE": lambda _: str(world_size),

@@ -38,7 +38,7 @@ class Snapshot:
         self._known = {*_threads(), *_processes(), *_files(self._directory)}
 
     def leaks(self, seconds: float = _SECONDS_TO_END) -> list[str]:
-        """One line for each leak; threads and processes have some seconds to end by themselves."""
+        """Return one line for each leak; threads and processes have some seconds to end by themselves."""
         for thread in self._new(_threads()):
             thread.join(seconds)
         processes = wait_until_gone(lambda: self._new(_processes()), seconds)
@@ -72,7 +72,7 @@ class Snapshot:
 
 
 def _threads() -> list[threading.Thread]:
-    """Threads that must end before the test does: those that keep a process alive, and the package's own."""
+    """Return threads that must end before the test does: those that keep a process alive, and the package's own."""
     return [thread for thread in threading.enumerate() if not thread.daemon or thread.name.startswith("ddpx")]
 
 

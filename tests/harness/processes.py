@@ -15,7 +15,7 @@ PIPE_SIZE = 1 << 20
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """The processes whose environment, as they were started with it, carries a mark that begins with this one."""
+    """Return the processes whose initial environment has a mark that begins with this one."""
     beginning = f"\0{MARK}={mark}".encode()
     found = []
     for pid in psutil.pids():
@@ -39,7 +39,7 @@ def wait_until_gone(
 
 
 def name_of(process: psutil.Process) -> str:
-    """A line that says which process this is."""
+    """Return a line that identifies this process."""
     with contextlib.suppress(psutil.Error):
         return f"process {process.pid}: {' '.join(process.cmdline())[:200]}"
     return f"process {process.pid}"

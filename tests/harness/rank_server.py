@@ -38,7 +38,7 @@ def start_server() -> None:
 
 
 def measured_coverage() -> Any:
-    """The ``coverage.Coverage`` that measures this process, or None."""
+    """Return the ``coverage.Coverage`` that measures this process, or None."""
     coverage = sys.modules.get("coverage")
     return coverage.Coverage.current() if coverage else None
 

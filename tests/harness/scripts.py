@@ -224,7 +224,7 @@ def _environment(env: Environment, mark: str) -> dict[str, str]:
 
 
 def _path_of(path_or_source: str | Path, directory: Path) -> Path:
-    """The script's path; a source is written to ``directory``."""
+    """Return the script's path; a source is written to ``directory``."""
     if isinstance(path_or_source, Path) or "\n" not in path_or_source:
         return Path(path_or_source).resolve()
     path = directory / "script.py"

@@ -26,7 +26,7 @@ KINDS: tuple[Kind, ...] = ("ours", "stock")
 
 
 def data(samples: int = 24) -> TensorDataset:
-    """Rows of four numbers and something to learn from them; always the same."""
+    """Return rows of four numbers and something to learn from them; always the same."""
     x = torch.linspace(-1, 1, samples * 4).reshape(samples, 4).sin()
     return TensorDataset(x, x.square().sum(1, keepdim=True))
 
@@ -105,7 +105,7 @@ class At(L.Callback):
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """A Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` say otherwise."""
+    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` say otherwise."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     chosen: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet, **options}
     return L.Trainer(strategy=strategy, **chosen)
@@ -116,7 +116,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
-    """Ours, for ranks that were started by hand and meet in ``directory``; or stock ``ddp``, in a ``stock_group``."""
+    """Return our strategy for ranks started by hand, with a file in ``directory``; or stock in a ``stock_group``."""
     if kind == "stock":
         return DDPStrategy(**options)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
@@ -142,7 +142,7 @@ def backend(name: str) -> str:
 
 @contextmanager
 def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
-    """The default process group, opened and closed as anybody may do it; stock takes it, and so needs no free port."""
+    """Open and close the default process group as users may do; stock uses it, and so needs no free port."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     yield
     gc.collect()

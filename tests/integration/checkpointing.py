@@ -48,7 +48,7 @@ class Keeper(L.Callback):
 
 
 def everything(trainer: L.Trainer) -> dict[str, Any]:
-    """Weights, optimisers, schedules, scaler and progress as they are now, and whether keepers have all of `KEPT`."""
+    """Return weights, optimisers, schedules, scaler and progress, and whether keepers have all of `KEPT`."""
     assert trainer.lightning_module is not None
     keepers = [callback for callback in trainer.callbacks if isinstance(callback, Keeper)]
     found = {
@@ -81,7 +81,7 @@ def checkpoint_callback(kind: Kind, **options: Any) -> ModelCheckpoint:
 def trainer_for(
     kind: Kind, directory: Path, io: Any = None, callbacks: Any = (), plugins: Any = (), **options: Any
 ) -> L.Trainer:
-    """A Trainer on two ranks whose checkpoints are ours, one way or the other."""
+    """Return a Trainer on two ranks whose checkpoints are ours, one way or the other."""
     callbacks, plugins = list(callbacks), list(plugins)
     if kind == "stock" and not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
         callbacks.append(checkpoint_callback(kind, save_top_k=0, checkpoint_io=io))

@@ -86,7 +86,7 @@ KEPT = workers(persistent_workers=True)
 
 
 def sampled(order: Order, samples: int, **options: Any) -> Loaders:
-    """Loaders of batches of two samples in some order."""
+    """Return loaders of batches of two samples in some order."""
     data: Dataset[Any] = Numbers(samples)
 
     def make(rank: int, world_size: int) -> DataLoader[Any]:
@@ -100,7 +100,7 @@ def sampled(order: Order, samples: int, **options: Any) -> Loaders:
 
 
 def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
-    """Loaders of batches of two numbers of each rank's own."""
+    """Return loaders of batches of two numbers of each rank's own."""
     return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
@@ -165,7 +165,7 @@ class Net(L.LightningModule):
 
 
 def steps_done(trainer: L.Trainer) -> int:
-    """The steps of a run as a whole, those before it was resumed included."""
+    """Return the steps of a run as a whole, those before it was resumed included."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 

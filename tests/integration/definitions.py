@@ -18,7 +18,7 @@ KINDS = (FunctionType, type, property, classmethod, staticmethod)
 
 
 def definitions() -> dict[str, Any]:
-    """Functions and classes of the modules that are imported, and the methods and properties of these classes."""
+    """Return functions and classes of all imported modules, and the methods and properties of these classes."""
     warnings.simplefilter("ignore", FutureWarning)  # of torch's module attributes
     found: dict[str, Any] = {}
     for module_name, module in list(sys.modules.items()):
@@ -35,7 +35,7 @@ def defined_in(owner: Any, name: str) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any]) -> list[str]:
-    """The names of what is no longer what it was."""
+    """Return the names of definitions that have changed."""
     now = definitions()
     return sorted(name for name, value in before.items() if now.get(name) is not value)
 

@@ -178,7 +178,7 @@ def signals_of(case: Case, rank: int) -> tuple[Any, list[L.Callback]]:
 
 
 def made(case: Case, place: Path) -> Any:
-    """The case's callback."""
+    """Return the case's callback."""
     return callbacks.OnExceptionCheckpoint(place) if case.kind == "on_exception" else KINDS[case.kind]()
 
 

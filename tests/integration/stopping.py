@@ -16,7 +16,7 @@ from tests.integration.continuing import Net, Numbers
 
 
 def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
-    """A callback that sends its process a signal when a hook has been called so often."""
+    """Return a callback that signals its process at the n-th call of a hook."""
     return At(hook, lambda trainer: os.kill(os.getpid(), signum), earlier=earlier)
 
 

@@ -39,7 +39,7 @@ ENDING = (*SIGNALS, "max_steps")  # stops that end the run
 
 
 def levels(*names: str) -> Any:
-    """The levels of a factor, the first of which is its default."""
+    """Return the levels of a factor, the first of which is its default."""
     return field(default=names[0], metadata={"levels": names})
 
 
@@ -130,7 +130,7 @@ class Case:
         return kind in ("scalable", "dealt") or (kind in INJECTED and self.injected == "yes")
 
     def batches(self, kind: str, samples: int, ranks: int) -> int:
-        """Batches of an epoch on each rank."""
+        """Return batches of an epoch on each rank."""
         if kind == "dealt":
             return -(-samples // 2 // ranks)
         if kind in ("stream", "sized"):
@@ -138,13 +138,13 @@ class Case:
         return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
 
     def length(self, ranks: int) -> int:
-        """Steps of an epoch."""
+        """Return steps of an epoch."""
         lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
         length = min(lengths) if self.loaders == "min_size" else max(lengths)
         return length if self.limit == "none" else min(length, 4)
 
     def index(self, stop: str, ranks: int) -> int:
-        """The batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
+        """Return the batch of the epoch after which a run stops; no validation is due after "first" and "middle"."""
         length = self.length(ranks)
         others = {"validation": 1, "sigval": 1, "max_steps": min(self.accumulated, length) - 1, "first": 0}
         return length - 1 if stop in ("last", "end") else others.get(stop, min(4, (length - 2) // 2 * 2))
@@ -218,7 +218,7 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 
 
 def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any) -> Any:
-    """A loader of batches of two samples, which are numbered from 0 or 100, and on each rank's stream by thousands."""
+    """Return a loader of batches of two samples, numbered from 0 or 100, and by thousands on each rank's stream."""
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
         options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}

@@ -48,7 +48,7 @@ def trainer_with(
     strategy: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    """A Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's ``"flag"``, or by ``"both"``."""
+    """Return a Trainer that converts BatchNorm by the ``"callback"``, by the Trainer's ``"flag"``, or by ``"both"``."""
     from lightning_ddp_ext import SyncBatchNormConversion
 
     warnings.simplefilter("ignore", UserWarning)  # of Lightning, on few batches and workers
@@ -59,7 +59,7 @@ def trainer_with(
 
 
 def trainer_alone(**options: Any) -> L.Trainer:
-    """A Trainer in one process."""
+    """Return a Trainer in one process."""
     warnings.simplefilter("ignore", UserWarning)
     return make_trainer("auto", **{"devices": 1, "num_sanity_val_steps": 0, **options})
 

@@ -109,7 +109,7 @@ def train(kind: Kind, directory: Path, case: Case, rank: int = 1, world_size: in
 
 
 def train_all(kind: Kind, directory: Path) -> dict[str, str]:
-    """All cases, one after another, in the same processes; torch's own synchronised layers are for CUDA."""
+    """Run all cases, one after another, in the same processes; torch's own synchronised layers are for CUDA."""
     cases = {name: case for name, case in CASES.items() if kind == "ours" or "sync_batchnorm" not in case.trainer}
     return {name: str(train(kind, directory, case)) for name, case in cases.items()}
 

@@ -119,7 +119,7 @@ POWER_SGD = {**HOOKS["power_sgd"], "ddp_comm_state": powerSGD_hook.PowerSGDState
 
 
 def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
-    """The backbone's weights after the first epoch, in which they are frozen, and at the end."""
+    """Return the backbone's weights after the first epoch, in which they are frozen, and at the end."""
     found = []
     for options, accumulation in (*FINETUNED, (POWER_SGD, 1)):
         L.seed_everything(1)

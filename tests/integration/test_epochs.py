@@ -134,7 +134,7 @@ def train(kind: Kind, directory: Path, net: Reader, *callbacks: L.Callback, **op
 
 
 def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """The epochs that were read in each epoch from each loader, after a resume, and however else training goes."""
+    """Return the epochs that each loader read in each epoch, after a resume, and in other ways to train."""
     seeding = [SamplerEpochSeeding()] if kind == "stock" else []
     found: dict[str, Any] = {}
     for name, make in LOADERS.items():

@@ -32,7 +32,7 @@ Batch = dict[str, Tensor]
 
 
 def scores(samples: int) -> Any:
-    """Scores and labels of some samples; always the same for the same number."""
+    """Return scores and labels of some samples; always the same for the same number."""
     x, drawn = torch.rand(2, samples, generator=torch.Generator().manual_seed(samples))
     return [{"x": x[i], "label": (drawn[i] < 0.5).long(), "index": torch.tensor(i)} for i in range(samples)]
 
@@ -145,7 +145,7 @@ def loader(samples: int, batch_size: int | None, **options: Any) -> DataLoader[A
 
 
 def several_loaders(make: Make) -> Found:
-    """Loaders in which not every rank of three can have a batch each time, and random ones."""
+    """Return loaders in which not every rank of three can have a batch each time, and random ones."""
     drawn = random.Random(3)
     sizes = [(2, 2), (7, 1), (10, 3), (1, 1), *((drawn.randint(1, 40), drawn.randint(1, 7)) for _ in range(3))]
     found = validate(make(), [loader(*size) for size in sizes], Measured(len(sizes), all_kinds=3))
@@ -186,7 +186,7 @@ def by_a_users_batch_sampler(make: Make) -> Found:
 
 
 def by_the_users_exact_sampler(make: Make) -> Found:
-    """Loaders that Lightning leaves alone, used twice, and found again as they were; one is not copied."""
+    """Use loaders twice that Lightning leaves alone, and return whether they are unchanged; one is not copied."""
     for kind in (StatefulDataLoader, DataLoader):
         mine = kind(scores(10), 3, sampler=ExactDistributedSampler(scores(10)))
         batch_sampler = mine.batch_sampler
@@ -243,7 +243,7 @@ def test_same_as_on_one_process(tmp_path: Path) -> None:
 
 
 def choose(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Warnings of evaluations that read not each sample once, because the user has chosen that."""
+    """Return warnings of evaluations that do not read each sample once, by the user's choice."""
     make = partial(make_on, world_size, directory)
     for limit in (2, 0.75):
         trainer = make(limit_val_batches=limit)

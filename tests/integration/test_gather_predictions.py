@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def structured(x: Tensor) -> Any:
-    """All kinds of things by sample that a step may return."""
+    """Return outputs by sample of all kinds that a step may return."""
     return {
         "tensor": torch.stack([x, x * 2], dim=1),
         "pair": Pair(x, (x / 2, [number * 2 for number in x.tolist()])),

@@ -29,7 +29,7 @@ def batch_of(rank: int, index: int) -> Tensor:
 
 
 def joined(lengths: Lengths, index: int) -> Tensor:
-    """All that the ranks read in one step."""
+    """Return all samples that the ranks read in one step."""
     return torch.cat([batch_of(rank, index) for rank, length in enumerate(lengths) if index < length])
 
 

@@ -84,7 +84,7 @@ class Editor:
 
 @contextmanager
 def attached(port: int) -> Iterator[Editor]:
-    """An editor, from when it attaches until the debugged rank exits."""
+    """Yield an editor, from when it attaches until the debugged rank exits."""
     editor = Editor(port)
     editor.request("initialize", adapterID="test", pathFormat="path")
     editor.send("attach", justMyCode=True)

@@ -81,13 +81,13 @@ def test_a_chain_of_kills_is_survived(chain: Chain, unbroken: Callable[..., Weig
 
 
 def finished(directory: Path, outcomes: list[Outcome], kill: Kill) -> int:
-    """The last step that a survivor has finished."""
+    """Return the last step that a survivor has finished."""
     paths = [directory / f"{each.rank}.steps" for each in outcomes if each.rank not in kill.ranks]
     return max((int(path.read_text()) for path in paths if path.exists()), default=0)
 
 
 def saved(directory: Path) -> int:
-    """The step of the newest checkpoint, all of whose files are there that it names."""
+    """Return the step of the newest checkpoint; fail if a file that it names is missing."""
     newest = max(directory.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, default=None)
     if newest is None:
         return 0

@@ -113,7 +113,7 @@ class Lenient(Net):
 
 
 def evaluated(kind: Kind, directory: Path, path: Any, mode: Any) -> list[Any]:
-    """The weights of a model with a hook, what the hook has seen, and the weights of a lenient model."""
+    """Return the weights of a model with a hook, what the hook has seen, and the weights of a lenient model."""
     swaps, lenient = SwapsWeights(), Lenient()
     extra = lenient.extra.weight.detach().clone()
     for model in (swaps, lenient):

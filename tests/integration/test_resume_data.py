@@ -83,7 +83,7 @@ def training(directory: Path, devices: int, loaders: Loaders, name: str = "run",
 
 
 def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """A checkpoint from the middle of epoch 1 of each way to read, two steps of which were done."""
+    """Return a checkpoint from the middle of epoch 1 of each way to read, two steps of which were done."""
     paths = {}
     for name, (before, _) in {**CHANGES[1], **CHANGES[2]}.items():
         point = f"train_batch_end-{7 if before is STREAM else 6}"
@@ -124,7 +124,7 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
 
 
 def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Checkpoints of the last batch of the first epoch, and of the validation after it."""
+    """Return checkpoints of the last batch of the first epoch, and of the validation after it."""
     options = {"limit_val_batches": 1.0, "max_epochs": 1}
     return training(directory, 2, sixteen).run("train_batch_end-4", "validation_end-4", **options).saved
 
@@ -148,7 +148,7 @@ def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -
 
 
 def resume_points(kind: Kind, directory: Path, loaders: Loaders, paths: list[str]) -> tuple[list[Run], list[str]]:
-    """Runs, and whether a checkpoint is said not to say which data are done."""
+    """Return runs, and the warnings that the checkpoint does not record the progress."""
     run = training(directory, 2, loaders, side=kind)
     run.strategy = {"resume_data": "stock"} if kind == "ours" and loaders is sixteen else {}
     with warnings.catch_warnings(record=True) as caught:
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
 
 
 def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Warnings of resumes from an exception, with an order that is drawn and one that is not."""
+    """Return warnings of resumes from an exception, with an order that is drawn and one that is not."""
     found = []
     for name, is_drawn in {"drawn": True, "listed": False}.items():
         options = {"use_distributed_sampler": False}

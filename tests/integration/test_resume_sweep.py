@@ -38,7 +38,7 @@ def ranks_of(case: Case) -> str:
 
 
 def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
-    """The pairs of levels that a case tries; on other ranks, where less is compared, only those with that level.
+    """Return the pairs of levels that a case tries; on other ranks, where less is compared, only those with that level.
 
     Samplers of one family are the same to all factors but the ranks, which share out what they yield.
     """
@@ -51,7 +51,7 @@ def pairs_of(case: Case) -> set[frozenset[tuple[str, str]]]:
 
 @functools.cache
 def pairwise_cover(seed: int = 0) -> list[Case]:
-    """Cases that together try each pair of levels of two factors, found greedily. Most time goes into workers."""
+    """Return cases that together try each pair of levels of two factors, found greedily."""
     chance = random.Random(seed)
     cases = [case for _ in range(10_000) if (case := drawn(chance)) and not NIGHTLY & {*vars(case).values()}]
     pool = [

@@ -31,7 +31,7 @@ class Way:
         return int(self.options.get("limit_train_batches", SAMPLES))
 
     def whole_epoch(self, world_size: int) -> int:
-        """Batches of an epoch on each rank."""
+        """Return batches of an epoch on each rank."""
         return min(self.limit, -(-SAMPLES // (self.batch_size * world_size)))
 
 
@@ -57,7 +57,7 @@ def of_epoch(run: Run, epoch: int) -> list[Step]:
 
 
 def save_all(rank: int, world_size: int, directory: Path) -> dict[str, Run]:
-    """Runs that have saved what is resumed, each in its own way."""
+    """Return runs that saved the checkpoints to resume, each in its own way."""
     return {
         name: train(directory, world_size, way, 2, POINT, into=name, **{**way.options, **way.before, "max_epochs": 1})
         for name, way in WAYS.items()

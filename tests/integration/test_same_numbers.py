@@ -108,7 +108,7 @@ CASES: dict[str, tuple[type[Net], dict[str, Any], Options]] = {
 
 
 def train(kind: Kind, directory: Path, name: str) -> dict[str, Any]:
-    """All that a user would look at after fit, validate, test and predict."""
+    """Return the results of fit, validate, test and predict."""
     make_model, options, strategy_options = CASES[name]
     L.seed_everything(7)
     recorder, model = Recorder(), make_model()

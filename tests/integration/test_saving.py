@@ -212,7 +212,7 @@ def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Pa
 
 
 def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
-    """A score that each rank has for itself, and that would lead each to another checkpoint."""
+    """Return a score that differs between ranks, and would lead each to another checkpoint."""
 
     class Scores(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:

@@ -44,7 +44,7 @@ def fit(directory: Path, name: str, *callbacks: L.Callback, strategy: dict[str, 
 
 
 def run(rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: int = signal.SIGTERM) -> End:
-    """A run in whose second step rank 1 gets a signal."""
+    """Return a run in whose second step rank 1 gets a signal."""
     return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
 
 

@@ -73,7 +73,7 @@ Counts = list[tuple[int, int]]  # samples read, and states asked for
 
 
 def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts], list[dict[str, str]]]:
-    """Counts of runs without checkpoints, with some, and resumed; and what resumed runs do otherwise."""
+    """Return counts of runs without checkpoints, with some, and resumed; and differences of resumed runs."""
     counts: dict[str, Counts] = {}
     wrong = []
     for name, make in LOADERS.items():

@@ -48,7 +48,7 @@ def drawn(chance: random.Random) -> Case:
 
 
 def cover(seed: int = 0) -> list[Case]:
-    """Cases that try each hook, and each callback, signal and number of ranks in each phase, found greedily.
+    """Return cases that try each hook, and each callback, signal and number of ranks in each phase, found greedily.
 
     A module's hook and that of a callback count as one, and so do those of the three evaluations.
     """

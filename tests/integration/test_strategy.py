@@ -93,7 +93,7 @@ def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
 
 
 def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
-    """A group opened before a run, with a backend that is registered after the strategy is made; then an error."""
+    """Open a group before a run, with a backend that is registered after the strategy is made; return errors."""
     strategy = make_strategy(kind, directory, process_group_backend="later")
     dist.Backend.register_backend("later", lambda *options: dist.ProcessGroupGloo(*options), devices=["cpu"])
     trainer = make_trainer(strategy)

@@ -166,7 +166,7 @@ def fit(directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, *
 
 
 def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
-    """The errors where lengths differ, and the steps that are made where that does not matter."""
+    """Return the errors of different lengths, and the steps if these do not matter."""
     warnings.simplefilter("ignore")
     found = []
     for loaders, strategy in ((indexed(rank, [3 + rank]), {}), ((stream, indexed)[rank](rank, [3]), STOP)):

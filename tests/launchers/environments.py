@@ -37,7 +37,7 @@ def by_mpirun() -> Environment:
 
 
 def _slurm_job_id() -> str:
-    """A job whose number stands, by Lightning's rule, for a port that is free: 15000 and its last four digits."""
+    """Return a job number that gives a free port by Lightning's rule: 15000 plus its last four digits."""
     while True:
         digits = random.randint(0, 9999)
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -57,7 +57,7 @@ class Runs:
         self._urls = {method: made[method] for method in methods}
 
     def argument(self, **options: Any) -> str:
-        """The script's argument, with further options of ``train.main``."""
+        """Return the script's argument, with further options of ``train.main``."""
         urls = [None if method == "none" else url for method, url in self._urls.items()]
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 

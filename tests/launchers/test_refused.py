@@ -23,7 +23,7 @@ def by_torchrun() -> Environment:
 
 
 def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
-    """The errors with which a lone rank 0 of 2 ends."""
+    """Return the errors with which a lone rank 0 of 2 ends."""
     found = []
     for options in choices:
         with pytest.raises(DDPExtError) as refused:

@@ -75,7 +75,7 @@ def tell_of_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
 
 
 def fingerprint(module: nn.Module) -> str:
-    """The same text for the same weights, to the last bit."""
+    """Return a text that is equal for weights that are equal to the last bit."""
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 

@@ -57,7 +57,7 @@ def request(
 
 @contextlib.contextmanager
 def server(answer: Answer, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[Tcp]:
-    """A program that is not ours at a TCP address; ``answer`` is called with each connection."""
+    """Run a foreign server at a TCP address; ``answer`` is called with each connection."""
     listener = socket.create_server((host, port))
     connections: list[socket.socket] = []
 

@@ -40,7 +40,7 @@ tunnels: list[AbstractContextManager[Tcp]] = []
 
 
 def add_ones() -> float:
-    """One collective; the number of ranks in it."""
+    """Run a collective that returns the number of ranks in it."""
     ones = torch.ones(1)
     dist.all_reduce(ones)
     return float(ones)
@@ -83,7 +83,7 @@ def stop_in_front_of(name: str | None) -> None:
 
 @contextmanager
 def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
-    """Processes, one for each entry of ``settings``, that all begin to join now."""
+    """Start a process for each entry of ``settings``; all of them join immediately."""
     with RankProcesses(meet, len(settings), where, settings, **options) as ranks:
         for seat in ranks.pids:
             ranks.wait_for("ready", seat)

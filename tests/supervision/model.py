@@ -102,7 +102,7 @@ def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: 
 def by_hand(
     rank: int, world_size: int, url: str, *, grace: dict[str, float] | None = None, **options: Any
 ) -> ddpx.DDPExtStrategy:
-    """The strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
+    """Return the strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
     timeouts = strategy.rendezvous.timeouts
     strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **(grace or {})})

@@ -14,7 +14,7 @@ import threading
 
 
 def started_as() -> int | None:
-    """The rank of a process that was started as one, where that can be told before anything is imported."""
+    """Return the rank of a process from its variables, before any import."""
     found = re.match(r"SpawnProcess-(?:.*:)?(\d+)$", multiprocessing.current_process().name)
     if found:
         return int(found[1]) - 1

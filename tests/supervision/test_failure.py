@@ -20,7 +20,7 @@ from tests.supervision.model import throw
 
 
 def finding(work: Callable[[], object]) -> tuple[str, bool]:
-    """The type and text of what is raised, and whether it is taken for an echo of another rank's end."""
+    """Return type and text of the exception, and whether it counts as an echo of another rank's exit."""
     try:
         work()
     except Exception as error:

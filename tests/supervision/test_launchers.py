@@ -63,7 +63,7 @@ def wait_for_rank_one(script: RankProcesses) -> int:
 
 
 def lines_of(stderr: str) -> list[str]:
-    """The lines without what torch puts before those of a traceback, without warnings and addresses of errors."""
+    """Return the lines without torch's prefixes, warnings and addresses of errors."""
     text = re.sub(r"^\[rank\d+\]: ?", "", stderr, flags=re.MULTILINE)
     return [
         line for line in text.splitlines() if line.strip() and "LeafSpec" not in line and not line.startswith("See ")
