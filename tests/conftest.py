@@ -85,7 +85,7 @@ def no_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def shared_dir() -> Iterator[Path]:
-    """A fresh directory that several hosts could share; skips if all writable ones are temporary."""
+    """Make a fresh directory that several hosts could share; skips if all writable ones are temporary."""
     temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
     parents = [path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))]
     skip_because(None if parents else "clone and home are below a directory for temporary files")
@@ -105,7 +105,7 @@ def two_hosts() -> Iterator[Network]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for 4 MiB; skips where nothing can be mounted."""
+    """Mount a disk of 4 MiB; skip if mounts are not allowed."""
     directory = tmp_path / "disk"
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(directory)]

@@ -82,7 +82,7 @@ def run_blocks(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_blocks_of_pages_run(tmp_path: Path) -> None:
-    """What a reader copies works, on two ranks; defaults of the Trainer keep it short."""
+    """Copied blocks work on two ranks; defaults of the Trainer keep the test short."""
     defaults = {"accelerator": "cpu", "max_epochs": "1", "limit_train_batches": "2", "enable_progress_bar": "False"}
     short = {f"PL_TRAINER_{flag.upper()}": value for flag, value in defaults.items()}
     run_ranks(run_blocks, 2, tmp_path, env={**by_hand_env(2, port=free_port()), **short})
@@ -97,7 +97,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_stopped_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
-    """As the page says: SIGTERM to any rank, and the same command again."""
+    """The page's claim: SIGTERM to any rank, and the same command again."""
     script, found = tmp_path / "train.py", list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_errors_in_readme_exist() -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_links_lead_to_files_of_the_repository(name: str) -> None:
-    """As a code host resolves them. Headings that are linked are checked by the site's build."""
+    """Links resolve as on a code host. The site's build checks linked headings."""
     linked = re.findall(r"\]\((?!https?:)([^)#]+)", TEXTS[name])
     assert [link for link in linked if not ((DOCS / name).parent / link).is_file()] == []
 

@@ -37,7 +37,7 @@ def test_bounds_and_none_are_taken() -> None:
         (TYPED + "timeout=timedelta(minutes=1)", (True, "60", [60], 1j)),
     ],
 )
-def test_what_is_no_duration_is_refused(rule: str, values: tuple[object, ...]) -> None:
+def test_values_that_are_not_durations_are_refused(rule: str, values: tuple[object, ...]) -> None:
     """Field, rule, value and remedy, also for what torch cannot count."""
     for value in values:
         with pytest.raises(ConfigurationError) as refused:

@@ -84,7 +84,7 @@ ORPHAN = """
 
 
 def test_an_orphan_of_a_script_is_found_and_killed() -> None:
-    """Also one that has moved to another session and lost its parent."""
+    """This holds for one that moved to another session and lost its parent."""
     with (
         pytest.raises(AssertionError, match=r"(?s)still there 0.5 s.*threading.Event.*leaving"),
         start_script(ORPHAN) as script,

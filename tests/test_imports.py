@@ -99,5 +99,5 @@ def test_windows_is_refused_in_a_sentence() -> None:
 
 
 def test_other_programs_find_each_distribution_once() -> None:
-    """What waits for the other Lightning's import among the finders finds nothing else."""
+    """The finder that waits for the other Lightning's import finds nothing else."""
     assert importlib.metadata.packages_distributions()["torch"] == ["torch"]

@@ -24,7 +24,7 @@ RULES = {
     r"\b(error|failure|save|timeout|end)s? of an? (?!epoch|batch|(training )?step)\w+": "a noun compound: save error",
     rf"\b({WORDS})\b|\bof (its|their) own\b(?! (batch|rank))": "another word, or none",
 }
-RIDDLE = r"(What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If|Returns|Raises|Yields|Gives)\b"
+RIDDLE = r"(The|A|An|What|Which|Those|How|Whatever|Who|Whoever|Where|Why|When|If|Returns|Raises|Yields|Gives)\b"
 # Phrases that are right, by file.
 ALLOWED = {"tests/test_prose.py": "", "tests/checkpoint/test_save.py": "let user nobody write"}
 
@@ -53,11 +53,11 @@ def page_texts(text: str) -> Iterator[tuple[int, str]]:
 
 
 def riddles(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and opening of docstrings that do not begin with an imperative; those of properties are nouns."""
+    """Yield line and opening of docstrings that do not begin with an imperative; properties and fixtures have nouns."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("test_"):
             opening = re.match(RIDDLE, ast.get_docstring(node) or "")
-            if opening and not any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+            if opening and not re.search("property|fixture", " ".join(map(ast.unparse, node.decorator_list))):
                 yield node.lineno, opening[0]
 
 

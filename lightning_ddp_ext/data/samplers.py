@@ -107,5 +107,5 @@ class TorchOrderSampler(ScalableDistributedSampler):
 
 
 def identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The dataset's own order."""
+    """Return the positions themselves, the dataset's own order."""
     return positions

@@ -36,7 +36,7 @@ class Deadline:
         return self.remaining == 0.0
 
     def as_timedelta(self) -> timedelta:
-        """The remaining time, at least a second, since stores and groups count in whole seconds."""
+        """Return the remaining time, at least a second, since stores and groups count in whole seconds."""
         return timedelta(seconds=max(1.0, self.remaining))
 
     def ticks(self) -> Iterator[None]:

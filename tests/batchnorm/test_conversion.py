@@ -80,7 +80,7 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
     ],
 )
 def test_a_selection_of_nothing_is_an_error(selection: dict[str, Any], told: str) -> None:
-    """What fits no layer is named, with the layers that there are, and nothing has been converted."""
+    """The error names the selector and the model's layers, and nothing is converted."""
     model = network()
     with pytest.raises(ConfigurationError, match=told):
         convert_sync_batchnorm(model, **selection)
@@ -181,7 +181,7 @@ def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
 
 @pytest.mark.parametrize("choice", [{"include": "*"}, {"include": nn.BatchNorm2d}, {"predicate": lambda *_: True}])
 def test_a_chosen_layer_runs_its_own_forward(choice: dict[str, Any]) -> None:
-    """With its further inputs, and with a mixin's forward; it is converted without a warning."""
+    """Its further inputs and a mixin's forward work; it is converted without a warning."""
     plain = nn.BatchNorm2d(3)
     for layer, inputs, expected in (
         (Scaled(3), (IMAGES,), 2 * plain(IMAGES)),

@@ -19,7 +19,7 @@ from tests.harness.training import stock_group
 
 @pytest.mark.parametrize("ranks", [0, True, "nodes", 2.5, [0, 1], "node", 2])
 def test_what_cannot_be_a_group_is_refused(ranks: Any) -> None:
-    """With what was given and what may be; "node" and numbers need a process group."""
+    """The error has the value and the allowed ones; "node" and numbers need a process group."""
     told = "process_group must be None, 'node', a number of ranks from 1 on, or a ProcessGroup (got {!r}); leave it out"
     told = "process_group={!r} needs a process group, which is not initialised yet" if ranks in ("node", 2) else told
     with pytest.raises(ConfigurationError) as raised:
@@ -50,7 +50,7 @@ def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
-    """Only they count; a rank that a group does not have is alone. A pickle has no group, and means all ranks."""
+    """Only they count; a rank outside of a group is alone. A pickle has no group, and means all ranks."""
     found = run_ranks(members, 4, tmp_path)
     expected = {
         "None": [[0, 1, 2, 3]],

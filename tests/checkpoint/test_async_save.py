@@ -104,7 +104,7 @@ Saver().save_later("it.ckpt", {"x": 1}, write)
 """
 
 
-def test_an_error_that_nobody_asks_for_is_logged() -> None:
+def test_an_error_that_is_not_raised_is_logged() -> None:
     """At the end of the process, which has waited for the save."""
     done = run_script(SCRIPT)
     assert done.returncode == 0

@@ -43,7 +43,7 @@ def test_all_but_weights_is_read_into_memory_of_the_process(mode: Mode, tmp_path
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_path: Path) -> None:
-    """What is only copied into a model takes no memory; what is kept elsewhere, or as extra state, has its own."""
+    """Tensors that are copied into a model take no memory; those kept elsewhere, or as extra state, have their own."""
     path, weight = tmp_path / "it.ckpt", numbers(MAPPED)
     weights = {"a": weight, "part": weight[100:], "small": numbers(3)}
     extra = {"one._extra_state": weight[:5000], "other._extra_state": {"inner": weight[:5000]}}
@@ -69,7 +69,7 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
         (0, r"must be a device, its name, a mapping .* \(got 0\)"),
     ],
 )
-def test_what_is_none_is_refused(map_location: Any, says: str) -> None:
+def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
     """The error names what is wrong, what would be right and what was received."""
     with pytest.raises(ConfigurationError, match=f"map_location {says}"):
         RankZeroCheckpointIO(map_location)
@@ -89,7 +89,7 @@ def test_what_is_none_is_refused(map_location: Any, says: str) -> None:
         (lambda storage, location: None, "cpu", "cpu"),
     ],
 )
-def test_memory_goes_where_it_says(map_location: Any, location: str, device: str) -> None:
+def test_memory_goes_to_the_chosen_device(map_location: Any, location: str, device: str) -> None:
     """By the device that it was saved from; memory that stays is not copied."""
     storage = numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
@@ -98,7 +98,7 @@ def test_memory_goes_where_it_says(map_location: Any, location: str, device: str
 
 
 def test_a_checkpoint_io_reads_to_its_own_device_or_to_the_callers(tmp_path: Path) -> None:
-    """What is passed to ``load_checkpoint`` comes first."""
+    """The argument of ``load_checkpoint`` takes precedence."""
     checkpoint_io = RankZeroCheckpointIO("meta")
     checkpoint_io.save_checkpoint({"x": numbers(3)}, tmp_path / "it.ckpt")
     assert checkpoint_io.load_checkpoint(tmp_path / "it.ckpt")["x"].device == META

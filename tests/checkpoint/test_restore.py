@@ -79,7 +79,7 @@ def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]
     ]
 
 
-def test_whoever_has_a_bad_file_all_raise_its_error(tmp_path: Path) -> None:
+def test_all_ranks_raise_the_error_of_a_bad_file(tmp_path: Path) -> None:
     """Rank 0's is everybody's; with ``restore="map"`` so is that of a rank without the file or with another one."""
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
@@ -104,7 +104,7 @@ def receive(kind: Kind, directory: Path, path: Path) -> tuple[bool, list[float]]
 
 
 def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
-    """With all that it holds besides tensors, such as a generator."""
+    """All content arrives, also objects beside tensors, such as a generator."""
     path, generator = tmp_path / "it.ckpt", torch.Generator().manual_seed(7)
     saved(path, {"large": numbers(LARGE), "generator": generator})
     drawn = torch.rand(2, generator=generator).tolist()

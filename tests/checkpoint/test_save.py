@@ -40,7 +40,7 @@ def loaded(url: str) -> Any:
         return torch.load(file, weights_only=False)
 
 
-def test_all_kinds_come_back(url: str) -> None:
+def test_all_kinds_are_restored(url: str) -> None:
     """Every kind of tensor is read by torch as it was written; directories are made."""
     write(kinds(), url)
     assert same(loaded(url), kinds())
@@ -61,7 +61,7 @@ def test_a_new_file_is_whole_and_has_its_own_mode(tmp_path: Path, monkeypatch: p
     assert (path.is_symlink(), stat.S_IMODE(path.stat().st_mode), other.read_bytes()) == (False, 0o600, b"other")
 
 
-def test_checksums_are_recorded_whatever_torch_is_told(tmp_path: Path) -> None:
+def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> None:
     """A user's setting holds for the user's own files, and is what it was afterwards."""
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
@@ -119,7 +119,7 @@ def test_an_error_in_the_midst_of_writing_is_raised_as_what_it_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not, in torch's words, as a file that is too short; what was there before is untouched, and nothing left."""
+    """Torch would report a short file instead; an existing file is untouched, and no temporary file is left."""
     path, do, calls = tmp_path / "it.ckpt", getattr(os, call), list[str]()
     write({"number": 1}, path)
 

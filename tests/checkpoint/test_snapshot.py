@@ -101,7 +101,7 @@ def test_the_buffer_is_used_again() -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_file_says_on_which_device_a_tensor_was(
+def test_a_file_records_the_devices_of_tensors(
     background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So `map_location` finds it, whichever way it was saved; memory that torch takes for a GPU's stands in for one."""

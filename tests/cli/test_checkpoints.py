@@ -123,7 +123,7 @@ def whole(path: Path) -> None:
         ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_sentence(
+def test_unreadable_files_get_one_sentence(
     command: str,
     spoil: Callable[[Path], object],
     spelling: str,
@@ -147,7 +147,7 @@ def test_what_cannot_be_read_is_told_in_one_sentence(
         ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not installed"),
     ],
 )
-def test_a_file_that_nothing_is_known_of_has_a_status_of_its_own(path: str, says: str) -> None:
+def test_an_unreadable_file_has_another_status(path: str, says: str) -> None:
     """A program that deletes what `verify` calls damaged keeps it."""
     assert says in (ended := run("checkpoint", "verify", path)).stderr
     assert ended.status == 4

@@ -36,7 +36,7 @@ def test_help_and_version() -> None:
 
 
 def test_env_has_what_a_bug_report_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As text or as one document; variables that contradict each other are an error, in the words of a run."""
+    """It prints text or one document; contradictory variables are an error with the message of a run."""
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     found = json.loads(run("env", "--json").stdout)

@@ -77,7 +77,7 @@ class Answering(Dataset[int]):
         return lambda *_: pytest.fail("was asked")
 
 
-def test_what_is_nobodys_data_is_told_nothing() -> None:
+def test_other_objects_get_no_epoch() -> None:
     """Neither modules and Trainers and what is below them, nor what only promises a method of that name."""
     beyond = Taker()
     trainer, data, module = Trainer(barebones=True), LightningDataModule(), Module()

@@ -248,7 +248,7 @@ def test_drawing_leaves_generators_alone() -> None:
 
 
 def test_batches_reach_the_loader_unchanged() -> None:
-    """Where the batch sampler fills one list again and again, and where a sampler yields batches."""
+    """This holds for a batch sampler that reuses one list, and for a sampler that yields batches."""
 
     class Reusing(list[Any]):
         def __iter__(self) -> Iterator[list[int]]:

@@ -51,7 +51,7 @@ def run_rank(
     output: Path,
     time_limit: float,
 ) -> None:
-    """The target of a rank's process.
+    """Run the target of a rank's process.
 
     ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
     before the environment is there and coverage is measured.

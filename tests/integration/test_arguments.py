@@ -100,7 +100,7 @@ def test_another_installation_is_refused() -> None:
     assert re.search(r"rank 0 \(.*\) has torchmetrics 1\.8\.0, rank 1 \(.*\) has 1\.8\.1; install", first.output)
 
 
-def test_a_subclass_may_take_arguments_of_its_own() -> None:
+def test_a_subclass_may_take_further_arguments() -> None:
     """Only names that no class takes are refused; DDP gets the options that were given."""
 
     class Mine(DDPExtStrategy):

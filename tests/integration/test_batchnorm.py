@@ -308,7 +308,7 @@ def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
 
 
 def resume(kind: Kind, directory: Path) -> None:
-    """A run with a file in the middle of an epoch; the same from there."""
+    """Run with a checkpoint in the middle of an epoch, and resume it."""
     for by in ("callback", "flag"):
         torch.manual_seed(1)
         whole, path = Joint(), directory / f"{by}.ckpt"
@@ -340,7 +340,7 @@ def in_groups(rank: int, world_size: int, init_method: str) -> list[Tensor]:
 
 
 @pytest.mark.netns
-def test_groups_have_statistics_of_their_own(two_hosts: Network) -> None:
+def test_groups_have_separate_statistics(two_hosts: Network) -> None:
     """With `process_group=2` two ranks each have the same statistics, with "node" those of one machine."""
     env = {**by_hand_env(4), "LOCAL_RANK": lambda rank: str(rank % 2), "NODE_RANK": lambda rank: str(rank // 2)}
     init_method, places = f"tcp://{two_hosts[0].address}:29873", [two_hosts[rank // 2] for rank in range(4)]

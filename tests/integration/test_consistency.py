@@ -35,7 +35,7 @@ class Nudge(L.Callback):
 
 @torch.no_grad()
 def flip(*tensors: Tensor) -> None:
-    """The least that can be done to each: a bit of one element."""
+    """Flip a bit of one element of each."""
     for tensor in tensors:
         tensor.view(torch.uint8).view(-1)[0] ^= 1
 

@@ -47,7 +47,7 @@ def train_with_hooks(kind: Kind, directory: Path) -> dict[str, dict[str, Tensor]
 
 
 def test_a_comm_hook_averages_the_gradients(tmp_path: Path) -> None:
-    """As exactly as its numbers allow, and the same on every rank."""
+    """The averages are as exact as its number format allows, and the same on every rank."""
     first, *others = on_ranks("ours", train_with_hooks, tmp_path, world_size=3)
     for other in others:
         assert_same(other, first)
@@ -136,7 +136,7 @@ def finetune(kind: Kind, directory: Path) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_unfrozen_parameters_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """With `BackboneFinetuning`, whatever is asked of DDP."""
+    """This holds with `BackboneFinetuning` and any options of DDP."""
     for (frozen, first), (_, second) in zip(*on_ranks("ours", finetune, tmp_path), strict=True):
         assert torch.equal(first, second)
         assert not torch.equal(first, frozen)

@@ -355,7 +355,7 @@ def of_five(kind: Kind, directory: Path) -> tuple[list[Any], list[bool], list[Te
 
 @pytest.mark.lowest
 def test_five_samples_on_two_ranks(tmp_path: Path) -> None:
-    """Where stock's padding gives 5/3, and its floor division 5/2, the mean of 0 to 4 is 2; so is that of integers."""
+    """The mean of 0 to 4 is 2, also of integers; stock's padding gives 5/3, and its floor division 5/2."""
     ours, stocks = on_both(of_five, tmp_path)
     assert [idle for _, idle, *_ in ours] == [[False] * 6, [False, False, True] * 2]
     for (means, _, whole, others), (padded_and_floored, *_, stock) in zip(ours, stocks, strict=True):

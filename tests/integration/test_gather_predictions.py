@@ -96,7 +96,7 @@ def structures(kind: Kind, directory: Path) -> list[Any]:
 
 @pytest.mark.lowest
 def test_structures_loaders_and_limits(tmp_path: Path) -> None:
-    """With ours and stock, structures come back as of one batch, loaders in a list, limited ones as far as read."""
+    """Ours and stock return structures as of one batch, loaders in a list, and limited ones as far as read."""
     for by_rank in on_both(structures, tmp_path):
         (structure, loaders, own_batches, repeating, limited), others = by_rank
         assert_same(structure, structured(torch.arange(5.0)))

@@ -219,8 +219,8 @@ def test_going_on(tmp_path: Path) -> None:
     assert re.search(r"train_dataloader_next.*the ranks continue \(on_hang='continue'\)", lines_of(outcomes)[0])
 
 
-def test_ranks_that_nobody_can_ask_report_themselves(tmp_path: Path) -> None:
-    """With a stock strategy, which has no channel, and with one rank."""
+def test_ranks_without_a_channel_report_on_themselves(tmp_path: Path) -> None:
+    """Each rank reports on itself with a stock strategy, which has no channel, and with one rank."""
     (tmp_path / "one").mkdir()
     alone = launch_ranks(fit, 1, tmp_path / "one", Stuck("dataset", rank=0), env=by_hand_env(1))
     place = rf"has not moved for 3 s; it is in train_dataloader_next, {MODEL}:\d+"

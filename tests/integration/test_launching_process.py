@@ -157,7 +157,7 @@ def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
 
 
 @pytest.mark.lowest
-def test_results_of_any_size_come_back() -> None:
+def test_results_of_any_size_are_returned() -> None:
     """More than a pipe holds: Lightning reads it when the ranks have exited, and they exit when it is read.
 
     Other threads find a variable such as PATH in the environment all the time.

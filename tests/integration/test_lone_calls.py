@@ -51,7 +51,7 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], a
         assert re.search(rf"began saving {tmp_path}/it.ckpt .*rank {absent} \(host .*call it on every", outcome.story())
 
 
-def test_a_save_after_the_last_step_names_the_rank_that_has_gone(tmp_path: Path) -> None:
+def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path) -> None:
     """A rank that finished without the call is also named."""
     saving, _ = endings(save_on, 2, tmp_path, [0], 4)
     assert saving.error is not None
@@ -79,7 +79,7 @@ def at_barriers(rank: int, world_size: int, directory: Path, names: list[str]) -
     trainer.strategy.barrier(names[rank])
 
 
-def test_ranks_in_different_barriers_are_told_both_places(tmp_path: Path) -> None:
+def test_ranks_in_different_barriers_raise_with_both_places(tmp_path: Path) -> None:
     """No rank waits for the others: each names every rank's call. Ranks that all save continue."""
     for outcome in endings(at_barriers, 3, tmp_path, ["data", "model", "data"]):
         assert outcome.error is not None
@@ -99,7 +99,7 @@ def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) ->
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_does_not_come_to_a_barrier_in_time_is_named(late: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -> None:
     """The rank that waits ends with its name, also if it is rank 0, which is asked."""
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
         (outcome,) = ranks.wait(1 - late)

@@ -156,7 +156,7 @@ def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def go_on(trainer: L.Trainer) -> Any:
-    """A copy of a Trainer tests its model, and trains it for another epoch."""
+    """Have a copy of a Trainer test its model, and train it for another epoch."""
     model: Any = trainer.lightning_module
     values = trainer.test(model, verbose=False)
     trainer.fit_loop.max_epochs = 3

@@ -95,7 +95,7 @@ def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dic
     return {"rank": trainer.global_rank, "asked": environment.settings, "weights": weights(model)}
 
 
-def test_a_users_cluster_environment_says_who_is_who_and_where_to_meet() -> None:
+def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
     """Rank, address and port come from it, and it is asked whether devices and nodes are right."""
     ours, stock = (
         run_ranks(in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())})

@@ -104,7 +104,7 @@ def refused(kind: Kind, directory: Path, files: list[Path], mode: Any) -> list[s
 
 @pytest.mark.lowest
 @MODES
-def test_every_rank_says_what_is_wrong_with_a_file(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
+def test_every_rank_names_the_fault_of_a_file(kind: Kind, mode: str, path: Path, tmp_path: Path) -> None:
     """Damage is named by record, refusals by class, differences by parameter; nothing of a file is run."""
     files = [Path(shutil.copy(path, tmp_path / f"{number}.ckpt")) for number in range(len(WRONG))]
     for file, (spoil, _, _) in zip(files, WRONG, strict=True):
@@ -178,7 +178,7 @@ def test_a_rank_that_fails_while_others_restore_ends_all(
 
 
 def use_the_plugin_alone(kind: Kind, directory: Path, path: Path) -> None:
-    """A Trainer with the plugin alone tests, saves to a file, trains and saves to another store."""
+    """Have a Trainer with only the plugin test, save to a file, train, and save to another store."""
     alone, remote = (make_trainer(make_strategy(kind, directory), plugins=[RankZeroCheckpointIO()]) for _ in range(2))
     alone.test(Net(), ckpt_path=path, verbose=False)
     alone.save_checkpoint(directory / "alone.ckpt")

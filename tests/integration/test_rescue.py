@@ -206,7 +206,7 @@ SCRIPT = """
 
 @pytest.mark.nightly
 def test_torchrun_starts_the_ranks_again_where_they_were(tmp_path: Path) -> None:
-    """With ``--max-restarts`` and ``"last"``; at the end no file is left."""
+    """With ``--max-restarts`` and ``"last"`` training continues; at the end no file is left."""
     launcher = ("torchrun", "--nproc-per-node=2", "--max-restarts=1")
     script = run_script(SCRIPT, launcher=launcher, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert script.returncode == 0, script.output

@@ -158,7 +158,7 @@ def seen_mapped(kind: Kind, directory: Path, path: Path) -> list[bool]:
 
 @BOTH
 def test_weights_are_mapped_while_they_are_loaded(kind: Kind, tmp_path: Path) -> None:
-    """What takes no memory for long is mapped; where a hook might keep it, it is read."""
+    """Weights are mapped while they are copied; they are read if a hook might keep them."""
     train_and_save(tmp_path / "it.ckpt", large(Net()))
     for seen in on_ranks(kind, seen_mapped, tmp_path, tmp_path / "it.ckpt"):
         assert seen == [True, False, False, False, False, False]

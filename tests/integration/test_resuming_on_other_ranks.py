@@ -73,7 +73,7 @@ def resume_all(rank: int, world_size: int, directory: Path, saved: dict[str, Run
 
 
 def test_epochs_are_what_they_are_on_the_ranks_that_resume(tmp_path: Path) -> None:
-    """What is left of an epoch is read once, and its length, limits, validations and steps are those of these ranks."""
+    """The rest of an epoch is read once; its length, limits, validations and steps are those of these ranks."""
     saved = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))
     for size in (1, 2, 3):
         place = tmp_path / str(size)

@@ -85,7 +85,7 @@ def trials(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_an_exception_that_all_ranks_raise_and_catch_parts_none_of_them(tmp_path: Path) -> None:
-    """As with stock: after a pruned trial the group is the same, a save waits for its file, the next Trainer works."""
+    """As with stock, after a pruned trial the group is the same, a save waits for its file, the next Trainer works."""
     ours, stock = on_both(trials, tmp_path)
     assert ours == stock
 
@@ -121,7 +121,7 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
     return [refusal(trainer) for trainer in further]
 
 
-def test_other_ranks_or_another_meeting_place_are_refused(tmp_path: Path) -> None:
+def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
     # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})

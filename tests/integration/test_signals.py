@@ -113,7 +113,7 @@ def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
         threading.Event().wait()
 
 
-def test_a_launchers_sigterm_leaves_time_to_say_who_has_died(tmp_path: Path) -> None:
+def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
     """It follows within a tenth of a second, and ends the process only some seconds later."""
     for told in launch_ranks(told_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
         assert told.exit_code == 143, told.story()
@@ -141,7 +141,7 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
     ]
 
 
-def test_the_checkpoint_is_where_it_was_asked_for(tmp_path: Path) -> None:
+def test_the_checkpoint_is_at_the_requested_path(tmp_path: Path) -> None:
     """Beside the others by default; a save that has begun, or goes on in the background, is finished first."""
     for beside, background, saving, given, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "models/last-preempted.ckpt" in beside
@@ -229,7 +229,7 @@ def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
 
 
 def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:
-    """A callback also raises when it is told of the failure, so that Lightning tears nothing down."""
+    """Have a callback raise in on_exception, so that Lightning skips its teardown."""
     with pytest.raises(BoomError):
         fit(directory, "run", Fault(STEP, boom), Fault("on_exception", boom))
     os.kill(os.getpid(), signal.SIGTERM)
@@ -242,17 +242,17 @@ def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None
 
 
 def interrupted_twice(rank: int, world_size: int, directory: Path) -> Any:
-    """Ctrl-C, and again before the step finishes."""
+    """Run, with Ctrl-C and a second one before the step finishes."""
     return fit(directory, "run", *(signalled(STEP, signum=signal.SIGINT) for _ in range(2)))[:2]
 
 
-def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    """As Lightning ends on Ctrl-C, without waiting for the step, and so without a checkpoint."""
+def test_a_second_interrupt_exits_immediately(tmp_path: Path) -> None:
+    """It exits as Lightning does on Ctrl-C, without waiting for the step, and so without a checkpoint."""
     assert run_ranks(interrupted_twice, 2, tmp_path, env=by_hand_env(2)) == [(1, [])] * 2
 
 
 def held(rank: int, world_size: int, directory: Path, **strategy: Any) -> None:
-    """A run that the ranks but 0 hold in the middle of a step."""
+    """Run with all ranks but 0 stuck in the middle of a step."""
     callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
     fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
 
@@ -273,7 +273,7 @@ def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
 
 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:
-    """With the signal's status, where each of them was, and which one has not answered."""
+    """They exit with the signal's status, and print where each of them was and which one did not reply."""
     with RankProcesses(held, 2, tmp_path, env=by_hand_env(2), save_deadline=1) as ranks:
         ranks.wait_for("in step 1", rank=1)
         ranks.kill(1, signal.SIGSTOP)

@@ -90,8 +90,8 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
     return counts, wrong
 
 
-def test_each_rank_goes_on_with_its_own_next_batch_and_is_asked_for_its_state_in_saves(tmp_path: Path) -> None:
-    """Not before each batch, for states can be large; what is done is not read again, nor lost in a second resume."""
+def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
+    """States, which can be large, are not read before each batch; finished batches are not repeated or lost."""
     for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2)):
         assert wrong == [{}] * len(LOADERS)
         for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():

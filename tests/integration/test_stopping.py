@@ -101,7 +101,7 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_the_same_command_goes_on_wherever_it_saves(tmp_path: Path) -> None:
-    """Also where Lightning's directory is new in each run. At its end nothing is left to go on from."""
+    """It also resumes if Lightning's directory is new in each run. A finished run leaves no stop checkpoint."""
     assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
@@ -117,7 +117,7 @@ def other_commands(rank: int, world_size: int, directory: Path) -> list[int]:
     return begun
 
 
-def test_another_command_is_told_of_a_stop_and_leaves_it(tmp_path: Path) -> None:
+def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -> None:
     """Two experiments may share a directory."""
     [outcome] = launch_ranks(other_commands, 1, tmp_path)
     assert outcome.result == [0, 0, 2], outcome.story()

@@ -93,7 +93,7 @@ def elsewhere(rank: int) -> str:
 
 @pytest.mark.parametrize(("stopped", "store"), [(1, "file"), (0, "tcp")])
 def test_a_stopped_process_is_named(stopped: int, store: str, tmp_path: Path) -> None:
-    """Also if it is rank 0, through which the others talk, and if their store has stopped with it."""
+    """This holds for rank 0, which relays messages, and for a store that has stopped with it."""
     url = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{tmp_path}/store"
     with training(3, url, Late()) as ranks:
         let_go_on(ranks, stopped=stopped)
@@ -116,7 +116,7 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
     ids=["all_reduce", "backward", "NCCL"],
 )
 def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
-    """With file and line, on itself as well, once it is done with that; and before torch's own limit for NCCL."""
+    """It is named with file and line, later also on itself, and before torch's own limit for NCCL."""
     with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over, time_limit=60.0) as ranks:
         let_go_on(ranks)
         outcomes = ranks.wait(0, 2)

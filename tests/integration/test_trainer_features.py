@@ -192,7 +192,7 @@ def compiled(kind: Kind, directory: Path) -> Result:
 
 @pytest.mark.nightly
 def test_a_compiled_network_learns_what_it_learns_with_stock(tmp_path: Path) -> None:
-    """With torch's own compiler, inductor."""
+    """This holds for torch's own compiler, inductor."""
     skip_because(None if shutil.which(os.environ.get("CXX", "g++")) else "inductor needs a C++ compiler")
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     ours, stock = (on_ranks(kind, compiled, tmp_path, env=env) for kind in KINDS)

@@ -205,7 +205,7 @@ def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
 
 
 @pytest.mark.lowest
-def test_ranks_that_read_the_same_are_told_once(tmp_path: Path) -> None:
+def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
     """Rank 0 names the class of data that are not shared out; others are left alone."""
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
     assert [len(each) for each in first] == [1, 0, 1, 0]

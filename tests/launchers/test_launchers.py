@@ -123,13 +123,13 @@ def run_launcher(module: str, *words: str, nodes: int = 1, **options: Any) -> st
 
 
 def be_the_script(rank: int, world_size: int, argument: str) -> None:
-    """A process in which the training script runs; ``"{rank}"`` in its argument becomes its rank."""
+    """Run the training script in this process; ``"{rank}"`` in its argument becomes its rank."""
     sys.argv = [SCRIPT, argument.replace('"{rank}"', str(rank))]  # a rank that starts others starts them with it
     train.main(**json.loads(sys.argv[1]))
 
 
 def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
-    """A process in which a launcher runs; the ranks that it starts import everything themselves."""
+    """Run a launcher in this process; the ranks that it starts import everything themselves."""
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
 
 

@@ -24,7 +24,7 @@ def fail(body: Message) -> None:
 
 
 def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplog: pytest.LogCaptureFixture) -> None:
-    """Those first that came before anybody listened; a listener that raises, and a long message, end nothing."""
+    """Earlier ones come first; a listener that raises, and a long message, do not close the channel."""
     with listen("127.0.0.1", 0) as listener:
         sockets = socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]
     zero, other = Channel(heartbeat=30.0), Channel(heartbeat=30.0)
@@ -64,7 +64,7 @@ def run_out_of_descriptors(rank: int, world_size: int) -> int:
     return admitted.get(timeout=WITHIN)
 
 
-def test_without_descriptors_rank_0_waits_for_some_and_says_so() -> None:
+def test_without_descriptors_rank_0_logs_and_waits() -> None:
     """It takes ranks again as soon as it can."""
     with RankProcesses(run_out_of_descriptors, 1) as ranks:
         (outcome,) = ranks.wait()

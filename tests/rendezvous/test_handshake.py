@@ -45,7 +45,7 @@ def test_a_start_that_cannot_be(kind: str, third: dict[str, Any], expected: str,
     )
 
 
-def test_late_ranks_hear_why_the_start_failed(tmp_path: Path) -> None:
+def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
     """Rank 0 stays for a moment."""
     common = {"init_timeout": LONG, "world_size": 3, "timeouts": Timeouts(after_refusal=LONG)}
     settings = [{"rank": rank, **common} for rank in (0, 1, 1, 2)]
@@ -58,8 +58,8 @@ def test_late_ranks_hear_why_the_start_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_latecomers_are_told_of_the_run_that_is_going_on(kind: str, tmp_path: Path) -> None:
-    """And change nothing for it."""
+def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
+    """They do not affect it."""
     where, late = place(kind, tmp_path), ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]

@@ -42,7 +42,7 @@ def refusal(function: Callable[..., object], *args: Any, **options: Any) -> str:
 
 @given(st.just(Env()) | tcps | files)
 def test_a_value_is_written_as_the_url_that_makes_it(method: InitMethod) -> None:
-    """What is logged can be pasted as an argument."""
+    """The logged text is valid as an argument."""
     assert parse(str(method)) == method
     assert parse(method) is method
 

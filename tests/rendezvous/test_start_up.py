@@ -125,7 +125,7 @@ def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) ->
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_ranks_meet_in_any_order_and_end_in_good_order(kind: str, tmp_path: Path) -> None:
+def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: Path) -> None:
     """All are in one group, end with status 0 without leaving by themselves, and no file stays.
 
     Rank 0, to which all connect, raises its limit of open files by what it needs.
@@ -137,7 +137,7 @@ def test_ranks_meet_in_any_order_and_end_in_good_order(kind: str, tmp_path: Path
 
 
 def test_a_rank_that_never_starts(tmp_path: Path) -> None:
-    """As soon as one has waited long enough all name the one that is not there, the present ones, and the remedy."""
+    """After init_timeout all name the missing rank, the present ones, and the remedy."""
     where = place("tcp", tmp_path)
     outcomes = endings(where, [{"world_size": 3, "init_timeout": wait} for wait in (LONG, 5.0)])
     present = ", ".join(process(outcome.rank, outcome.pid) for outcome in outcomes)
@@ -200,7 +200,7 @@ def test_a_rank_that_ends_before_all_have_connected(
 
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 2)])
-def test_a_rank_killed_while_the_group_forms_is_named_at_once(kind: str, victim: int, tmp_path: Path) -> None:
+def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, victim: int, tmp_path: Path) -> None:
     """A death is known from the channel, long before init_timeout, with host and pid."""
     settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
@@ -234,7 +234,7 @@ def test_a_tunnel_that_forwards_one_port(host: str, stop: str | None, two_hosts:
 
 @pytest.mark.netns
 def test_a_name_that_resolves_late(two_hosts: Network) -> None:
-    """As that of a headless service: rank 0 listens and logs the reason; the others retry."""
+    """Like the name of a headless service: rank 0 listens and logs the reason; the others retry."""
     known = two_hosts[0].hosts_file.read_text()
     for host in two_hosts:
         host.hosts_file.write_text("127.0.0.1 localhost\n")
@@ -277,7 +277,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("answer", [silent, web])
-def test_a_server_that_is_no_store_is_given_up(answer: Answer) -> None:
+def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
     """Soon after the deadline, also where torch's client would wait for ever."""
     with (
         server(answer) as where,
@@ -295,7 +295,7 @@ def test_a_host_that_no_rank_knows() -> None:
 
 
 def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
-    """As ``tempfile.mkstemp`` leaves one; the next run starts there, and removes it at its end."""
+    """Such as one of ``tempfile.mkstemp``; the next run starts there, and removes it at its end."""
     path = tmp_path / "store"
     path.touch()
     with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:

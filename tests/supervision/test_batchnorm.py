@@ -57,10 +57,10 @@ DIFFERENCES: list[tuple[str, dict[str, Any], str, str]] = [
 
 @pytest.mark.lowest
 @pytest.mark.parametrize(("by", "options", "first", "second"), DIFFERENCES)
-def test_ranks_that_run_other_layers_are_told_so(
+def test_ranks_that_run_other_layers_raise(
     by: str, options: dict[str, Any], first: str, second: str, tmp_path: Path
 ) -> None:
-    """Where a rank leaves a layer out, or runs one more often, every rank's error says which rank was where."""
+    """If a rank skips a layer, or runs one more often, every rank's error names each rank's layer."""
     told = (
         f"ranks are in different BatchNorm layers: rank 0 is in the {first}, rank 1 is in the {second}; every rank must"
     )

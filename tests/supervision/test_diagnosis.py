@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Findings, str | None]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_sentence(name: str) -> None:
-    """As a user reads it."""
+    """It is the sentence that a user reads."""
     case, expected = CASES[name]
     assert (case.diagnosis.reason if case.diagnosis else None) == expected
 

@@ -49,7 +49,7 @@ def url(tmp_path: Path) -> str:
 
 
 def expect_told(told: Outcome, culprit: int, pid: int) -> None:
-    """The rank has raised what names the culprit, with the culprit's traceback."""
+    """Assert that the rank's error names the culprit, with the culprit's traceback."""
     error = error_of(told, RankFailedError, culprit, pid)
     assert str(error) == f"{who(culprit, pid)} failed, so this rank stops: {BOOM}"
     assert error.traceback_text.startswith("Traceback (most recent call last):\n")
@@ -74,7 +74,9 @@ def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str
     ("hook", "culprit", "steps"),
     [("setup", 0, 0), ("configure_optimizers", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)],
 )
-def test_others_are_told_while_the_rank_lives_on(hook: str, culprit: int, steps: int, url: str, tmp_path: Path) -> None:
+def test_others_raise_while_the_failed_rank_lives_on(
+    hook: str, culprit: int, steps: int, url: str, tmp_path: Path
+) -> None:
     """Wherever a rank fails, the other one ends and names the cause, though the first lives on; rank 0 can save."""
     fault = Fault(hook, boom, culprit, earlier=1 if steps else 0)
     with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
@@ -89,7 +91,7 @@ def test_others_are_told_while_the_rank_lives_on(hook: str, culprit: int, steps:
     assert saved["global_step"] == steps
 
 
-def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
+def test_a_busy_rank_raises_at_its_next_collective(url: str) -> None:
     """A rank that computes is not disturbed, but as soon as it needs the others."""
     with RankProcesses(fit, 2, url, in_step(boom, 0), in_step(partial(hold, "in step"), 1)) as ranks:
         ranks.wait_for("in step", 1)
@@ -107,7 +109,7 @@ def test_a_busy_rank_is_told_at_its_next_collective(url: str) -> None:
     ],
 )
 def test_a_rank_that_nothing_can_wake_is_ended(end: Callable[[], None], said: str, url: str) -> None:
-    """Where the main thread waits in user code for ever, the process ends all the same, with the reason printed."""
+    """If the main thread waits in user code for ever, the process still exits, and prints the reason."""
     faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
@@ -286,7 +288,7 @@ def fit_again(rank: int, world_size: int, url: str) -> tuple[list[str], list[flo
 
 
 def test_processes_that_have_caught_the_failure_train_again(url: str) -> None:
-    """After a failure that every rank has caught, the same processes find each other anew, again and again."""
+    """After failures that every rank caught, the same processes connect again each time."""
     (first, mine), (second, others), (third, thirds) = run_ranks(fit_again, 3, url)
     assert first == ["RankFailedError 1", "BoomError 0"]
     assert second == ["BoomError 1", "RankFailedError 0"]

@@ -104,7 +104,7 @@ def test_other_errors_are_the_ranks_own(name: str) -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_an_error_because_of_an_echo_is_an_echo(hidden: bool) -> None:
-    """What user code makes of a broken collective is as little this rank's own fault."""
+    """An error that user code raises because of a broken collective is not this rank's own either."""
     error = KeyError("logger")
     error.__context__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34712.")
     error.__suppress_context__ = hidden

@@ -77,7 +77,7 @@ def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> Non
 def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     number: int, status: int, said: str, tmp_path: Path
 ) -> None:
-    """As in a notebook, whose kernel gets Ctrl-C and not what it has started; by SIGTERM all stop, saved."""
+    """In a notebook only the kernel gets Ctrl-C, not its children; on SIGTERM all save and stop."""
     with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)
