@@ -194,7 +194,7 @@ def _with_arguments(environ: Environ, arguments: dict[str, int]) -> Environ:
         if field not in arguments:
             alone = ", ".join(f"{name}={value}" for name, value in arguments.items())
             raise ConfigurationError(
-                f"{field} must be given too (got {alone} alone); write rank=0, world_size=2 on rank 0"
+                f"{field} must also be given (got only {alone}); write rank=0, world_size=2 on rank 0"
             )
     return {**environ, **{field.upper(): str(value) for field, value in arguments.items()}}
 

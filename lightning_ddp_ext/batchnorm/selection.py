@@ -71,7 +71,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
         more = ", …" if len(layers) > 5 else ""
         shown = repr(selector) if isinstance(selector, str) else selector.__name__
         raise ConfigurationError(
-            f"{field}={shown} fits no BatchNorm layer; choose among {names}{more}, or modules that they are in"
+            f"{field}={shown} fits no BatchNorm layer; choose among {names}{more}, or modules that contain them"
         )
     return fitting
 

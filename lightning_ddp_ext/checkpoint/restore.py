@@ -116,7 +116,7 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
         if view.error is not None:
             raise type(view.error)(f"rank {rank} (host {view.host}): {view.error}; or use restore='auto'")
         raise CheckpointError(
-            f"checkpoint {location.url} of rank {rank} (host {view.host}) is another file than that of rank 0 (host "
+            f"checkpoint {location.url} of rank {rank} (host {view.host}) differs from the file of rank 0 (host "
             f"{first.host}), and restore='map' has each rank read its own; copy it again, or use restore='auto'"
         )
     return without_file

@@ -54,7 +54,7 @@ class SharedSampler(GlobalOrderSampler):
     @override
     def length(self) -> int:
         """The current length of the wrapped sampler."""
-        return length_of(self._wrapped, self._field, "give it a __len__ that says how many items it yields")
+        return length_of(self._wrapped, self._field, "give it a __len__ that returns the number of items")
 
     @property
     def _wrapped(self) -> Any:

@@ -46,7 +46,7 @@ def refuse_other_tree(*objects: object) -> None:
         for base in type(each).__mro__:
             if base.__module__.startswith(f"{_OTHER_PACKAGE}."):
                 raise ConfigurationError(
-                    f"{base.__name__} is made for {other}, and this Trainer is of {own}; "
+                    f"{base.__name__} is made for {other}, but this Trainer is from {own}; "
                     f"write from lightning_ddp_ext.{own} import {base.__name__}"
                 )
 

@@ -19,7 +19,7 @@ from .lightning_tree import pl
 Predicted = list[list[PredictedBatch]]  # by loader
 
 _NO_PREDICTIONS = (
-    "trainer has no predictions; call trainer.predict on every rank first, with data, and by a strategy that neither "
+    "trainer has no predictions; call trainer.predict on every rank first, with data, and with a strategy that neither "
     "spawns nor forks its ranks"
 )
 
@@ -87,7 +87,7 @@ def _predicted_here(trainer: Any) -> Predicted:
         seen = getattr(getattr(loader, "batch_sampler", None), "seen_batch_indices", [])
         if len(seen) < len(of_loader):
             raise SamplingError(
-                f"loader {number} must tell which samples a batch holds (got {type(loader).__name__}, which does not); "
+                f"loader {number} must record the samples of each batch (got {type(loader).__name__}, which does not); "
                 "use a DataLoader over a dataset with indices"
             )
         # Workers read ahead, so a loader may have read more batches than were predicted.

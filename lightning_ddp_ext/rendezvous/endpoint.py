@@ -111,7 +111,7 @@ class TcpEndpoint(Endpoint):
         except socket.gaierror as error:
             return RendezvousError(
                 f"init_method '{self.where}': host {self.where.host!r} does not resolve on {socket.gethostname()} "
-                f"({error.strerror}); give the address of rank 0's host, or a name that every host knows"
+                f"({error.strerror}); give the address of rank 0's host, or a name that every host resolves"
             )
         return None
 

@@ -41,7 +41,7 @@ def check_variables(variables: dict[str, str]) -> None:
         if os.environ.get(name, value) != value:
             argument = "interface" if name in INTERFACE_VARIABLES else "nccl"
             raise ConfigurationError(
-                f"{argument}= of the strategy says {name}={value}, and the environment says "
+                f"{argument}= of the strategy sets {name}={value}, but the environment has "
                 f"{name}={os.environ[name]}; leave one of them out"
             )
 

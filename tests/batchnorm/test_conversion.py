@@ -74,7 +74,7 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
     ("selection", "told"),
     [
         ({"include": ["stem", "backbone.*"]}, r"^include='backbone\.\*' fits no BatchNorm layer; choose among stem.1"),
-        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear fits no .* head, or modules that they are in\n"),
+        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear fits no .* head, or modules that contain them\n"),
         ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
     ],

@@ -89,7 +89,7 @@ def test_all_ranks_raise_the_error_of_a_bad_file(tmp_path: Path) -> None:
     assert [text.startswith(missing) for text in one[:3]] == [True] * 3
     assert one[3].startswith("CheckpointNotFoundError: rank 1 (host ")
     assert one[3].endswith("give the path of a file; or use restore='auto'")
-    assert "is another file than that of rank 0" in one[4]
+    assert "differs from the file of rank 0" in one[4]
     assert ["cannot place a tensor from cpu: RuntimeError: " in text for text in one[5:]] == [True] * 3
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
     starts = [
         "trainer has no predictions; call trainer.predict on every rank first",
         "trainer.predict must keep its predictions (got return_predictions=False);",
-        "loader 0 must tell which samples a batch holds (got Tensor, which does not);",
+        "loader 0 must record the samples of each batch (got Tensor, which does not);",
         *REFUSED,
     ]
     assert [message[: len(start)] for message, start in zip(first, starts, strict=True)] == starts

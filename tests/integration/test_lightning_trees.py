@@ -119,6 +119,6 @@ def give_other_callback(rank: int, world_size: int) -> str:
 def test_a_callback_of_the_other_tree_is_refused() -> None:
     """The error says which tree it is for, and what to import."""
     assert run_ranks(give_other_callback, 1) == [
-        "HangWatchdog is made for pytorch_lightning, and this Trainer is of lightning; "
+        "HangWatchdog is made for pytorch_lightning, but this Trainer is from lightning; "
         "write from lightning_ddp_ext.lightning import HangWatchdog"
     ]

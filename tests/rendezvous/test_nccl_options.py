@@ -63,7 +63,7 @@ def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     assert not os.environ.keys() & set(NAMES)
     os.environ["NCCL_DEBUG"] = "INFO"
     with pytest.raises(
-        ConfigurationError, match=r"nccl= of the strategy says NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; leave"
+        ConfigurationError, match=r"nccl= of the strategy sets NCCL_DEBUG=WARN, .*NCCL_DEBUG=INFO; leave"
     ):
         fit(NCCLOptions(debug="WARN"))
     assert fit(NCCLOptions(debug="INFO")).values == ["INFO", "lo", "lo"]

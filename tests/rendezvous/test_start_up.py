@@ -291,7 +291,7 @@ def test_a_host_that_no_rank_knows() -> None:
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     message = same_sentence(outcomes, RendezvousError)
     assert message.startswith("init_method 'tcp://no-such-host.invalid:29500': host 'no-such-host.invalid' does not")
-    assert message.endswith("give the address of rank 0's host, or a name that every host knows")
+    assert message.endswith("give the address of rank 0's host, or a name that every host resolves")
 
 
 def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
