@@ -26,7 +26,7 @@ from lightning_ddp_ext.supervision.parent_watch import LAUNCHER_PID, watch_launc
 from lightning_ddp_ext.supervision.rank_processes import (
     ChildScripts,
     RankProcesses,
-    note_started,
+    record_started,
     started_ranks,
 )
 
@@ -89,7 +89,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         limit: dict[str, Any] = {} if debugged_rank(trainer) is None else {"at_most": NO_LIMIT.total_seconds()}
         deadline = self._strategy.stops.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
-        note_started(scripts)
+        record_started(scripts)
         atexit.register(scripts.wait)  # before files are removed, as that was registered earlier
 
 

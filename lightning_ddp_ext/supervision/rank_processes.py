@@ -94,7 +94,7 @@ def started_ranks() -> ChildScripts | None:
     return _started
 
 
-def note_started(started: ChildScripts) -> None:
+def record_started(started: ChildScripts) -> None:
     """Record the ranks that this process started, which it does once."""
     global _started
     _started = started
