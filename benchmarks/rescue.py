@@ -120,7 +120,8 @@ class Killer(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         again = self.directory / "again"
-        if (self.directory / "killed").exists() and trainer.global_rank == 1 and not again.exists():
+        is_restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1"
+        if is_restarted and trainer.global_rank == 1 and not again.exists():
             again.write_text(f"{time.time()} {trainer.global_step}")
 
 
@@ -150,7 +151,8 @@ def restart(kind: str) -> Figures:
     """Return seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
     with scratch_directory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-        subprocess.run([*command, __file__, "--as", kind, str(directory)], check=True, capture_output=True)
+        # Seen once: stock ranks that torchrun had started again waited for each other in gloo without end.
+        subprocess.run([*command, __file__, "--as", kind, str(directory)], check=True, capture_output=True, timeout=300)
         killed, last = (float(each) for each in (directory / "killed").read_text().split())
         again, step = (float(each) for each in (directory / "again").read_text().split())
         return {"seconds": again - killed, "lost": last + 1 - step}
