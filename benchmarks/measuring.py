@@ -126,7 +126,7 @@ def record(tables: list[dict[str, Any]], *, quick: bool) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that is measured, with ``+`` where the package differs from it."""
+    """Return the commit that is measured, with ``+`` where tracked files differ from it."""
     asked = ["git", "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(

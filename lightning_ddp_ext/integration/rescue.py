@@ -24,7 +24,7 @@ from lightning_ddp_ext.checkpoint.rank_notes import Kind, Note, RankNotes, lock_
 from lightning_ddp_ext.data.random_state import RandomStateBytes, random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.rank_lists import ranks_in_words
-from lightning_ddp_ext.ranks import Ranks, reason_of
+from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
@@ -32,6 +32,7 @@ from .checkpoint_paths import place_of
 from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
 from .lightning_tree import TrainerStatus, pl
 from .loop_state import Restart, Stopped, find_restart
+from .named_calls import ranks_of
 from .resume import KEY, positions_of, shared_state, training_generators
 
 # Events of a rank that leave the others in a state from which training can continue.
@@ -90,7 +91,7 @@ class Rescue:
         if self._refusal is not None:
             return
         rank = strategy.global_rank
-        gather = Ranks(rank, strategy.world_size, strategy.root_device).gather
+        gather = ranks_of(strategy).gather
         self._run: str = gather(secrets.token_hex(8))[0]
         try:
             self._notes = open_notes(gather, rank)
