@@ -2,64 +2,69 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-_BIG = 1 << 20  # a buffer of more bytes, such as a mask, is noted only once it has changed
+_BIG = 1 << 20  # bytes; to note bigger ones, such as masks and queues, would take too long in every step
 
 
 class NotedBuffers:
-    """The buffers that checkpoints of a module hold.
+    """The buffers that checkpoints of a module hold; big ones are not noted, and must not change.
 
     Args:
         module: the module with the buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [
+        saved: list[Any] = [
             (owner._buffers, name)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None and name not in owner._non_persistent_buffers_set
         ]
-        self._first = self._last = self._versions()
-
-    @property
-    def _buffers(self) -> list[Any]:
-        return [owner[name] for owner, name in self._owners]
-
-    def _versions(self) -> list[int]:
-        return [0 if each is None or each.is_inference() else each._version for each in self._buffers]
+        self._small = [(owner, name) for owner, name in saved if owner[name].nbytes <= _BIG]
+        self._big = [(owner, name) for owner, name in saved if owner[name].nbytes > _BIG]
+        self._big_at_first = _versions(_tensors(self._big))
+        self._versions: list[int] | None = None  # of the small ones when they were last read
+        self._pointers: list[int] = []
+        self._views: list[Tensor] = []
 
     def read(self, *, even_if_same: bool) -> bytes:
-        """Return the buffers as bytes; empty if no buffer changed.
+        """Return the small buffers as bytes; empty if none changed since the last call.
 
         Args:
             even_if_same: whether they may have changed undetected, as running statistics do in a forward pass.
         """
-        versions = self._versions()
-        is_same, self._last = versions == self._last, versions
-        if is_same and not even_if_same:
+        buffers = _tensors(self._small)
+        versions = _versions(buffers)
+        if versions == self._versions and not even_if_same:
             return b""
-        buffers = self._buffers
-        has_changed = [now != first for now, first in zip(versions, self._first, strict=True)]
-        chosen = [index for index, each in enumerate(buffers) if has_changed[index] or each.nbytes <= _BIG]
-        if not chosen:
-            return b""
-        memory = torch.cat([buffers[index].detach().reshape(-1).view(torch.uint8) for index in chosen])
-        return pickle.dumps((chosen, memory.cpu().numpy().tobytes()))
+        self._versions = versions
+        pointers = [each.data_ptr() for each in buffers]
+        if pointers != self._pointers:  # the first call, or other tensors
+            self._views = [each.detach().reshape(-1).view(torch.uint8) for each in buffers]
+            has_copies = any(not each.is_contiguous() for each in buffers)
+            self._pointers = [] if has_copies else pointers
+        return torch.cat(self._views).cpu().numpy().tobytes() if buffers else b""
 
     def restore(self, content: bytes) -> bool:
-        """Restore the noted buffers; return whether these are all that changed since."""
-        chosen, memory = pickle.loads(content) if content else ([], b"")
-        begin = 0
-        for index in chosen:
-            buffer = self._buffers[index]
-            noted = torch.frombuffer(bytearray(memory[begin : begin + buffer.nbytes]), dtype=buffer.dtype)
-            buffer.copy_(noted.reshape(buffer.shape))
-            begin += buffer.nbytes
-        versions = self._versions()
-        return all(versions[index] == self._first[index] for index in set(range(len(versions))).difference(chosen))
+        """Restore the noted buffers; return whether these are all that changed."""
+        buffers = _tensors(self._small)
+        sizes = [each.nbytes for each in buffers]
+        if sum(sizes) != len(content):
+            return False
+        noted = torch.from_numpy(np.frombuffer(content, np.uint8).copy()).split(sizes)
+        for buffer, each in zip(buffers, noted, strict=True):
+            buffer.copy_(each.clone().view(buffer.dtype).view(buffer.shape))  # a copy is aligned
+        return _versions(_tensors(self._big)) == self._big_at_first
+
+
+def _tensors(owners: list[Any]) -> list[Tensor]:
+    return [owner[name] for owner, name in owners if owner[name] is not None]
+
+
+def _versions(buffers: list[Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in buffers]

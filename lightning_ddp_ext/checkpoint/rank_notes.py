@@ -6,7 +6,6 @@ open each other's files and remove the names, so the kernel frees it after the l
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import mmap
@@ -21,10 +20,11 @@ from enum import IntEnum
 from typing import Any, TextIO
 
 _SLOTS = 4  # of each kind; ranks are at most one optimiser step apart
-_SLOT = 1 << 30  # bytes from one slot to the next: the file has holes
+_SLOT = 1 << 36  # bytes from one slot to the next: the file has holes
 _HEADER = struct.Struct("=QqQ")  # number of the note, batches, length
 _TRAILER = struct.Struct("=Q")  # the number again
 _POLL = 0.01
+_MEMORY = "/dev/shm"  # on a disk each page that has been written back costs a page fault
 
 
 class Kind(IntEnum):
@@ -68,12 +68,17 @@ class RankNotes:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._memory: dict[int, memoryview] = {}  # by slot
+        self._memory = [memoryview(b"")] * (_SLOTS * len(Kind))  # of each slot
         self._number = 0
-        self._written = dict.fromkeys(Kind, 0)
+        self._written = [0] * len(Kind)
 
-    def write(self, kind: Kind, batches: int, content: bytes) -> None:
+    def write(self, kind: Kind, batches: int, *parts: Any) -> None:
         """Write a note over the oldest of its kind; a note that a kill interrupted does not count.
+
+        Args:
+            kind: the kind of content.
+            batches: the number of batches that the rank has started, in all epochs.
+            parts: the content, in pieces of bytes.
 
         Raises:
             OSError: no space is left for it.
@@ -81,18 +86,18 @@ class RankNotes:
         self._number += 1
         slot = kind * _SLOTS + self._written[kind] % _SLOTS
         self._written[kind] += 1
-        end = _HEADER.size + len(content)
-        memory = self._memory.get(slot)
-        if memory is None or len(memory) < end + _TRAILER.size:
+        end = _HEADER.size + sum(map(len, parts))
+        memory = self._memory[slot]
+        if len(memory) < end + _TRAILER.size:
             memory = self._memory[slot] = self._map(slot, end + _TRAILER.size)
-        memory[: _HEADER.size] = _HEADER.pack(self._number, batches, len(content))
-        memory[_HEADER.size : end] = content
-        memory[end : end + _TRAILER.size] = _TRAILER.pack(self._number)
+        _HEADER.pack_into(memory, 0, self._number, batches, end - _HEADER.size)
+        begin = _HEADER.size
+        for part in parts:
+            memory[begin : (begin := begin + len(part))] = part
+        _TRAILER.pack_into(memory, end, self._number)
 
     def _map(self, slot: int, size: int) -> memoryview:
         """Map a slot, after allocating it: a write to a page without space would kill the process."""
-        if size > _SLOT:
-            raise OSError(errno.EFBIG, f"{size >> 20} MiB are too many for a note")
         os.posix_fallocate(self._descriptor, slot * _SLOT, size)
         return memoryview(mmap.mmap(self._descriptor, size, offset=slot * _SLOT))
 
@@ -129,7 +134,8 @@ def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankN
     """
     path, error, own = "", "", -1
     try:
-        path = os.path.join(tempfile.gettempdir(), f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
+        directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
+        path = os.path.join(directory, f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
         own = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as reason:
         error = f"rank {rank}: {reason}"

@@ -35,6 +35,8 @@ from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .resume import KEY, positions_of, shared_state, training_generators
 
+AUTO = "auto"
+_NAME = "last-rescued.ckpt"
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
 _OF_STATES = [kind for kind in Kind if kind != Kind.BUFFERS]
@@ -49,7 +51,7 @@ class Rescue:
 
     Args:
         strategy: the strategy, which passes on each training hook.
-        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing.
+        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing; ``"auto"`` to choose.
     """
 
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
@@ -78,15 +80,21 @@ class Rescue:
         self._has_new_iterator = False
         self._validated = -1  # after how many batches the last validation ended
 
+    def place(self, trainer: Any) -> str | None:
+        """Return the path of the checkpoint."""
+        return place_of(_NAME if self.name == AUTO else self.name, trainer)
+
     def start(self) -> None:
         """Start to note states, if the Trainer fits on several ranks. Collective: every rank must call it."""
         self._close()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
-        if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
+        self._is_on_gpu = strategy.root_device.type != "cpu"
+        is_off = self.name is None or (self.name == AUTO and (self._is_on_gpu or not trainer.checkpoint_callbacks))
+        if is_off or context is None or strategy.world_size == 1 or not is_fit:
             return
         self._trainer, self._peers = trainer, context.peers
-        self._path = str(place_of(self.name, trainer))
+        self._path = str(self.place(trainer))
         self._refusal = self._why_never()
         if self._refusal is not None:
             return
@@ -99,7 +107,6 @@ class Rescue:
             self._refusal = f"the ranks cannot note their states ({error})"
             return
         self._own = self._notes[rank]
-        self._is_on_gpu = strategy.root_device.type != "cpu"
         self._random = RandomStateBytes()
         self._buffers = NotedBuffers(strategy.lightning_module)
         self._notes_buffers = rank == min(self._notes)  # rank 0, or the first rank of another host
@@ -143,9 +150,15 @@ class Rescue:
         if moment == Kind.EPOCH:
             self._generators = training_generators(self._strategy)
         batches = self._progress.total.ready
-        self._own.write(moment, batches, self._random.read(self._generators))
+        self._write(moment, batches, *self._random.read(self._generators))
         if self._notes_buffers and (content := self._buffers.read(even_if_same=moment == Kind.BACKWARD)):
-            self._own.write(Kind.BUFFERS, batches, content)
+            self._write(Kind.BUFFERS, batches, content)
+
+    def _write(self, kind: Kind, batches: int, *parts: Any) -> None:
+        try:
+            self._notes[self._strategy.global_rank].write(kind, batches, *parts)
+        except OSError as error:  # training goes on
+            self._own, self._refusal = None, f"the states of ranks are not recorded any longer ({error})"
 
     def on_iterator_start(self) -> None:
         """Note a new iterator over training data, once its first batch has been read."""
@@ -159,7 +172,7 @@ class Rescue:
             if self._has_new_iterator:
                 self._has_new_iterator = False
                 positions = positions_of(self._trainer)
-                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
+                self._write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
 
     def on_step(self) -> None:
         """Count a forward pass; raise if a rank failed, before the next collective does.
@@ -189,23 +202,27 @@ class Rescue:
             self.note(Kind.VALIDATED)
             self._validated = self._progress.total.ready
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Note the state for the next step, in a pass that averages gradients; on a GPU after it.
+    def before_backward(self) -> None:
+        """Note the state for the next step, in a pass that averages gradients."""
+        if self._own is not None and not self._is_on_gpu and self._averages_gradients:
+            self.note(Kind.BACKWARD)
 
-        There the optimiser step would be queued behind an all-reduce, and use partial sums after its abort.
+    def after_backward(self) -> None:
+        """Do the same on a GPU, after its gradients are averaged.
+
+        Otherwise the optimiser step would be queued behind an all-reduce, and use partial sums after its abort.
 
         Raises:
             RankFailedError: a rank has failed; on a GPU.
         """
-        is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
-        if is_noted and not self._is_on_gpu:
-            self.note(Kind.BACKWARD)
-        yield
-        if is_noted and self._is_on_gpu:
+        if self._own is not None and self._is_on_gpu and self._averages_gradients:
             torch.cuda.current_stream(self._strategy.root_device).synchronize()
             self._raise_cause()
             self.note(Kind.BACKWARD)
+
+    @property
+    def _averages_gradients(self) -> bool:
+        return bool(getattr(self._strategy.model, "require_backward_grad_sync", True))
 
     def after_optimizer_step(self) -> None:
         """Record the weights' versions after an optimiser step."""
@@ -234,8 +251,10 @@ class Rescue:
         try:
             with delaying_forced_end(self._seconds):
                 line = self._save(exception)
+        except Refused as refusal:
+            line = "" if self.name == AUTO else f"no checkpoint of the last step: {refusal}"
         except Exception as error:
-            line = f"no checkpoint of the last step: {error if isinstance(error, Refused) else reason_of(error)}"
+            line = f"no checkpoint of the last step: {reason_of(error)}"
         self._close()
         if line:
             sys.stderr.write(f"[rank {self._strategy.global_rank}] {line}\n")
@@ -315,7 +334,7 @@ class Rescue:
         states = self._states_of_ranks(restart, batches)
         known = [note for note in self._notes[min(self._notes)].read(Kind.BUFFERS) if note.batches <= batches]
         if not self._buffers.restore(known[0].content if known else b""):
-            raise Refused("a buffer changed that was not noted")
+            raise Refused("a buffer of more than 1 MiB changed, which is not recorded in every step")
         checkpoint = dump_checkpoint(trainer)
         checkpoint["loops"]["fit_loop"] = loops
         checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)

@@ -36,7 +36,7 @@ from .metrics import BatchedMetrics
 from .named_calls import report_call, report_step
 from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
-from .rescue import Rescue
+from .rescue import AUTO, Rescue
 from .resume import ResumeData
 from .stopping import StopController
 
@@ -78,8 +78,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed, likewise, such as
-            ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a resumed run finishes.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: likewise. ``"auto"``:
+            ``"last-rescued.ckpt"`` on CPU ranks of a Trainer that saves checkpoints; on GPUs each step would wait for
+            the end of its backward pass. ``None`` to save nothing. It is removed when a resumed run finishes.
         save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
             saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -124,7 +125,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "last-preempted.ckpt",
-        rescue_checkpoint: PathLike | None = None,
+        rescue_checkpoint: PathLike | None = AUTO,
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,
@@ -355,8 +356,11 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.rescue.backward(), self.data.uneven.idle_layers():
-            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+        self.rescue.before_backward()
+        with self.data.uneven.idle_layers():
+            loss = super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
+        self.rescue.after_backward()
+        return loss
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

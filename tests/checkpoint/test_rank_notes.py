@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_ddp_ext.checkpoint import rank_notes
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes, open_notes, save_if_furthest
 
@@ -24,18 +26,24 @@ def notes() -> RankNotes:
 def test_the_newest_notes_are_read_without_one_that_was_cut_short(cut: int, notes: RankNotes) -> None:
     """A kill leaves the beginning of the new note and the end of the old one."""
     for batches in range(8):
-        notes.write(Kind.BUFFERS, batches, b"older")
+        notes.write(Kind.BUFFERS, batches, b"old", b"er")
         notes.write(Kind.WINDOW, batches, b"other")
     memory = notes._memory[4 * Kind.BUFFERS]
     older = bytes(memory)
-    notes.write(Kind.BUFFERS, 9, b"newer")
+    notes.write(Kind.BUFFERS, 9, b"new", b"er")
     memory[cut:] = older[cut:]
     newest = [(9, b"newer")] if cut == 999 else []
     read = [(note.batches, note.content) for note in notes.read(Kind.BUFFERS)]
     assert read == [*newest, (7, b"older"), (6, b"older"), (5, b"older")]
 
 
+def test_a_full_disk_is_an_error(notes: RankNotes, disk: Path) -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        RankNotes(os.open(disk / "notes", os.O_RDWR | os.O_CREAT)).write(Kind.BUFFERS, 1, bytes(5 << 20))
+
+
 def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_notes, "_MEMORY", str(tmp_path / "missing"))  # as in a chroot
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     open_notes(lambda value: [value], 0)
     assert list(tmp_path.iterdir()) == []
@@ -44,20 +52,26 @@ def test_no_file_is_left_and_ranks_that_cannot_note_are_named(tmp_path: Path, mo
         open_notes(lambda value: [value], 0)
 
 
-def test_buffers_are_put_back_and_a_big_one_is_noted_once_it_has_changed() -> None:
+def test_buffers_are_put_back_and_a_big_one_must_not_change() -> None:
     module = nn.Module()
     module.register_buffer("few", torch.ones(2))
+    module.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
+    module.register_buffer("none", torch.zeros(0))
     module.register_buffer("mask", torch.zeros(1 << 19))
     buffers = NotedBuffers(module)
-    assert buffers.read(even_if_same=False) == b""
-    assert buffers.restore(buffers.read(even_if_same=True))
-    module.mask += 1
-    assert not buffers.restore(b"")
     noted = buffers.read(even_if_same=False)
-    module.mask += 1
-    module.few += 1
+    assert buffers.read(even_if_same=False) == b""
     assert buffers.restore(noted)
-    assert (module.mask.unique().tolist(), module.few.tolist()) == ([1.0], [1.0, 1.0])
+    for change in (module.few.add_, module.turned.add_, module.few.data.add_):
+        change(1)
+        noted = buffers.read(even_if_same=True)
+    module.few = torch.zeros(2)
+    module.turned.zero_()
+    assert buffers.restore(noted)
+    assert module.few.tolist() == [3.0, 3.0]
+    assert module.turned.tolist() == [[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]
+    module.mask += 1
+    assert not buffers.restore(noted)
 
 
 def test_who_is_further_saves(tmp_path: Path) -> None:

@@ -162,14 +162,16 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     chosen = {"rescue_checkpoint": directory / NAME, "timeout": 60, **by_hand, **plan.strategy}
     strategy = make_strategy("ours", directory, checkpoint_io=StruckIO(plan, directory), **chosen)
     saver = ModelCheckpoint(directory, "{epoch}-{step}", monitor="result", save_top_k=1)
-    options = {
+    options: dict[str, Any] = {
         "devices": world_size if by_hand else 2,
         "max_epochs": EPOCHS,
         "num_sanity_val_steps": 0,
         "enable_checkpointing": True,
         **plan.trainer,
-        "callbacks": [*callbacks, *plan.trainer.get("callbacks", ()), saver],
+        "callbacks": [*callbacks, *plan.trainer.get("callbacks", ())],
     }
+    if options["enable_checkpointing"]:
+        options["callbacks"].append(saver)
     trainer = make_trainer(strategy, **options)
     trainer.fit(net, ckpt_path="last")
     held = net.state_dict() if rank == 0 else dict(net.named_parameters())

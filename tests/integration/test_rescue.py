@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import random
@@ -9,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lightning_ddp_ext.checkpoint import rank_notes
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Plan, train
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, THIRD, Kill, Plan, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +97,27 @@ def saved(directory: Path) -> int:
     [state] = [state for name, state in checkpoint["callbacks"].items() if name.startswith("ModelCheckpoint")]
     assert all(Path(path).exists() for path in (*state["best_k_models"], state["best_model_path"]) if path)
     return int(checkpoint["global_step"])
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_it_is_the_default_where_checkpoints_are_saved(is_saving: bool, tmp_path: Path) -> None:
+    """A Trainer without them gets neither a file nor a line."""
+    plan = Plan(THIRD, strategy={"rescue_checkpoint": "auto"}, trainer={"enable_checkpointing": is_saving})
+    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
+    assert survivor.exit_code == 1
+    assert list(tmp_path.rglob("*.ckpt")) == [tmp_path / NAME] * is_saving
+    assert ("is saved to" in survivor.output) == is_saving
+
+
+def test_a_rank_that_can_no_longer_record_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
+    """A full disk of temporary files ends no training."""
+    ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
+    torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
+
+
+def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
+    with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+        return train(rank, world_size, plan, directory)
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
