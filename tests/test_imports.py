@@ -94,7 +94,7 @@ def test_windows_is_refused_in_a_sentence() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == (
-        "ImportError: lightning-ddp-ext runs on Linux (macOS is untested), and not on Windows; use it in WSL 2"
+        "ImportError: lightning-ddp-ext runs on Linux; on Windows use it in WSL 2"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,20 +25,6 @@ class RankInfo:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-def by_host(table: Iterable[RankInfo]) -> list[Any]:
-    """Return a table of ranks as JSON that names each host once, since there may be thousands of ranks."""
-    hosts: dict[tuple[str, str], list[list[int]]] = {}
-    for info in table:
-        hosts.setdefault((info.host, info.network), []).append([info.rank, info.pid])
-    return [[*host, ranks] for host, ranks in hosts.items()]
-
-
-def table_of(hosts: list[Any]) -> tuple[RankInfo, ...]:
-    """Return the table that :func:`by_host` described, in the order of the ranks."""
-    infos = [RankInfo(rank, host, pid, network) for host, network, ranks in hosts for rank, pid in ranks]
-    return tuple(sorted(infos, key=lambda info: info.rank))
 
 
 @dataclass(frozen=True)

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once, print_in_time, wait_for_delays
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.at_exit import end_at_once, wait_for_delays
+from lightning_ddp_ext.rendezvous.process_context import current
 
 # The process that started a rank, in the environment of ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to exit by itself after its launcher, which was a rank, and again after a save.
-_GRACE = 3.0
-_NEWS_WITHIN = 0.5
+# Seconds that a rank has to exit by itself, and again after a save: a launcher may be a rank, whose death has a cause.
+_GRACE = 3.5
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
@@ -43,8 +41,7 @@ def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
 
 def _refuse_parent_death_signal() -> None:
     """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two forgo the save."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
@@ -72,25 +69,13 @@ def _end_after(pid: int, has_ended: bool) -> None:
         _wait_for_the_end_of(pid)
     with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
         os.unlink(os.environ[PRIVATE_FILE])
+    time.sleep(_GRACE)
+    if wait_for_delays():
+        time.sleep(_GRACE)
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
-    event = context.peers.wait(_NEWS_WITHIN) if context is not None and _is_rank(context, pid) else None
-    if event is not None:
-        error = event.to_error()
-        time.sleep(_GRACE)  # the main thread has the event, and exits by itself
-        if wait_for_delays():
-            time.sleep(_GRACE)
-        end_at_once(1, f"{who}{type(error).__name__}: {error}\n")
     which = "" if has_ended else f" (pid {pid})"
-    print_in_time(f"{who}the process that launched this one{which} exited, so this one exits\n")
-    wait_for_delays()
-    end_at_once(1)
-
-
-def _is_rank(context: ProcessContext, pid: int) -> bool:
-    """Whether a process of this host is another rank, which the control channel watches."""
-    here = os.uname().nodename
-    return any((info.host, info.pid) == (here, pid) for info in context.table)
+    end_at_once(1, f"{who}the process that launched this one{which} exited, so this one exits\n")
 
 
 def _wait_for_the_end_of(pid: int) -> None:
