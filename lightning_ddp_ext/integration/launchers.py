@@ -159,10 +159,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
         # A forked process already has seeds and torch's flags.
         state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
-        child = _Child(os.getpid(), dict(os.environ), state, results)
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(child, trainer, *work),
+            args=(os.getpid(), dict(os.environ), state, results, trainer, *work),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
@@ -170,36 +169,28 @@ class ProcessesLauncher(MultiProcessingLauncher):
         self.procs = processes.processes
         RankProcesses(processes, results.path, self._stop_within).join()
 
-    def _run_rank(self, local_rank: int, child: _Child, trainer: Any, function: Any, args: Any, kwargs: Any) -> None:
+    def _run_rank(
+        self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any
+    ) -> None:
         """Run a function in a started process."""
         # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
-        os.environ.update(child.environment)
-        watch_launcher(child.launcher_pid)
+        os.environ.update(environ)
+        watch_launcher(launcher_pid)
+        function, args, kwargs = work
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
             # only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
-        work = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
-        results: Any = child.results
+        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         try:
-            self._wrapping_function(local_rank, trainer, work, args, kwargs, results, child.global_state)
+            self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
             print_line(error)  # the launching process prints the traceback of the first rank that failed
             raise
         finally:
             leave()
-
-
-@dataclass(frozen=True)
-class _Child:
-    """Settings of the launching process for a started one."""
-
-    launcher_pid: int
-    environment: dict[str, str]
-    global_state: GlobalStateSnapshot | None
-    results: _Results
 
 
 @dataclass(frozen=True)

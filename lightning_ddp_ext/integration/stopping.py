@@ -62,7 +62,6 @@ class StopController:
         self.stopped: Stopped | None = None
         self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
-        self._is_running = False
         self._has_trained = False
         self._of_steps = 1
         self._weights: list[int] | None = None
@@ -82,7 +81,7 @@ class StopController:
         if context is None:
             return
         self._context = context
-        self._is_running, self._has_trained, self._weights = False, False, None
+        self._has_trained, self._weights = False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
             return  # set up by hand, or inside a hook of another Trainer, which handles stops
@@ -158,14 +157,8 @@ class StopController:
             rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
         return is_own
 
-    def at_barrier(self) -> None:
-        """Stop at a barrier before training or evaluation, if the ranks agreed on it."""
-        if not self._is_running:
-            self._stop_if_agreed(GracefulStop.at_point)
-
     def on_start(self) -> None:
-        """Record that training or evaluation begins: barriers are no longer stop points."""
-        self._is_running = True
+        """Count the steps of the evaluation that begins."""
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
     def at_step(self) -> None:

@@ -402,7 +402,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
         if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work of the accelerator
             super().barrier(name, *args, **kwargs)
-        self.stops.at_barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
