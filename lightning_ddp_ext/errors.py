@@ -16,7 +16,6 @@
     │   └── ResumeError                      an epoch cannot be continued where it was left
     ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
     ├── DivergenceError (RuntimeError)       ranks differ in weights or in what they log
-    ├── NonFiniteError (RuntimeError)        a loss is NaN or infinite
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank's process was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
@@ -42,7 +41,6 @@ __all__ = [
     "DivergenceError",
     "GroupInUseError",
     "MissingRanksError",
-    "NonFiniteError",
     "RankAbsentError",
     "RankDiedError",
     "RankFailedError",
@@ -147,20 +145,6 @@ class DivergenceError(DDPExtError, RuntimeError):
 
     ranks: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
-
-
-class NonFiniteError(DDPExtError, RuntimeError):
-    """A loss is NaN or infinite; raised on that rank, while the other ranks raise ``RankFailedError``.
-
-    Attributes:
-        rank: the rank.
-        step: the number of optimiser steps before it.
-        batch: the index of the batch in its epoch.
-    """
-
-    rank: int = 0
-    step: int = 0
-    batch: int = 0
 
 
 class RankFailedError(DDPExtError, RuntimeError):

@@ -33,7 +33,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
-from .joining import Rendezvous, environment_of_started_ranks, temporary_path
+from .joining import environment_of_started_ranks, temporary_path
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
@@ -44,7 +44,6 @@ from .lightning_tree import (
     check_missing_main_guard,
     disable_module_memory_sharing,
     lightning_name,
-    pl,
     set_num_threads_if_needed,
 )
 from .stopping import StoppedException
@@ -60,11 +59,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
     script that the ranks exist. Unlike Lightning's launcher this one does not kill ranks that still work.
     """
 
-    def __init__(self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous) -> None:
-        assert strategy.cluster_environment is not None
+    def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy: Any = strategy  # ours
-        self._rendezvous = rendezvous
+        self._strategy = strategy  # ours
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -81,7 +78,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
+        variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         if self.procs:
@@ -94,21 +91,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
-
-    After a signal the ranks have ``stop_within`` seconds to stop together.
-    """
+    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them."""
 
     _strategy: Any  # ours
 
-    def __init__(
-        self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
-    ) -> None:
-        assert strategy.cluster_environment is not None
+    def __init__(self, strategy: Any, start_method: Any) -> None:
         super().__init__(strategy, start_method=start_method)
         self._environment: ClusterEnvironment = strategy.cluster_environment
-        self._rendezvous = rendezvous
-        self._stop_within = stop_within
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
             # Started now, the server imports while the user's code still builds model and data.
             check_missing_main_guard()
@@ -124,7 +113,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Lightning's own method cannot be extended: it calls nothing between the start of the processes and the wait.
         """
         self._refuse_second_launch(trainer)
-        variables = self._rendezvous.start_variables(self._environment, self._strategy.num_nodes)
+        variables = self._strategy.rendezvous.start_variables(self._environment, self._strategy.num_nodes)
         results = _Results(temporary_path())
         with environment_of_started_ranks(variables):
             self._run_ranks(results, trainer, function, args, kwargs)
@@ -167,7 +156,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(processes, results.path, self._stop_within).join()
+        RankProcesses(processes, results.path, self._strategy.stops.deadline.total_seconds()).join()
 
     def _run_rank(
         self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any

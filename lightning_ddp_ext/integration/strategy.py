@@ -199,10 +199,9 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self, self.rendezvous)
+            self._launcher = ScriptLauncher(self)
         else:
-            stop_within = self.stops.deadline.total_seconds()
-            self._launcher = ProcessesLauncher(self, self.rendezvous, self._start_method, stop_within)
+            self._launcher = ProcessesLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:

@@ -10,9 +10,6 @@ from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
 
-# A difference in the last number of these versions only causes a warning.
-_LOOSE = {"the version of torchmetrics"}
-
 
 @dataclass(frozen=True)
 class RankInfo:
@@ -46,11 +43,12 @@ class Hello:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by their names in messages."""
-        # A name in capitals is a variable's.
-        versions = {name if name.isupper() else f"the version of {name}": has for name, has in self.versions.items()}
-        for name in _LOOSE.intersection(versions):
-            versions[name] = ".".join(versions[name].split(".")[:2])
-        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
+        found = {"world_size": str(self.world_size), "init_method": self.init_method}
+        found |= {f"the version of {name}": version for name, version in self.versions.items()}
+        loose = "the version of torchmetrics"  # a difference in its last number only causes a warning
+        if loose in found:
+            found[loose] = ".".join(found[loose].split(".")[:2])
+        return found
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:
