@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -57,7 +57,6 @@ class StopController:
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self.run = Run(is_outermost=False)
-        self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
         self.resumed_from: str | None = None
@@ -80,7 +79,6 @@ class StopController:
         self.run = current_run() or Run(is_outermost=False)
         if context is None:
             return
-        self._context = context
         self._has_trained, self._weights = False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
