@@ -19,7 +19,7 @@ LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
 # Seconds that a rank has to exit by itself, and again after a save: a launcher may be a rank, whose death has a cause.
-_GRACE = 3.5
+_GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
