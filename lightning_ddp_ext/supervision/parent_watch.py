@@ -28,15 +28,15 @@ _parent = os.getppid()
 _watched: set[int] = set()
 
 
-def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
-    """Exit soon after process ``pid`` exits, or immediately if it does not run.
+def watch_launcher(pid: int) -> None:
+    """Exit some seconds after process ``pid``, or after the call if it does not run, such as process 0.
 
     A second call for the same process does nothing.
     """
     if pid not in _watched:
         _watched.add(pid)
         _refuse_parent_death_signal()
-        threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
+        threading.Thread(target=_end_after, args=[pid], name="ddpx-launcher", daemon=True).start()
 
 
 def _refuse_parent_death_signal() -> None:
@@ -53,7 +53,8 @@ def watch_own_launcher() -> None:
 
 def watch_parent() -> None:
     """Exit soon after the parent process, for launchers that do not name themselves in the environment."""
-    watch_launcher(_parent, has_ended=_parent == 1 and not _is_python(1))
+    is_orphan = _parent == 1 and not _is_python(1)
+    watch_launcher(0 if is_orphan else _parent)
 
 
 def _is_python(pid: int) -> bool:
@@ -64,9 +65,11 @@ def _is_python(pid: int) -> bool:
         return True
 
 
-def _end_after(pid: int, has_ended: bool) -> None:
-    if not has_ended:
-        _wait_for_the_end_of(pid)
+def _end_after(pid: int) -> None:
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(pid)
+        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_LOOK_EVERY)
     with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
         os.unlink(os.environ[PRIVATE_FILE])
     time.sleep(_GRACE)
@@ -74,12 +77,5 @@ def _end_after(pid: int, has_ended: bool) -> None:
         time.sleep(_GRACE)
     context = current()
     who = "" if context is None else f"[rank {context.world.rank}] "
-    which = "" if has_ended else f" (pid {pid})"
+    which = f" (pid {pid})" if pid else ""
     end_at_once(1, f"{who}the process that launched this one{which} exited, so this one exits\n")
-
-
-def _wait_for_the_end_of(pid: int) -> None:
-    with suppress(psutil.NoSuchProcess):
-        launcher = psutil.Process(pid)
-        while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(_LOOK_EVERY)
