@@ -75,7 +75,11 @@ def _end_after(pid: int) -> None:
     time.sleep(_GRACE)
     if wait_for_delays():
         time.sleep(_GRACE)
+    sentence = f"the process that launched this one{f' (pid {pid})' if pid else ''} exited, so this one exits"
     context = current()
-    who = "" if context is None else f"[rank {context.world.rank}] "
-    which = f" (pid {pid})" if pid else ""
-    end_at_once(1, f"{who}the process that launched this one{which} exited, so this one exits\n")
+    if context is not None:
+        event = context.peers.cause_or_departure
+        error = None if event is None else event.to_error()
+        reason = sentence if error is None else f"{type(error).__name__}: {error}"
+        sentence = f"[rank {context.world.rank}] {reason}"
+    end_at_once(1, f"{sentence}\n")
