@@ -7,8 +7,8 @@ Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn`
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if _sys.platform == "win32":
-    raise ImportError("lightning-ddp-ext runs on Linux (macOS is untested), and not on Windows; use it in WSL 2")
+if _sys.platform != "linux":
+    raise ImportError("lightning-ddp-ext runs on Linux; on Windows use it in WSL 2")
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm

@@ -16,7 +16,6 @@
     │   └── ResumeError                      an epoch cannot be continued where it was left
     ├── BatchNormError (RuntimeError)        a layer cannot have the statistics of all ranks
     ├── DivergenceError (RuntimeError)       ranks differ in weights or in what they log
-    ├── NonFiniteError (RuntimeError)        a loss is NaN or infinite
     └── RankFailedError (RuntimeError)       another rank failed or exited, so this rank stops
         ├── RankDiedError                    another rank's process was killed, or its host is unreachable
         ├── RankAbsentError                  a rank did not make the call that the others made
@@ -29,7 +28,6 @@ the error's description.
 from __future__ import annotations
 
 import pickle
-from functools import partial
 from os import PathLike
 
 __all__ = [
@@ -43,7 +41,6 @@ __all__ = [
     "DivergenceError",
     "GroupInUseError",
     "MissingRanksError",
-    "NonFiniteError",
     "RankAbsentError",
     "RankDiedError",
     "RankFailedError",
@@ -56,10 +53,14 @@ __all__ = [
 
 
 class DDPExtError(Exception):
-    """Base of all errors of this package: ``except DDPExtError`` catches each of them."""
+    """Base of all errors of this package: ``except DDPExtError`` catches each of them.
 
-    def __init__(self, *args: object) -> None:
+    Keyword arguments become the attributes of a subclass, and pickle keeps them.
+    """
+
+    def __init__(self, *args: object, **attributes: object) -> None:
         super().__init__(*args)
+        vars(self).update(attributes)
         ours = next(cls for cls in type(self).__mro__ if cls.__module__ == __name__)  # the user may have a subclass
         page = f"docs/reference/errors.md#{ours.__name__.lower()}"
         # Python prints notes below the message, from 3.11 on.
@@ -81,9 +82,7 @@ class MissingRanksError(RendezvousError):
         missing: the missing ranks, ascending.
     """
 
-    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.missing = missing
+    missing: tuple[int, ...] = ()
 
 
 class GroupInUseError(DDPExtError, RuntimeError):
@@ -102,16 +101,8 @@ class CheckpointSaveError(CheckpointError, OSError):
         errno: the system's number of the error, if it came from the system.
     """
 
-    def __init__(self, message: str, *, path: str | PathLike[str] = "", errno: int | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-        self.errno = errno
-
-    def __str__(self) -> str:
-        return str(self.args[0])  # OSError would look for a file name and an error number
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), path=self.path, errno=self.errno), (str(self),)
+    path: str | PathLike[str] = ""
+    errno: int | None = None
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -125,9 +116,7 @@ class DamagedCheckpointError(CheckpointError):
         damaged: names of the records whose content differs from what was written, if known.
     """
 
-    def __init__(self, message: str, damaged: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.damaged = damaged
+    damaged: tuple[str, ...] = ()
 
 
 class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
@@ -154,26 +143,8 @@ class DivergenceError(DDPExtError, RuntimeError):
         names: what differs.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = (), names: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-        self.names = names
-
-
-class NonFiniteError(DDPExtError, RuntimeError):
-    """A loss is NaN or infinite; raised on that rank, while the other ranks raise ``RankFailedError``.
-
-    Attributes:
-        rank: the rank.
-        step: the number of optimiser steps before it.
-        batch: the index of the batch in its epoch.
-    """
-
-    def __init__(self, message: str, rank: int = 0, step: int = 0, batch: int = 0) -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.step = step
-        self.batch = batch
+    ranks: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class RankFailedError(DDPExtError, RuntimeError):
@@ -186,17 +157,10 @@ class RankFailedError(DDPExtError, RuntimeError):
         traceback_text: its traceback as that rank would print it; empty if it left none.
     """
 
-    def __init__(self, message: str, *, rank: int, host: str, pid: int, traceback_text: str = "") -> None:
-        super().__init__(message)
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.traceback_text = traceback_text
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # BaseException's own __reduce__ does not pass keyword-only arguments.
-        make = partial(type(self), rank=self.rank, host=self.host, pid=self.pid, traceback_text=self.traceback_text)
-        return make, (str(self),)
+    rank: int
+    host: str
+    pid: int
+    traceback_text: str = ""
 
 
 class RankDiedError(RankFailedError):

@@ -241,7 +241,7 @@ def test_every_error_has_a_cause_and_a_fix_under_its_heading() -> None:
 
 
 def test_a_traceback_ends_with_the_address_of_its_error() -> None:
-    error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", (3,))
+    error = lightning_ddp_ext.MissingRanksError("rank 3 is missing", missing=(3,))
     address, _, anchor = error.__notes__[0].split()[1].partition("#")
     assert anchor == "missingrankserror"  # as code hosts and the site write the address of a heading
     assert "\n### MissingRanksError\n" in (ROOT / address).read_text()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.run_id import run_id_from_launcher
 from lightning_ddp_ext.world import World, check_devices, read_world
 
 PLAIN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
@@ -20,13 +19,10 @@ TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "LOCAL_WORLD_SIZE": "2",
     "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "TORCHELASTIC_RESTART_COUNT": "1",  # on several nodes each agent counts for itself
     "MASTER_PORT": "29500",
 }
 SLURM = {
     "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "0",
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
@@ -38,7 +34,6 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "PMIX_NAMESPACE": "prterun-host-99@1",
 }
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 BATCH_SHELL = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
@@ -186,24 +181,3 @@ def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected:
     with pytest.raises(ConfigurationError) as refused:
         make()
     assert str(refused.value) == expected
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        (PLAIN, None),
-        ({**SLURM, "DDPX_RUN_ID": "my run/7"}, "my-run-7"),
-        (TORCHRUN, "torchrun-none-29500"),
-        (SLURM, "slurm-77-0-0"),
-        ({**SLURM, "SLURM_ARRAY_TASK_ID": "5", "SLURM_STEP_ID": "2", "SLURM_RESTART_COUNT": "1"}, "slurm-77-5-2-1"),
-        ({**without(SLURM, "SLURM_STEP_ID"), "SLURM_STEPID": "3"}, "slurm-77-3-0"),
-        (without(SLURM, "SLURM_STEP_ID"), "slurm-77-batch-0"),
-        (without(SLURM, "SLURM_JOB_ID"), None),
-        ({**BATCH_SHELL, "SLURM_JOB_ID": "77", **OPEN_MPI}, "mpi-prterun-host-99-1"),
-        ({**without(OPEN_MPI, "PMIX_NAMESPACE"), "OMPI_MCA_ess_base_jobid": "1234"}, "mpi-1234"),
-        (HYDRA, None),
-    ],
-)
-def test_run_ids_name_this_start(environ: dict[str, str], expected: str | None) -> None:
-    """Job, step and restart make a name; what cannot stand in a file name becomes a dash."""
-    assert run_id_from_launcher(environ) == expected

@@ -112,7 +112,7 @@ class Archive:
                 f"checkpoint {self.name} is damaged: {listed} differ{'s' if len(names) == 1 else ''} from what was "
                 "written (CRC-32); use an earlier checkpoint, or copy the file again, or read it anyway with "
                 "verify=False",
-                names,
+                damaged=names,
             )
 
 

@@ -1,4 +1,4 @@
-"""The command ``lightning-ddp-ext``: describe this machine, try out its ranks, and look at checkpoint files."""
+"""The command ``lightning-ddp-ext``: describe this machine, try out its ranks, and check checkpoint files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_ddp_ext import __version__
-from lightning_ddp_ext.cli.checkpoints import clean, inspect, verify
+from lightning_ddp_ext.cli.checkpoints import clean, verify
 from lightning_ddp_ext.cli.environment import env
 from lightning_ddp_ext.cli.self_test import test
 
@@ -43,15 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--accelerator", default="cpu", help="auto, cpu or gpu (default: cpu)")
     one.add_argument("--init-method", help="as for the strategy")
 
-    group = commands.add_parser("checkpoint", help="look at checkpoint files, and clean up after killed saves")
+    group = commands.add_parser("checkpoint", help="check checkpoint files, and clean up after killed saves")
     commands = group.add_subparsers(metavar="COMMAND", required=True)
 
     one = _add(commands, "verify", verify, "check all checksums, and name the damaged records")
     one.add_argument("paths", nargs="+", metavar="PATH", help="file or URL")
     one.add_argument("--json", **json)
-
-    one = _add(commands, "inspect", inspect, "list every tensor: key, shape, dtype, size; run no code of the file")
-    one.add_argument("path", metavar="PATH", help="file or URL")
 
     one = _add(commands, "clean", clean, "list what killed saves left in a directory")
     one.add_argument("directory", metavar="DIR", help="where checkpoints are saved")

@@ -1,20 +1,16 @@
-"""Verify and list checkpoint files without running any code in them, and remove what killed saves left."""
+"""Verify checkpoint files without running any code in them, and remove what killed saves left."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers, remove_leftovers
-from lightning_ddp_ext.checkpoint.load import load, placement
 from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
-from lightning_ddp_ext.cli.output import fail, say, say_columns, size_text
+from lightning_ddp_ext.cli.output import fail, say, size_text
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 
@@ -55,51 +51,6 @@ def _show(facts: dict[str, Any]) -> None:
         say(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
     else:
         say(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
-
-
-def inspect(path: str) -> int:
-    """List every tensor of a file, or URL, that ``torch.load`` may read with ``weights_only=True``."""
-    try:
-        with on_local_disk(locate(path)) as local:
-            archive = Archive.open(local, path)
-            archive.check(())
-            content = load(archive, placement(None), weights_only=True, mmap=True)
-    except (CheckpointError, OSError) as error:
-        return fail(error)
-    rows = [_row(name, tensor) for name, tensor in _tensors(content)]
-    size = size_text(sum(record.file_size for record in archive.tensors))
-    say(f"{archive.name}: {size_text(archive.size)}, {len(rows)} tensors of {size} in all")
-    if isinstance(content, Mapping):
-        say(f"keys: {', '.join(map(_key_text, content))}")
-        for key in ("pytorch-lightning_version", "epoch", "global_step"):
-            if isinstance(content.get(key), (int, str)):
-                say(f"{key}: {content[key]}")
-    say_columns(rows)
-    return 0
-
-
-def _tensors(content: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in containers, visiting each once: a small file can refer to one of them billions of times."""
-    pending, seen = [("", content)], set[int]()
-    while pending:
-        name, value = pending.pop()
-        if isinstance(value, Tensor):
-            yield name, value
-        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
-            seen.add(id(value))
-            children = list(value.items() if isinstance(value, Mapping) else enumerate(value))
-            prefix = f"{name}." if name else ""
-            pending += [(f"{prefix}{_key_text(key)}", child) for key, child in reversed(children)]
-
-
-def _key_text(key: Any) -> str:
-    return str(key) if isinstance(key, (str, int, float)) else f"<{type(key).__name__}>"
-
-
-def _row(name: str, tensor: Tensor) -> list[str]:
-    is_dense = tensor.layout == torch.strided
-    size = size_text(tensor.numel() * tensor.element_size()) if is_dense else str(tensor.layout).removeprefix("torch.")
-    return [name, " × ".join(map(str, tensor.shape)) or "scalar", str(tensor.dtype).removeprefix("torch."), size]
 
 
 def clean(directory: str, *, remove: bool) -> int:

@@ -33,7 +33,7 @@ def env(*, as_json: bool) -> int:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "cpus": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "backends": [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()],
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,

@@ -22,7 +22,6 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions, variables_of
 from lightning_ddp_ext.rendezvous.process_context import current, join
 from lightning_ddp_ext.rendezvous.request import Request, Timeouts
-from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, run_id_from_launcher
 from lightning_ddp_ext.supervision.common_end import CommonEnd
 from lightning_ddp_ext.supervision.debugger import wait_for_debugger, without_limits
 from lightning_ddp_ext.supervision.exception_report import install_excepthook
@@ -77,16 +76,11 @@ class Rendezvous:
     def start_variables(self, environment: ClusterEnvironment, num_nodes: int) -> dict[str, str]:
         """Return the variables that started ranks need to connect, besides the init method.
 
-        On one node without an address the kernel chooses a port, so it is not guessed, and no other job takes it. In a
-        directory the file gets a unique name.
+        On one node without an address the kernel chooses a port, so it is not guessed, and no other job takes it.
         """
         method = self.init_method
         if isinstance(method, File):
-            if num_nodes > 1 or not method.is_directory or os.environ.get(RUN_ID_VARIABLE):
-                return {}
-            made_up = secrets.token_hex(8)
-            remove_at_exit(method.file_for(made_up))
-            return {RUN_ID_VARIABLE: made_up}
+            return {}
         has_address = _is_set_otherwise("main_address", environment) or _is_set_otherwise("main_port", environment)
         if num_nodes > 1 or isinstance(method, Tcp) or has_address:
             where = method if isinstance(method, Tcp) else _address_in(environment, os.environ)
@@ -140,7 +134,7 @@ class Rendezvous:
         method, environment = self.init_method, strategy.cluster_environment
         if isinstance(method, File):
             check_file(method, num_nodes=strategy.num_nodes)
-            return FileEndpoint(method.file_for(run_id_from_launcher(environ)))
+            return FileEndpoint(method.path)
         if isinstance(method, Tcp):
             return TcpEndpoint(method, is_local=strategy.num_nodes == 1)
         if PRIVATE_FILE in environ and strategy.num_nodes == 1:
@@ -149,7 +143,7 @@ class Rendezvous:
         where = _address_in(environment, environ)
         if isinstance(environment, TorchElasticEnvironment) and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             # torchrun's agent listens there itself, so that rank 0 cannot.
-            return StoreEndpoint(where, f"lightning_ddp_ext/{run_id_from_launcher(environ) or ''}")
+            return StoreEndpoint(where, f"lightning_ddp_ext/{environ['TORCHELASTIC_RUN_ID']}")
         return TcpEndpoint(where, is_local=strategy.num_nodes == 1)
 
 
@@ -170,14 +164,10 @@ def environment_of_started_ranks(variables: Mapping[str, str]) -> Iterator[None]
 
 
 def temporary_path() -> str:
-    """Return the path of a file that does not exist yet, without a directory that a killed process would leave."""
-    return remove_at_exit(os.path.join(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}"))
-
-
-def remove_at_exit(path: str) -> str:
-    """Return the path, and remove a file that killed ranks leave there, once all ranks exited."""
-    atexit.register(Path(path).unlink, missing_ok=True)
-    return path
+    """Return the path of a file that does not exist yet, and remove one that killed ranks leave there at exit."""
+    path = Path(tempfile.gettempdir(), f"lightning_ddp_ext-{secrets.token_hex(16)}")
+    atexit.register(path.unlink, missing_ok=True)
+    return str(path)
 
 
 def _address_in(environment: ClusterEnvironment, environ: Mapping[str, str]) -> Tcp:

@@ -33,7 +33,7 @@ from lightning_ddp_ext.supervision.rank_processes import (
 from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_paths import with_last_checkpoint
 from .environment import source_of
-from .joining import Rendezvous, environment_of_started_ranks, temporary_path
+from .joining import environment_of_started_ranks, temporary_path
 from .lightning_tree import (
     ClusterEnvironment,
     GlobalStateSnapshot,
@@ -44,7 +44,6 @@ from .lightning_tree import (
     check_missing_main_guard,
     disable_module_memory_sharing,
     lightning_name,
-    pl,
     set_num_threads_if_needed,
 )
 from .stopping import StoppedException
@@ -60,11 +59,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
     script that the ranks exist. Unlike Lightning's launcher this one does not kill ranks that still work.
     """
 
-    def __init__(self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous) -> None:
-        assert strategy.cluster_environment is not None
+    def __init__(self, strategy: Any) -> None:
         super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
-        self._strategy: Any = strategy  # ours
-        self._rendezvous = rendezvous
+        self._strategy = strategy  # ours
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -81,7 +78,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
     def _start(self, trainer: Any) -> None:
-        variables = self._rendezvous.start_variables(self.cluster_environment, self.num_nodes)
+        variables = self._strategy.rendezvous.start_variables(self.cluster_environment, self.num_nodes)
         with environment_of_started_ranks({**variables, LAUNCHER_PID: str(os.getpid())}):
             self._call_children_scripts()
         if self.procs:
@@ -94,21 +91,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
-    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them.
-
-    After a signal the ranks have ``stop_within`` seconds to stop together.
-    """
+    """Starts all ranks of this node by spawn, fork or forkserver, and waits for them."""
 
     _strategy: Any  # ours
 
-    def __init__(
-        self, strategy: pl.strategies.DDPStrategy, rendezvous: Rendezvous, start_method: Any, stop_within: float
-    ) -> None:
-        assert strategy.cluster_environment is not None
+    def __init__(self, strategy: Any, start_method: Any) -> None:
         super().__init__(strategy, start_method=start_method)
         self._environment: ClusterEnvironment = strategy.cluster_environment
-        self._rendezvous = rendezvous
-        self._stop_within = stop_within
         if start_method == "forkserver" and not self._environment.creates_processes_externally:
             # Started now, the server imports while the user's code still builds model and data.
             check_missing_main_guard()
@@ -124,7 +113,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         Lightning's own method cannot be extended: it calls nothing between the start of the processes and the wait.
         """
         self._refuse_second_launch(trainer)
-        variables = self._rendezvous.start_variables(self._environment, self._strategy.num_nodes)
+        variables = self._strategy.rendezvous.start_variables(self._environment, self._strategy.num_nodes)
         results = _Results(temporary_path())
         with environment_of_started_ranks(variables):
             self._run_ranks(results, trainer, function, args, kwargs)
@@ -159,47 +148,38 @@ class ProcessesLauncher(MultiProcessingLauncher):
         os.environ["MASTER_PORT"] = str(self._environment.main_port)
         # A forked process already has seeds and torch's flags.
         state = None if self._start_method == "fork" else GlobalStateSnapshot.capture()
-        child = _Child(os.getpid(), dict(os.environ), state, results)
         processes = torch.multiprocessing.start_processes(
             self._run_rank,
-            args=(child, trainer, *work),
+            args=(os.getpid(), dict(os.environ), state, results, trainer, *work),
             nprocs=self._strategy.num_processes,
             join=False,
             start_method=self._start_method,
         )
         self.procs = processes.processes
-        RankProcesses(processes, results.path, self._stop_within).join()
+        RankProcesses(processes, results.path, self._strategy.stops.deadline.total_seconds()).join()
 
-    def _run_rank(self, local_rank: int, child: _Child, trainer: Any, function: Any, args: Any, kwargs: Any) -> None:
+    def _run_rank(
+        self, local_rank: int, launcher_pid: int, environ: Any, state: Any, results: Any, trainer: Any, *work: Any
+    ) -> None:
         """Run a function in a started process."""
         # A fork server passes on the environment of its start, which may be outdated.
         os.environ.clear()
-        os.environ.update(child.environment)
-        watch_launcher(child.launcher_pid)
+        os.environ.update(environ)
+        watch_launcher(launcher_pid)
+        function, args, kwargs = work
         if self._start_method == "forkserver":
             # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
             # only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
-        work = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
-        results: Any = child.results
+        function = partial(supervised, function, harmless=_HARMLESS, rescue=self._strategy.rescue.save)
         try:
-            self._wrapping_function(local_rank, trainer, work, args, kwargs, results, child.global_state)
+            self._wrapping_function(local_rank, trainer, function, args, kwargs, results, state)
         except RankFailedError as error:
             print_line(error)  # the launching process prints the traceback of the first rank that failed
             raise
         finally:
             leave()
-
-
-@dataclass(frozen=True)
-class _Child:
-    """Settings of the launching process for a started one."""
-
-    launcher_pid: int
-    environment: dict[str, str]
-    global_state: GlobalStateSnapshot | None
-    results: _Results
 
 
 @dataclass(frozen=True)

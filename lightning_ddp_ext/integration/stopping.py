@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.rendezvous.run import Run, current_run
 from lightning_ddp_ext.supervision.checksum import checksum
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop, StopRequest
@@ -57,12 +57,10 @@ class StopController:
         self.deadline = deadline or (_UNDER_TORCHRUN if "TORCHELASTIC_RUN_ID" in os.environ else _ELSEWHERE)
         self._trainer: Any = None
         self.run = Run(is_outermost=False)
-        self._context: ProcessContext
         self._stopping: GracefulStop | None = None
         self.stopped: Stopped | None = None
         self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
-        self._is_running = False
         self._has_trained = False
         self._of_steps = 1
         self._weights: list[int] | None = None
@@ -81,8 +79,7 @@ class StopController:
         self.run = current_run() or Run(is_outermost=False)
         if context is None:
             return
-        self._context = context
-        self._is_running, self._has_trained, self._weights = False, False, None
+        self._has_trained, self._weights = False, None
         replaced.leave_signals_to_us(trainer)
         if not self.run.is_outermost:
             return  # set up by hand, or inside a hook of another Trainer, which handles stops
@@ -158,14 +155,8 @@ class StopController:
             rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
         return is_own
 
-    def at_barrier(self) -> None:
-        """Stop at a barrier before training or evaluation, if the ranks agreed on it."""
-        if not self._is_running:
-            self._stop_if_agreed(GracefulStop.at_point)
-
     def on_start(self) -> None:
-        """Record that training or evaluation begins: barriers are no longer stop points."""
-        self._is_running = True
+        """Count the steps of the evaluation that begins."""
         self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
 
     def at_step(self) -> None:

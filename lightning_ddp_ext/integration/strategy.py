@@ -200,10 +200,9 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def _configure_launcher(self) -> None:
         if self._start_method == "popen":
-            self._launcher = ScriptLauncher(self, self.rendezvous)
+            self._launcher = ScriptLauncher(self)
         else:
-            stop_within = self.stops.deadline.total_seconds()
-            self._launcher = ProcessesLauncher(self, self.rendezvous, self._start_method, stop_within)
+            self._launcher = ProcessesLauncher(self, self._start_method)
 
     @override
     def setup_distributed(self) -> None:
@@ -406,7 +405,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         is_past_barrier = report_call(f"barrier {name!r}" if name else "a barrier", is_waiting=True)
         if not is_past_barrier or self.root_device.type != "cpu":  # also waits for earlier work of the accelerator
             super().barrier(name, *args, **kwargs)
-        self.stops.at_barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:

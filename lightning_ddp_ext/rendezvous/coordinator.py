@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import partial
 
 from lightning_ddp_ext.errors import MissingRanksError, RendezvousError
@@ -15,7 +15,7 @@ from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address
 from lightning_ddp_ext.rendezvous.handshake import Connections, error_in, gave_up, refusal_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, by_host, difference_between
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, difference_between
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback, own_addresses
 from lightning_ddp_ext.rendezvous.store import host_store
@@ -149,7 +149,7 @@ class Coordinator:
         self._channel.reply(connection, "handshake", {"heard": [self._store.port, hosts]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
-            self._channel.send("handshake", {"welcome": by_host(self._table), "route": self._route})
+            self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})
 
     def _objection_to(self, hello: Hello) -> RendezvousError | None:
         if self._error is not None:
@@ -193,7 +193,7 @@ class Coordinator:
                 "started and can reach it, or raise init_timeout"
             )
             obstacle = self._endpoint.obstacle() if len(self._present) == 1 else None
-            self._refuse(obstacle or MissingRanksError(sentence, tuple(missing)))
+            self._refuse(obstacle or MissingRanksError(sentence, missing=tuple(missing)))
 
 
 def _raise_limit_of_descriptors(ranks: int) -> None:

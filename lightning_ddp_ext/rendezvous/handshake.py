@@ -17,7 +17,7 @@ from lightning_ddp_ext.rendezvous.channel import Channel
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.endpoint import Address, TcpEndpoint
 from lightning_ddp_ext.rendezvous.peer_event import event_of
-from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo, table_of
+from lightning_ddp_ext.rendezvous.rank_table import Hello, RankInfo
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, is_loopback
 from lightning_ddp_ext.rendezvous.store import connect_store
@@ -189,14 +189,17 @@ class Handshake:
         if "welcome" not in self._answers:
             self._raise_if_over()
             raise self._lost("did not reply")
-        return table_of(self._answers["welcome"])
+        return self._table()
+
+    def _table(self) -> tuple[RankInfo, ...]:
+        return tuple(RankInfo(*values) for values in self._answers["welcome"])
 
     def _raise_if_over(self) -> None:
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if 0 in self._channel.ended and "welcome" in self._answers:
             reason = self._channel.ended[0] or "it left"
-            raise event_of("died", table_of(self._answers["welcome"])[0], reason).to_error()
+            raise event_of("died", self._table()[0], reason).to_error()
         if 0 in self._channel.ended:
             raise self._lost("closed the connection")
 
@@ -234,5 +237,5 @@ def error_in(refused: list[Any]) -> RendezvousError:
     """Return the error in such a message."""
     kind, sentence, *missing = refused
     if kind == MissingRanksError.__name__:
-        return MissingRanksError(sentence, tuple(missing))
+        return MissingRanksError(sentence, missing=tuple(missing))
     return RendezvousError(sentence)

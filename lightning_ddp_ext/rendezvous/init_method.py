@@ -6,8 +6,7 @@ URL                                     value
 ``env://``                              ``Env()``: the address that the launcher put into the environment
 ``tcp://10.0.0.1:29500``                ``Tcp("10.0.0.1", 29500)``: rank 0 listens there
 ``tcp://[::1]:29500``                   ``Tcp("::1", 29500)``
-``file:///shared/run42``                ``File("/shared/run42")``: a file, or a directory if there is one of that name
-``file:///shared/runs/``                ``File("/shared/runs/")``: a directory, in which the run id names a file
+``file:///shared/run42``                ``File("/shared/run42")``: a file that rank 0 makes
 ======================================  ===============================================================================
 
 Paths stay as they are written: no percent decoding, as in torch.
@@ -23,7 +22,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.run_id import RUN_ID_VARIABLE, sanitise
 
 VARIABLE = "DDPX_INIT_METHOD"
 FORMS = "env://, tcp://host:29500 or file:///shared/run42"
@@ -69,13 +67,10 @@ class Tcp:
 
 @dataclass(frozen=True)
 class File:
-    """All ranks open one file, or one that the run id names in a directory.
-
-    Attributes:
-        path: absolute; a directory if it ends with a slash, or if there is one.
+    """All ranks open one file, at an absolute ``path``.
 
     Raises:
-        ConfigurationError: a path that is empty, relative, or carries a query.
+        ConfigurationError: a path that is empty, relative, or carries a query or a slash at its end.
     """
 
     path: str
@@ -85,29 +80,6 @@ class File:
 
     def __str__(self) -> str:
         return f"file://{self.path}"
-
-    @property
-    def is_directory(self) -> bool:
-        """Whether this is a directory, in which the run id names a file."""
-        return self.path.endswith("/") or os.path.isdir(self.path)
-
-    def file_for(self, run_id: str | None) -> str:
-        """Return the path of the file; in a directory ``run_id`` names it.
-
-        Raises:
-            ConfigurationError: this is a directory, and ``run_id`` is ``None``.
-
-        >>> File("/shared/runs/").file_for("slurm-77-0-0")
-        '/shared/runs/ddpx-slurm-77-0-0.store'
-        """
-        if not self.is_directory:
-            return self.path
-        if not run_id:
-            raise ConfigurationError(
-                f"init_method '{self}' is a directory and needs a run id to name a file in it (got none);"
-                f" set {RUN_ID_VARIABLE}, the same on every rank, or name a file"
-            )
-        return os.path.join(self.path, f"ddpx-{sanitise(run_id)}.store")
 
 
 InitMethod: TypeAlias = Env | Tcp | File
@@ -172,8 +144,7 @@ def check_file(method: File, *, num_nodes: int) -> None:
         ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or
             the path is not a plain file that this user can write.
     """
-    path = method.path
-    directory = path if method.is_directory else os.path.dirname(path)
+    path, directory = method.path, os.path.dirname(method.path)
     if num_nodes > 1:
         _check_shared(method, os.path.realpath(directory), num_nodes)
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
@@ -183,7 +154,7 @@ def check_file(method: File, *, num_nodes: int) -> None:
         )
     is_there = os.path.exists(path)  # checked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
-    if is_there and not is_usable and not method.is_directory:
+    if is_there and not is_usable:
         raise ConfigurationError(
             f"init_method '{method}' needs a new file, or a plain one that this user can read and write (got {path!r});"
             " remove it, or write another path"
@@ -211,10 +182,10 @@ def _check_port(port: object, subject: str, remedy: str) -> int:
 
 
 def _check_path(path: object, subject: str) -> None:
-    if isinstance(path, str) and path.startswith("/") and path.strip("/") and "?" not in path and "\0" not in path:
+    if isinstance(path, str) and re.fullmatch(r"/[^?\0]*[^?\0/]", path):
         return
     raise ConfigurationError(
-        f"{subject} needs an absolute path as text, without '?' and NUL (got {path!r}); write file:///shared/run42"
+        f"{subject} needs the absolute path of a file, without '?' and NUL (got {path!r}); write file:///shared/run42"
     )
 
 

@@ -48,13 +48,11 @@ class ProcessContext:
         peers: the other ranks, and their failures and departures.
         barriers: the named barriers.
         groups: the process groups.
-        failure: the exception that this rank raised while others may have waited for it.
     """
 
     def __init__(self, request: Request, connections: Connections) -> None:
         self.world = request.world
         self.table = connections.table
-        self.failure: BaseException | None = None
         self._connections = connections
         self.groups = ProcessGroups(request, connections)
         self._components: dict[object, Any] = {}
@@ -155,7 +153,6 @@ class ProcessContext:
 
     def announce_failure(self, exception: BaseException, traceback_text: str) -> None:
         """Report to the other ranks why this one cannot continue, and unblock them. Never raises or waits long."""
-        self.failure = exception
         self.peers.record_raised()
         mine = self.table[self.world.rank]
         self.peers.report(event_of("failed", mine, reason_of(exception), traceback_text))

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 
 from lightning_ddp_ext.errors import ConfigurationError
-from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.deadline import Deadline
 from lightning_ddp_ext.rendezvous.handshake import Connections
 from lightning_ddp_ext.rendezvous.nccl_options import INTERFACE_VARIABLES
 from lightning_ddp_ext.rendezvous.request import Request
 from lightning_ddp_ext.rendezvous.sockets import OpenedSockets, interface_of
-
-_logger = rank_logger(__name__, ranks=0)  # for messages that are the same on all ranks
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # torch's default timeouts of collectives.
@@ -126,14 +123,8 @@ class ProcessGroups:
     def _set_timeout(self, group: dist.ProcessGroup | None = None) -> None:
         if not isinstance(group, dist.ProcessGroup | None):  # the placeholder for a group that this rank is not in
             return
-        setter = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
-        if setter is None:
-            sentence = (
-                "torch %s has no _set_pg_timeout: collectives use init_timeout as their timeout; please report it"
-            )
-            _logger.warning(sentence, torch.__version__)
-        else:
-            setter(self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta()), group)
+        timeout = self.timeout + (_AFTER_OURS if self.uses_nccl else timedelta())
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
     @contextmanager
     def forming(self) -> Iterator[None]:

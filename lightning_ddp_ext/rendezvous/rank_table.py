@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ddp_ext.rendezvous.sockets import network_identity
-
-# A difference in the last number of these versions only causes a warning.
-_LOOSE = {"the version of torchmetrics"}
 
 
 @dataclass(frozen=True)
@@ -26,20 +22,6 @@ class RankInfo:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
-
-
-def by_host(table: Iterable[RankInfo]) -> list[Any]:
-    """Return a table of ranks as JSON that names each host once, since there may be thousands of ranks."""
-    hosts: dict[tuple[str, str], list[list[int]]] = {}
-    for info in table:
-        hosts.setdefault((info.host, info.network), []).append([info.rank, info.pid])
-    return [[*host, ranks] for host, ranks in hosts.items()]
-
-
-def table_of(hosts: list[Any]) -> tuple[RankInfo, ...]:
-    """Return the table that :func:`by_host` described, in the order of the ranks."""
-    infos = [RankInfo(rank, host, pid, network) for host, network, ranks in hosts for rank, pid in ranks]
-    return tuple(sorted(infos, key=lambda info: info.rank))
 
 
 @dataclass(frozen=True)
@@ -61,11 +43,12 @@ class Hello:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that must be the same on all ranks, by their names in messages."""
-        # A name in capitals is a variable's.
-        versions = {name if name.isupper() else f"the version of {name}": has for name, has in self.versions.items()}
-        for name in _LOOSE.intersection(versions):
-            versions[name] = ".".join(versions[name].split(".")[:2])
-        return {"world_size": str(self.world_size), "init_method": self.init_method, **versions}
+        found = {"world_size": str(self.world_size), "init_method": self.init_method}
+        found |= {f"the version of {name}": version for name, version in self.versions.items()}
+        loose = "the version of torchmetrics"  # a difference in its last number only causes a warning
+        if loose in found:
+            found[loose] = ".".join(found[loose].split(".")[:2])
+        return found
 
 
 def difference_between(first: Hello, second: Hello) -> str | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +30,7 @@ class OpenedSockets:
 
         This unblocks a thread in a gloo collective or in a store, which neither ``abort`` nor ``destroy_process_group``
         does when another thread calls it. A descriptor that was closed and reused since is recognised by its inode and
-        left alone; so is a listening socket. Does nothing on systems without ``/proc``.
+        left alone; so is a listening socket.
         """
         opened = self._opened_so_far() if self._opened is None else self._opened
         for descriptor, identity in opened.items():
@@ -41,37 +38,12 @@ class OpenedSockets:
                 _end_connection(descriptor)
 
     def _opened_so_far(self) -> dict[int, str]:
-        now, of_python = _sockets_of_this_process(), _sockets_of_other_threads()
-        return {
-            fd: identity for fd, identity in now.items() if self._before.get(fd) != identity and fd not in of_python
-        }
+        return {fd: identity for fd, identity in _sockets_of_this_process().items() if self._before.get(fd) != identity}
 
 
 def _sockets_of_this_process() -> dict[int, str]:
-    try:
-        descriptors = [int(name) for name in os.listdir(_OPEN_FILES)]
-    except OSError:
-        return {}
-    identities = {descriptor: _identity(descriptor) for descriptor in descriptors}
+    identities = {int(name): _identity(int(name)) for name in os.listdir(_OPEN_FILES)}
     return {fd: identity for fd, identity in identities.items() if identity.startswith("socket:")}
-
-
-def _sockets_of_other_threads() -> set[int]:
-    """Return descriptors of Python's own sockets, if another thread may have opened one meanwhile."""
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("ddpx-")]
-    if len(threads) <= 1:
-        return set()
-    # An object refers to its class. The collector's list of all objects would also hold the tuples that
-    # other threads are building, which then fail with a SystemError.
-    candidates = gc.get_referrers(*_with_subclasses(socket.socket))
-    return {each.fileno() for each in candidates if issubclass(type(each), socket.socket)}
-
-
-def _with_subclasses(base: type) -> Iterator[type]:
-    yield base
-    derived: type
-    for derived in base.__subclasses__():
-        yield from _with_subclasses(derived)
 
 
 def _identity(descriptor: int) -> str:
@@ -136,5 +108,5 @@ def network_identity() -> str:
     boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text().strip()} {namespace.readlink()}"
-    except OSError:
+    except OSError:  # a sandbox may have neither
         return socket.gethostname()

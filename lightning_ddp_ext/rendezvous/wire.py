@@ -113,13 +113,11 @@ def keep_alive(connected: socket.socket, heartbeat: float) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = max(1, round(heartbeat / 6))
     options = {
-        "TCP_KEEPIDLE": 2 * seconds,
-        "TCP_KEEPALIVE": 2 * seconds,  # the name on macOS
-        "TCP_KEEPINTVL": seconds,
-        "TCP_KEEPCNT": 4,
-        "TCP_USER_TIMEOUT": round(heartbeat * 1000),
+        socket.TCP_KEEPIDLE: 2 * seconds,
+        socket.TCP_KEEPINTVL: seconds,
+        socket.TCP_KEEPCNT: 4,
+        socket.TCP_USER_TIMEOUT: round(heartbeat * 1000),
     }
-    for name, value in options.items():
-        if hasattr(socket, name):
-            with suppress(OSError):
-                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in options.items():
+        with suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)

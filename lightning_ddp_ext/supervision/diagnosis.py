@@ -88,7 +88,8 @@ class Findings:
         longest = max(report.idle for report in still)
         # The ranks start to wait at different moments: one whose timeout is almost over counts as still.
         if self.silences and all(2 * report.idle > longest for report in moving):
-            return _silent(self.silences, still)
+            sentence = listed([*self.silences, *_activities(still)], separator="; ")
+            return event_of("hung", self.silences[0].who, sentence)
         if moving and all(report.waits for report in still):
             return None
         return _in_collectives(self.reports) or _stuck(still)
@@ -99,17 +100,13 @@ class Findings:
         return "\n\n".join([*map(str, self.silences), *parts])
 
 
-def _silent(silences: Sequence[Silence], still: Sequence[Report]) -> PeerEvent:
-    return event_of("hung", silences[0].who, listed([*silences, *_activities(still)], separator="; "))
-
-
 def _in_collectives(reports: Sequence[Report]) -> PeerEvent | None:
     """Return the finding from the first unfinished collective of each group, the default group first."""
     first: dict[tuple[bool, str], int] = {}
     for report in reports:
         for flight in report.flights:
             if flight.pending is not None:
-                group = (not flight.is_default, flight.group)
+                group = (bool(flight.label), flight.group)  # labelled ones are of some ranks
                 first[group] = min(flight.pending, first.get(group, flight.pending))
     found = (_in_collective(*group, number, reports) for group, number in sorted(first.items()))
     return next((diagnosis for diagnosis in found if diagnosis is not None), None)

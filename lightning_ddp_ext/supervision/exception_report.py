@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning_ddp_ext.errors import RankFailedError, RendezvousError
 from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
-from lightning_ddp_ext.supervision.failure import chain_of, explain
+from lightning_ddp_ext.supervision.failure import explain
 from lightning_ddp_ext.supervision.graceful_stop import GracefulStop
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -44,8 +44,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
     if context is None or isinstance(exception, RendezvousError):
         print_as_before(kind, exception, trace)
         return
-    # The other ranks already have the failure if a callback raises because of an announced one.
-    if not any(link is context.failure or isinstance(link, RankFailedError) for link in chain_of(exception)):
+    if not context.peers.has_raised:
         # Raised outside of any Trainer call; it still ends this rank, and others may wait for it.
         explanation: BaseException = explain(exception)
         if explanation is not exception:

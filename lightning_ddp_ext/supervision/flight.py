@@ -44,11 +44,6 @@ class Flight:
     recent: dict[str, str] = field(default_factory=dict)
     """By number: the name and the shapes of the latest ones."""
 
-    @property
-    def is_default(self) -> bool:
-        """Whether every rank is in the group."""
-        return not self.label
-
     def describe(self, number: int) -> str:
         """Return the collective for a message."""
         name, _, shapes = self.recent.get(str(number), "a collective").partition(" ")

@@ -1,9 +1,9 @@
 """Stop all ranks at the same point of the program after one of them received a signal.
 
-A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, a barrier
-before training, the end of training. Each rank counts those that it has passed. A request goes to rank 0 over the
-control channel, and rank 0 pauses all ranks: the main thread of each waits at its next stop point, and the channel's
-thread of each replies how many it has passed. So the ranks agree on the first one that none of them has passed.
+A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, the end
+of training. Each rank counts those that it has passed. A request goes to rank 0 over the control channel, and rank 0
+pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies how
+many it has passed. So the ranks agree on the first one that none of them has passed.
 
 Only these threads have to reply, so ranks that are in a collective meanwhile always complete it. Until a signal
 arrives, a stop point costs an addition and a look at a bool.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from signal import Signals
 from typing import Any
@@ -42,36 +42,25 @@ class StopRequest:
         return f"{Signals(self.signum).name} to rank {self.rank} (host {self.host})"
 
 
-@dataclass(frozen=True)
-class Position:
-    """A rank's progress: stop points passed, steps of an evaluation started since then, and the number of its steps."""
-
-    points: int
-    steps: int = 0
-    of_steps: int = 0
-
-    def has_reached(self, target: Position) -> bool:
-        """Whether this is at or beyond the target."""
-        return (self.points, self.steps) >= (target.points, target.steps)
+# Stop points that a rank passed, steps of an evaluation that it started since then, and the number of its steps.
+Position = tuple[int, int, int]
 
 
-def next_common(positions: Sequence[Position]) -> Position:
+def next_common(positions: Sequence[Position]) -> tuple[int, int]:
     """Return the first stop point that no rank has passed, except a step that an evaluation lacks on some rank.
 
     Ranks that reach none of the steps stop at the next point outside of steps.
 
-    >>> next_common([Position(4, 17, 100), Position(4, 18, 99)])
-    Position(points=4, steps=19, of_steps=0)
-    >>> next_common([Position(4, 99, 100), Position(4, 99, 99)])
-    Position(points=5, steps=0, of_steps=0)
-    >>> next_common([Position(4), Position(5)])  # in an evaluation, if one begins next
-    Position(points=5, steps=1, of_steps=0)
+    >>> next_common([(4, 17, 100), (4, 18, 99)])
+    (4, 19)
+    >>> next_common([(4, 99, 100), (4, 99, 99)])
+    (5, 0)
+    >>> next_common([(4, 0, 0), (5, 0, 0)])  # in an evaluation, if one begins next
+    (5, 1)
     """
-    points = max(position.points for position in positions)
-    furthest = [position for position in positions if position.points == points]
-    steps = max(position.steps for position in furthest) + 1
-    shortest = min((position.of_steps for position in furthest if position.of_steps), default=steps)
-    return Position(points, steps) if steps <= shortest else Position(points + 1)
+    points, steps, _ = max(positions)
+    shortest = min((of_steps for passed, _, of_steps in positions if passed == points and of_steps), default=steps + 1)
+    return (points, steps + 1) if steps < shortest else (points + 1, 0)
 
 
 class GracefulStop:
@@ -85,12 +74,12 @@ class GracefulStop:
         self._context = context
         self._peers = context.peers
         self._rank = context.world.rank
-        self._position = Position(0)
+        self._position: Position = (0, 0, 0)
         self._job = 0
         self.is_active = False
         self._is_pausing = False
         self._request: StopRequest | None = None
-        self._target: Position | None = None
+        self._target: tuple[int, int] | None = None
         self._replies = Replies()
         self._seconds = 0.0  # the ranks' time from the first signal
         self._on_request: Callable[[StopRequest], object] = lambda request: None
@@ -116,7 +105,7 @@ class GracefulStop:
         self._limit.lift()  # set by a run whose ``on_exception`` raised, so that Lightning skipped its teardown
         with self._peers.arrived:
             self._job += 1
-            self._position = Position(self._job << 32)  # after an exception ranks have passed different points
+            self._position = (self._job << 32, 0, 0)  # after an exception ranks have passed different points
             self.is_active = True
             self._seconds = deadline.total_seconds()
             self._on_request = on_request
@@ -140,7 +129,7 @@ class GracefulStop:
         Raises:
             RankFailedError: one of its kinds; that a rank died or failed overrules every request.
         """
-        self._position = Position(self._position.points + 1)
+        self._position = (self._position[0] + 1, 0, 0)
         return self._decide() if self._is_pausing else None
 
     def at_step(self, of_steps: int, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
@@ -151,7 +140,7 @@ class GracefulStop:
             may_stop: called where all ranks would stop, with the same result on all of them. If it is False, they stop
                 at the next point outside of steps.
         """
-        self._position = replace(self._position, steps=self._position.steps + 1, of_steps=of_steps)
+        self._position = (self._position[0], self._position[1] + 1, of_steps)
         return self._decide(may_stop) if self._is_pausing else None
 
     def at_last_point(self) -> StopRequest | None:
@@ -167,7 +156,7 @@ class GracefulStop:
     def _decide(self, may_stop: Callable[[], bool] = lambda: True) -> StopRequest | None:
         """Wait until the ranks agree where to stop; return the request if it is here."""
         if self._is_agreed_on() and not may_stop():
-            self._target = Position(self._position.points + 1)
+            self._target = (self._position[0] + 1, 0)
         with self._peers.arrived:
             if not self._is_agreed_on():
                 return None
@@ -182,7 +171,7 @@ class GracefulStop:
             self._peers.wait_for(lambda: self._target is not None or not self._is_pausing)
             if self._peers.cause is not None:
                 raise self._peers.cause.to_error()
-            return self._target is not None and self._position.has_reached(self._target)
+            return self._target is not None and self._position[:2] >= self._target
 
     # The agreement, in threads.
 
@@ -208,19 +197,19 @@ class GracefulStop:
         self._on_request(request)
         replies = self._replies
         if self._peers.wait_for(lambda: len(replies) == len(self._everyone), self._seconds):
-            target = next_common([Position(**reply) for reply in replies.values()])
-            self._remote.call(self._everyone, "set_target", asdict(target), request.job)
+            target = next_common([tuple(reply) for reply in replies.values()])
+            self._remote.call(self._everyone, "set_target", target, request.job)
 
-    def _pause(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _pause(self, values: dict[str, Any]) -> Position:
         request = StopRequest(**values)
         if not self._is_over(request.job):
             self._request, self._is_pausing, self._target = request, True, None
             self._limit_stop(request)
-        return asdict(self._position)  # after the flag: the main thread sets them the other way round
+        return self._position  # after the flag: the main thread sets them the other way round
 
-    def _set_target(self, target: dict[str, Any], job: int) -> None:
+    def _set_target(self, target: Sequence[int], job: int) -> None:
         if not self._is_over(job):
-            self._target = Position(**target)
+            self._target = (target[0], target[1])
 
     # The deadline.
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once, print_in_time, wait_for_delays
-from lightning_ddp_ext.rendezvous.process_context import ProcessContext, current
+from lightning_ddp_ext.at_exit import end_at_once, wait_for_delays
+from lightning_ddp_ext.rendezvous.process_context import current
 
 # The process that started a rank, in the environment of ranks that this package starts.
 LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to exit by itself after its launcher, which was a rank, and again after a save.
-_GRACE = 3.0
-_NEWS_WITHIN = 0.5
+# Seconds that a rank has to exit by itself, and again after a save: a launcher may be a rank, whose death has a cause.
+_GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 
@@ -30,21 +28,20 @@ _parent = os.getppid()
 _watched: set[int] = set()
 
 
-def watch_launcher(pid: int, *, has_ended: bool = False) -> None:
-    """Exit soon after process ``pid`` exits, or immediately if it does not run.
+def watch_launcher(pid: int) -> None:
+    """Exit some seconds after process ``pid``, or after the call if it does not run, such as process 0.
 
     A second call for the same process does nothing.
     """
     if pid not in _watched:
         _watched.add(pid)
         _refuse_parent_death_signal()
-        threading.Thread(target=_end_after, args=[pid, has_ended], name="ddpx-launcher", daemon=True).start()
+        threading.Thread(target=_end_after, args=[pid], name="ddpx-launcher", daemon=True).start()
 
 
 def _refuse_parent_death_signal() -> None:
     """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two forgo the save."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def watch_own_launcher() -> None:
@@ -56,7 +53,8 @@ def watch_own_launcher() -> None:
 
 def watch_parent() -> None:
     """Exit soon after the parent process, for launchers that do not name themselves in the environment."""
-    watch_launcher(_parent, has_ended=_parent == 1 and not _is_python(1))
+    is_orphan = _parent == 1 and not _is_python(1)
+    watch_launcher(0 if is_orphan else _parent)
 
 
 def _is_python(pid: int) -> bool:
@@ -67,34 +65,21 @@ def _is_python(pid: int) -> bool:
         return True
 
 
-def _end_after(pid: int, has_ended: bool) -> None:
-    if not has_ended:
-        _wait_for_the_end_of(pid)
-    with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
-        os.unlink(os.environ[PRIVATE_FILE])
-    context = current()
-    who = "" if context is None else f"[rank {context.world.rank}] "
-    event = context.peers.wait(_NEWS_WITHIN) if context is not None and _is_rank(context, pid) else None
-    if event is not None:
-        error = event.to_error()
-        time.sleep(_GRACE)  # the main thread has the event, and exits by itself
-        if wait_for_delays():
-            time.sleep(_GRACE)
-        end_at_once(1, f"{who}{type(error).__name__}: {error}\n")
-    which = "" if has_ended else f" (pid {pid})"
-    print_in_time(f"{who}the process that launched this one{which} exited, so this one exits\n")
-    wait_for_delays()
-    end_at_once(1)
-
-
-def _is_rank(context: ProcessContext, pid: int) -> bool:
-    """Whether a process of this host is another rank, which the control channel watches."""
-    here = os.uname().nodename
-    return any((info.host, info.pid) == (here, pid) for info in context.table)
-
-
-def _wait_for_the_end_of(pid: int) -> None:
+def _end_after(pid: int) -> None:
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
             time.sleep(_LOOK_EVERY)
+    with suppress(KeyError, OSError):  # rank 0 may have been killed with the launcher
+        os.unlink(os.environ[PRIVATE_FILE])
+    time.sleep(_GRACE)
+    if wait_for_delays():
+        time.sleep(_GRACE)
+    sentence = f"the process that launched this one{f' (pid {pid})' if pid else ''} exited, so this one exits"
+    context = current()
+    if context is not None:
+        event = context.peers.cause_or_departure
+        error = None if event is None else event.to_error()
+        reason = sentence if error is None else f"{type(error).__name__}: {error}"
+        sentence = f"[rank {context.world.rank}] {reason}"
+    end_at_once(1, f"{sentence}\n")

@@ -129,14 +129,11 @@ os.register_at_fork(after_in_child=_drop_in_child)
 def has_handler(signum: signal.Signals) -> bool:
     """Whether a signal has a handler: a function, or C code such as ``faulthandler``'s.
 
-    Python cannot see the latter; on Linux the kernel lists it.
+    Python cannot see the latter; the kernel lists it.
     """
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return True
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
+    status = Path("/proc/self/status").read_text()
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
 

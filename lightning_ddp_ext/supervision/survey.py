@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -51,7 +51,7 @@ class Survey:
     """
 
     def __init__(self, context: ProcessContext) -> None:
-        self.describe: Callable[[], Report] = self._brief_report
+        self.describe: Callable[[], Report] = lambda: report_of(self._mine, doing="user code", is_outside=True)
         self.publish: Callable[[Findings], bool] = lambda findings: True
         self._context = context
         self._peers = context.peers
@@ -135,17 +135,6 @@ class Survey:
         report = self.describe()
         return replace(report, is_waiting=report.is_waiting or self._had_broken_collective)
 
-    def _brief_report(self) -> Report:
-        frame = main_frame()
-        return Report(
-            self._mine,
-            doing="user code",
-            place=call_site_of(frame),
-            is_waiting=may_be_waiting_for_ranks(frame),
-            is_outside=True,
-            flights=flights(),
-        )
-
     # On rank 0.
 
     def _start(self, kind: Kind, wait: str) -> bool:
@@ -200,6 +189,13 @@ class Survey:
     @property
     def _timeout(self) -> str:
         return f"{self._context.groups.timeout.total_seconds():g} s"
+
+
+def report_of(who: RankInfo, **more: Any) -> Report:
+    """Return the report of this rank, called by another thread than the main one."""
+    frame = main_frame()
+    is_waiting = may_be_waiting_for_ranks(frame)
+    return Report(who, place=call_site_of(frame), is_waiting=is_waiting, flights=flights(), **more)
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:

@@ -9,15 +9,14 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_ddp_ext.at_exit import end_at_once, print_in_time
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
-from lightning_ddp_ext.supervision.call_site import call_site_of, main_frame
+from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
-from lightning_ddp_ext.supervision.flight import flights
-from lightning_ddp_ext.supervision.stacks import all_stacks, may_be_waiting_for_ranks
-from lightning_ddp_ext.supervision.survey import Survey
+from lightning_ddp_ext.supervision.stacks import all_stacks
+from lightning_ddp_ext.supervision.survey import Survey, report_of
 
 OnHang = Literal["abort", "continue"]
 
@@ -113,22 +112,11 @@ class Watchdog:
 
     def _report(self) -> Report:
         self._reported_at = time.monotonic()  # a survey is under way: the next one is due after another timeout
-        frame = main_frame()
-        doing, progress = self._describe(frame)
-        idle = time.monotonic() - self.moved_at
-        is_outside = self._is_stopping.is_set()
-        return Report(
-            who=self._who,
-            idle=idle,
-            is_still=is_outside or idle >= self._timeout,
-            doing=doing,
-            place=call_site_of(frame),
-            is_waiting=may_be_waiting_for_ranks(frame),
-            is_outside=is_outside,
-            progress=progress,
-            flights=flights(),
-            stacks=all_stacks(),
-        )
+        doing, progress = self._describe(main_frame())
+        idle, is_outside = time.monotonic() - self.moved_at, self._is_stopping.is_set()
+        is_still = is_outside or idle >= self._timeout
+        facts: dict[str, Any] = {"doing": doing, "progress": progress, "is_outside": is_outside, "stacks": all_stacks()}
+        return report_of(self._who, idle=idle, is_still=is_still, **facts)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`checkpoint verify`, `inspect` and `clean`: what they find, and what they say of files that they cannot read."""
+"""`checkpoint verify` and `clean`: what they find, and what they say of files that they cannot read."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 import os
 import time
 import zipfile
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_ddp_ext.checkpoint.atomic_file import atomic_write
@@ -53,53 +51,6 @@ def test_objects_of_a_store_are_verified(path: Path) -> None:
     store.rm("/cli", recursive=True)
 
 
-def test_every_tensor_is_listed(path: Path) -> None:
-    """Weights and the optimiser's state, below the size of the file and the progress of training.
-
-    A name in the file cannot control the terminal.
-    """
-    other = {"\x1b[2J\n": torch.ones(2, dtype=torch.complex64), "csr": torch.eye(3).to_sparse_csr()}
-    ended = run("checkpoint", "inspect", save(path, other=other))
-    assert (ended.status, ended.stderr) == (0, "")
-    rows = [line.split("  ") for line in ended.stdout.splitlines()]
-    cells = [[cell.strip() for cell in row if cell] for row in rows]
-    assert cells[0] == [f"{path}: {path.stat().st_size / 1024:.1f} KiB, 6 tensors of 47.2 KiB in all"]
-    assert ["epoch: 3"] in cells
-    assert cells[-6:] == [
-        ["state_dict.out.weight", "60 × 100", "float32", "23.4 KiB"],
-        ["state_dict.out.bias", "60", "float32", "240 B"],
-        ["optimizer_states.0.state.0.exp_avg", "60 × 100", "float32", "23.4 KiB"],
-        ["optimizer_states.0.state.0.step", "scalar", "float32", "4 B"],
-        [r"other.\x1b[2J\n", "2", "complex64", "16 B"],
-        ["other.csr", "3 × 3", "float32", "sparse_csr"],
-    ]
-
-
-def nested(path: Path) -> None:
-    """Write a file of some hundred bytes with a tuple that holds another one twice, and so on, 60 times."""
-    pickled = b"\x80\x02)q\x00" + b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60)) + b"."
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("it/data.pkl", pickled)
-        file.writestr("it/version", "3")
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        nested,
-        lambda path: torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False),
-        lambda path: torch.save([torch.ones(3)], path),
-        lambda path: torch.save(5, path),
-    ],
-)
-def test_a_file_of_anything_is_inspected(write: Callable[[Path], object], path: Path) -> None:
-    """A tiny file of containers without end, a file from before torch 1.6, a list, no tensors at all."""
-    write(path)
-    ended = run("checkpoint", "inspect", path)
-    assert (ended.status, ended.stderr) == (0, "")
-    assert "tensors of" in ended.stdout
-
-
 def archive(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("notes/today.txt", "nothing")
@@ -115,10 +66,6 @@ def whole(path: Path) -> None:
         ("verify", lambda path: os.truncate(path, 9000), "it.ckpt", "was probably cut off"),
         ("verify", archive, "it.ckpt", "is not a checkpoint: it is a zip archive without data.pkl"),
         ("verify", os.unlink, "it.ckpt", "it.ckpt does not exist"),
-        ("inspect", lambda path: flip(path, "data.pkl"), "it.ckpt", "is damaged: data.pkl differs from what was writ"),
-        ("inspect", lambda path: save(path, it=Namespace(lr=1)), "it.ckpt", "holds argparse.Namespace, which weights_"),
-        ("inspect", lambda path: save(path, it=WouldRun(path.parent / "ran")), "it.ckpt", "none of its code was run"),
-        ("inspect", whole, "memory://bucket/no.ckpt", "memory://bucket/no.ckpt does not exist"),
         ("clean", whole, "missing", "cannot clean missing: No such file or directory; give the local directory"),
         ("clean", whole, "it.ckpt", "cannot clean it.ckpt: Not a directory"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_ddp_ext import ConfigurationError, DivergenceError, NonFiniteError, RankConsistency, RankFailedError
-from tests.harness.ranks import by_hand_env, launch_ranks
+from lightning_ddp_ext import ConfigurationError, DivergenceError, RankConsistency
 from tests.harness.training import Batch, Kind, Net, make_strategy, make_trainer, on_ranks
 
 
@@ -169,30 +167,3 @@ def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
     """They differ on purpose."""
     for message in on_ranks("stock", average, tmp_path):
         assert message.startswith("RankConsistency needs a strategy with the same model on each rank")
-
-
-class Overflowing(Net):
-    """Has a loss that is not finite, in one batch of one rank."""
-
-    def loss(self, batch: Any) -> Tensor:
-        loss = super().loss(batch)
-        return loss + math.inf if (self.global_rank, self.global_step) == (1, 2) else loss
-
-
-def overflow(rank: int, world_size: int, directory: Path) -> None:
-    callback = RankConsistency(check_finite=True)
-    make_trainer(make_strategy("ours", directory), callbacks=[callback], max_epochs=1).fit(Overflowing())
-
-
-def test_a_loss_that_is_not_finite_is_named_with_rank_step_and_batch(tmp_path: Path) -> None:
-    """It is an error of that rank, which releases the others."""
-    sentence = "the loss of rank 1 is inf in step 2, batch 2 of epoch 0; look at that batch, or find the operation with"
-    first, second = launch_ranks(overflow, 2, tmp_path, env=by_hand_env(2))
-    assert second.error is not None
-    assert first.error is not None
-    error = second.error.exception
-    assert isinstance(error, NonFiniteError)
-    assert (error.rank, error.step, error.batch) == (1, 2, 2)
-    assert str(error).startswith(sentence)
-    assert isinstance(first.error.exception, RankFailedError)
-    assert sentence in first.error.message

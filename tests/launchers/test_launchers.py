@@ -1,14 +1,13 @@
 """Each launcher, on one node and on two, and each init method: weights are those of stock.
 
-=============  ======================================================================
-method         where the ranks connect
-=============  ======================================================================
-``none``       without a choice: as ``env``
-``env``        at ``MASTER_ADDR`` and ``MASTER_PORT``
-``tcp``        at a port of 127.0.0.1
-``file``       in a file
-``directory``  in a file of a directory, named after the run
-=============  ======================================================================
+========  ==================================
+method    where the ranks connect
+========  ==================================
+``none``  without a choice: as ``env``
+``env``   at ``MASTER_ADDR`` and ``MASTER_PORT``
+``tcp``   at a port of 127.0.0.1
+``file``  in a file
+========  ==================================
 
 Processes of the harness are the script, or the launcher that starts it: they have imported torch and Lightning already.
 """
@@ -36,7 +35,7 @@ from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.launchers import train
 from tests.launchers.environments import by_mpirun, by_srun
 
-METHODS = ("env", "tcp", "file", "directory")
+METHODS = ("env", "tcp", "file")
 SCRIPT = str(Path(train.__file__))
 ROOT = str(Path(__file__).parents[2])
 
@@ -53,7 +52,7 @@ class Runs:
     def __init__(self, directory: Path, *methods: str, nodes: int = 1, **urls: str) -> None:
         self._directory, self._nodes = directory, nodes
         made = {"none": "env://", "env": "env://", "tcp": f"tcp://127.0.0.1:{free_port()}"}
-        made |= {"file": f"file://{directory}/store", "directory": f"file://{directory}/", **urls}
+        made |= {"file": f"file://{directory}/store", **urls}
         self._urls = {method: made[method] for method in methods}
 
     def argument(self, **options: Any) -> str:
@@ -81,8 +80,8 @@ class Runs:
             places = {(*report["place"], report["pid"]) for report in trained}
             assert len(places) == len(trained) >= size, output
             assert {place[:4] for place in places} == {(rank, size, rank % 2, rank // 2) for rank in range(size)}
-            files = {"file": "store", "directory": r"ddpx-.+\.store"}.get(method, "")
-            assert all(re.fullmatch(files, " ".join(report["files"])) for report in trained), output
+            files = ["store"] if method == "file" else []
+            assert all(report["files"] == files for report in trained), output
         met = re.findall(rf"process group: gloo, {size} ranks, (\S+)$", output, re.MULTILINE)
         expected = zip(self._urls.values(), launches or [1] * len(self._urls), strict=True)
         assert sorted(met) == sorted(url for url, times in expected for _ in range(times)), output
@@ -136,22 +135,21 @@ def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) ->
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
     runs = Runs(tmp_path, "none", *METHODS)
-    env = {**by_hand_env(2, free_port()), "DDPX_RUN_ID": "run 42"}
-    runs.expect_trained(run_script(runs.argument(), env))
+    runs.expect_trained(run_script(runs.argument(), by_hand_env(2, free_port())))
 
 
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
     """``rank=`` and ``world_size=`` make a rank of any process; a limit of a month is more than the kernel counts."""
     runs = Runs(tmp_path, "none", *METHODS)
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DDPX_RUN_ID": "run 42"}
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     limits = dict.fromkeys(("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400)
     argument = runs.argument(strategy={"rank": "{rank}", "world_size": 2, **limits})
     runs.expect_trained(run_script(argument, env))
 
 
 def test_srun(tmp_path: Path) -> None:
-    """A task of srun is a rank, and needs nothing else: address and run are named after the job."""
+    """A task of srun is a rank, and needs nothing else: the job gives the address."""
     runs = Runs(tmp_path, "none", *METHODS)
     runs.expect_trained(run_script(runs.argument(), by_srun()))
 
@@ -160,7 +158,7 @@ def test_mpirun(tmp_path: Path) -> None:
     """A process of Open MPI's mpirun is a rank, also where mpi4py is not installed; rank 0 may have an IPv6 address."""
     host = loopback()[-1]
     address = f"[{host}]" if ":" in host else host
-    runs = Runs(tmp_path, "tcp", "file", "directory", tcp=f"tcp://{address}:{free_port(host)}")
+    runs = Runs(tmp_path, "tcp", "file", tcp=f"tcp://{address}:{free_port(host)}")
     runs.expect_trained(run_script(runs.argument(), by_mpirun()))
 
 
@@ -207,7 +205,7 @@ def nodes(two_hosts: Network) -> Network:
 @pytest.mark.netns
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     """An agent on each node starts its ranks, and starts them again when one was killed, which the others name."""
-    runs = Runs(shared_dir, "directory", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
+    runs = Runs(shared_dir, "file", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
     words += [SCRIPT, runs.argument(deaths=[(3, 0, 0)])]
@@ -227,7 +225,6 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
         "LOCAL_RANK": lambda rank: str(rank % 2),
         "MASTER_ADDR": lambda rank: "host-a" if rank else "localhost",
         "MASTER_PORT": str(PORT),
-        "DDPX_RUN_ID": "run 42",
         "GLOO_SOCKET_IFNAME": None,
     }
     places = [nodes[rank // 2] for rank in range(4)]

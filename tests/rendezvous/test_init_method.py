@@ -18,14 +18,14 @@ from lightning_ddp_ext.rendezvous.init_method import Env, File, InitMethod, Tcp,
 FORMS = "env://, tcp://host:29500 or file:///shared/run42"
 TCP_FORM = "must be tcp://HOST:PORT, with brackets around an IPv6 address"
 TCP_FORMS = "tcp://10.0.0.1:29500 or tcp://[::1]:29500"
-PATH_FORM = "needs an absolute path as text, without '?' and NUL"
+PATH_FORM = "needs the absolute path of a file, without '?' and NUL"
 PATH_REMEDY = "write file:///shared/run42"
 
 names = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True)
 hosts = names | st.ip_addresses(v=4).map(str) | st.ip_addresses(v=6).map(str) | st.just("fe80::1%eth0")
 tcps = st.builds(Tcp, hosts, st.integers(1, 65535))
 path_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="?\0"), min_size=1)
-files = path_text.filter(lambda text: text.strip("/")).map(lambda text: File("/" + text))
+files = path_text.filter(lambda text: not text.endswith("/")).map(lambda text: File("/" + text))
 near_misses = st.builds(
     str.__add__,
     st.sampled_from(["tcp://", "tcp://[", "file:", "file://", "env://"]),
@@ -70,6 +70,7 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
         ("tcp://host:1?rank=0", "needs a port in 1..65535 (got '1?rank=0'); write tcp://host:29500"),
         ("env://host", "must end after env:// (got 'host' behind it); write env://"),
         ("file://localhost/run", f"{PATH_FORM} (got 'localhost/run'); {PATH_REMEDY}"),
+        ("file:///shared/", f"{PATH_FORM} (got '/shared/'); {PATH_REMEDY}"),
     ],
 )
 def test_malformed_urls_are_refused(url: str, expected: str) -> None:
@@ -102,14 +103,7 @@ def test_wrong_values_are_refused(make: Callable[[], object], expected: str) -> 
     assert refusal(make) == expected
 
 
-def test_a_run_id_names_the_file_in_a_directory(tmp_path: Path) -> None:
-    """A trailing slash and an existing directory make a directory."""
-    assert File(f"{tmp_path}/run").file_for("7") == f"{tmp_path}/run"
-    assert File(f"{tmp_path}/").file_for("a/b") == f"{tmp_path}/ddpx-a-b.store"
-    assert File(f"{tmp_path}").file_for("a b") == f"{tmp_path}/ddpx-a-b.store"
-
-
-@pytest.mark.parametrize(("path", "missing"), [("a/b/run", "a/b"), ("a/", "a/"), ("file/run", "file")])
+@pytest.mark.parametrize(("path", "missing"), [("a/b/run", "a/b"), ("file/run", "file")])
 def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str) -> None:
     """The directory and the command that makes it are named, also where a file is in its place."""
     (tmp_path / "file").touch()
@@ -126,7 +120,8 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").touch()
     # The kernel refuses root nothing but a read-only file system, so the answer is ours.
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) not in (f"{tmp_path}/file", "/"))
-    for name in ("pipe", "file"):
+    (tmp_path / "directory").mkdir()
+    for name in ("pipe", "file", "directory"):
         assert refusal(check_file, File(f"{tmp_path}/{name}"), num_nodes=1) == (
             f"init_method 'file://{tmp_path}/{name}' needs a new file, or a plain one that this user can read and "
             f"write (got '{tmp_path}/{name}'); remove it, or write another path"
@@ -135,7 +130,7 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor that of TMPDIR, nor a link to it; a new file, a directory, and a file that an earlier run left are fine."""
+    """Nor that of TMPDIR, nor a link to it; a new file, and one that an earlier run left, are fine."""
     monkeypatch.setattr(tempfile, "tempdir", f"{shared_dir}/local")
     for name in ("local", "localised"):
         (shared_dir / name).mkdir()
@@ -146,6 +141,6 @@ def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monk
         assert found.startswith(begins)
         assert found.endswith("is local to each node); write a path on a shared file system, or tcp://host:29500")
     (shared_dir / "existing").touch()
-    for name in ("run", "", "existing", "localised/run"):
+    for name in ("run", "existing", "localised/run"):
         check_file(File(f"{shared_dir}/{name}"), num_nodes=1)
         check_file(File(f"{shared_dir}/{name}"), num_nodes=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -36,27 +35,6 @@ class Connection:
 def listener() -> Iterator[socket.socket]:
     with listen("127.0.0.1", 0) as listener:
         yield listener
-
-
-def test_a_socket_of_another_thread_is_left_alone(listener: socket.socket) -> None:
-    """Such as a logger's: it was opened by Python code while the block ran."""
-    found: list[socket.socket] = []
-    is_done = threading.Event()
-
-    def open_one() -> None:
-        found.append(socket.create_connection(listener.getsockname()[:2]))
-        is_done.wait()
-
-    thread = threading.Thread(target=open_one)
-    with OpenedSockets() as opened:
-        thread.start()
-        theirs, _ = listener.accept()
-    opened.abort()
-    is_done.set()
-    thread.join()
-    with theirs, found[0] as ours:
-        ours.sendall(b".")
-        assert theirs.recv(1) == b"."
 
 
 def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:

@@ -108,18 +108,12 @@ class HangWatchdog(pl.Callback):
         if self._watchdog is not None:
             self._watchdog.moved_at = time.monotonic()
 
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._leave()
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def _leave(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
+
+    teardown = on_exception = _leave
 
 
 for _name in dir(pl.Callback):

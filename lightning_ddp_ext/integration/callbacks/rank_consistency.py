@@ -1,4 +1,4 @@
-"""A callback that finds ranks whose weights differ, and losses that are not finite, with any ``ddp`` strategy."""
+"""A callback that finds ranks whose weights differ, with any ``ddp`` strategy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
-from lightning_ddp_ext.errors import ConfigurationError, NonFiniteError
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.supervision.checksum import raise_if_different
 
 from ..lightning_tree import pl
@@ -27,38 +27,25 @@ class RankConsistency(pl.Callback):
 
     Args:
         every_n_steps: optimiser steps from one check to the next; with manual optimisation, training batches.
-        check_finite: whether a rank raises before its backward pass if its loss is NaN or infinite; waits for a GPU.
 
     Raises:
         ConfigurationError: ``every_n_steps`` is not positive, or, in ``fit``, the strategy has no replicas to compare.
         DivergenceError: in ``fit``, on every rank: the ranks differ.
-        NonFiniteError: in ``fit``, on a rank whose loss is not finite.
 
     Example::
 
         trainer = L.Trainer(strategy="ddp", devices=2, callbacks=[RankConsistency(every_n_steps=500)])
     """
 
-    def __init__(self, every_n_steps: int = 100, *, check_finite: bool = False) -> None:
+    def __init__(self, every_n_steps: int = 100) -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
             raise ConfigurationError(f"every_n_steps must be a whole number, at least 1 (got {every_n_steps!r})")
         self.every_n_steps = every_n_steps
-        self.check_finite = check_finite
         self._last_step = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._compare(trainer, "at the start of training")
-
-    @override
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.check_finite and not loss.detach().isfinite().all():
-            rank, step, batch = trainer.global_rank, trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx
-            text = (
-                f"the loss of rank {rank} is {float(loss.detach().sum())} in step {step}, batch {batch} of epoch "
-                f"{trainer.current_epoch}; look at that batch, or find the operation with Trainer(detect_anomaly=True)"
-            )
-            raise NonFiniteError(text, rank=rank, step=step, batch=batch)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

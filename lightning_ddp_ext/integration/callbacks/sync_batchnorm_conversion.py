@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from typing_extensions import override
 
 from lightning_ddp_ext.batchnorm.groups import Ranks
@@ -65,18 +67,8 @@ class SyncBatchNormConversion(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._layers.apply(pl_module)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _revert(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         self._layers.revert(pl_module)
 
-    @override
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._layers.revert(pl_module)  # if nothing was left to train
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._layers.revert(pl_module)  # if Lightning's Tuner left early
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._layers.revert(pl_module)
+    # The later hooks are for a run with nothing left to train, and for one that Lightning's Tuner leaves early.
+    on_train_end = on_fit_end = teardown = on_exception = _revert
