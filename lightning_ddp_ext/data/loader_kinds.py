@@ -8,15 +8,15 @@ everything else are read and dropped, see ``position``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from typing_extensions import override
 
 from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
+from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
 from lightning_ddp_ext.data.proxy import show
 from lightning_ddp_ext.data.random_state import preserve_random_state
@@ -51,7 +51,7 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 def rewind(loader: Any) -> None:
     """Have samplers of ours start at the beginning of the epoch, even if training is in its middle."""
-    for sampler in with_wrapped(index_sampler_of(loader)):
+    for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
 
@@ -105,7 +105,7 @@ class IndexPosition(LoaderPosition):
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
         own = index_sampler_of(loader)
-        self.is_by_rank = any(isinstance(each, DRAWING) for each in with_wrapped(own))
+        self.is_by_rank = any(isinstance(each, DRAWING) for each in samplers_below(own))
         self._sampler = PermanentBatchSampler(own)
         set_index_sampler(loader, show(own, self._sampler))
 
@@ -113,7 +113,7 @@ class IndexPosition(LoaderPosition):
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         def draw() -> Iterator[Any]:
             self._record(start)
-            return self._count_drawn(start, iter(self._sampler.batch_sampler))
+            return iter(self._sampler.batch_sampler)
 
         self._sampler.draw_next_by(draw)
         return iter(self.loader)
@@ -123,26 +123,9 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        # The saved run had drawn these already, for its workers; what is drawn later continues with its random states.
-        ahead = list(islice(order, max(0, (start.own or {"drawn": 0})["drawn"] - start.at)))
-        start.drawn = start.at
-        self._sampler.draw_next_by(lambda: self._count_drawn(start, chain(ahead, order)))
+        self._sampler.draw_next_by(lambda: order)
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
-            return iter(self.loader)
-
-    @override
-    def state_dict(self, done: int) -> dict[str, Any]:
-        start, _ = self._start_before(done)
-        return {**super().state_dict(done), "own": {"drawn": start.drawn}}
-
-    def _count_drawn(self, start: IteratorStart, order: Iterator[Any]) -> Iterator[Any]:
-        is_over = object()
-        while True:
-            start.drawn += 1  # also a request that finds the end, where samplers of torch draw once more
-            batch = next(order, is_over)
-            if batch is is_over:
-                return
-            yield batch
+            return iter(self.loader)  # workers draw as far ahead as those of the saved run
 
 
 class StatePosition(LoaderPosition):

@@ -10,9 +10,9 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import length_of
-from lightning_ddp_ext.data.epochs import set_epoch_of
+from lightning_ddp_ext.data.epochs import samplers_below, set_epoch_of
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import identity_of, with_wrapped
+from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
@@ -67,13 +67,13 @@ class SharedSampler(GlobalOrderSampler):
 
     @override
     def _set_wrapped_epoch(self) -> None:
-        for sampler in with_wrapped(self._wrapped):
+        for sampler in samplers_below(self._wrapped):
             set_epoch_of(sampler, self.epoch)
 
     @override
     def _order(self) -> Order:
         length = self.length
-        with seeded(mix(self.seed, self.epoch), *with_wrapped(self._wrapped)):
+        with seeded(mix(self.seed, self.epoch), *samplers_below(self._wrapped)):
             items = islice(self._wrapped, length)
             # A batch sampler may reuse one list.
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)

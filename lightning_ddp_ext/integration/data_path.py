@@ -7,6 +7,7 @@ Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -16,6 +17,7 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
@@ -158,11 +160,14 @@ class DataPath:
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
             return iter(own_copy(loader.loader))
-        if is_trained:
-            loader.position.keeps_workers = keeps_workers
-            return self.training.start_iterator(loader, epoch)
-        rewind(loader.loader)
-        return self.evaluation.read(loader, keeps_workers=keeps_workers)
+        # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
+        is_later = keeps_workers and (epoch > 0 or not is_trained)
+        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+            if is_trained:
+                loader.position.keeps_workers = keeps_workers
+                return self.training.start_iterator(loader, epoch)
+            rewind(loader.loader)
+            return self.evaluation.read(loader, iter(loader.loader))
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any, cast
 
@@ -20,7 +19,6 @@ from lightning_ddp_ext.data.loader import (
     set_index_sampler,
 )
 from lightning_ddp_ext.data.proxy import show
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.errors import SamplingError
 
 from .compat import active_loop_of, combined_loader_of, mode_of
@@ -72,12 +70,10 @@ class Evaluation(IdleSteps):
         permanent = PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare)
         set_index_sampler(loader.loader, show(sampler, permanent))
 
-    def read(self, loader: DistributedLoader, *, keeps_workers: bool) -> Iterator[Any]:
+    def read(self, loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loader and count the steps; raise if idle ranks cannot be determined."""
         if loader.balance is not None:
             self._refuse_unknown_idle_ranks(loader.balance)
-        with workers_seeded_apart(loader.loader) if keeps_workers else nullcontext():
-            batches = iter(loader.loader)
         for step, batch in enumerate(batches):
             self._batches, self._step = dict(enumerate(loader.balance or ())), step
             yield batch
