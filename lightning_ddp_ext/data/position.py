@@ -38,7 +38,7 @@ class IteratorStart:
     after: int = 0
     at: int = 0
     random: list[Any] = field(default_factory=list)
-    own: Mapping[str, Any] | None = None
+    own: Any = None
     states: list[tuple[int, Any]] = field(default_factory=list)
 
 
@@ -58,7 +58,6 @@ class LoaderPosition:
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
         generators: the generators of the loader and its samplers, besides the global ones.
-        keeps_workers: whether the workers of one epoch are also those of the next one.
     """
 
     kind = "batches"
@@ -73,7 +72,6 @@ class LoaderPosition:
         self.epoch = -1
         self.given = 0
         self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
-        self.keeps_workers = False
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         self._resumed: Mapping[str, Any] | None = None
 

@@ -37,7 +37,7 @@ class SharedSampler(GlobalOrderSampler):
     """
 
     kind: ClassVar[str] = "shared"
-    _field: ClassVar[str] = "sampler"  # the attribute that holds the wrapped sampler
+    _field: ClassVar[str] = "sampler"  # its name in errors
 
     def __init__(
         self,
@@ -47,40 +47,36 @@ class SharedSampler(GlobalOrderSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        setattr(self, self._field, sampler)
+        self.dataset: Any = sampler
         super().__init__(sampler, self.length, num_replicas, rank, True, seed, uneven)
 
     @property
     @override
     def length(self) -> int:
         """The current length of the wrapped sampler."""
-        return length_of(self._wrapped, self._field, "give it a __len__ that returns the number of items")
-
-    @property
-    def _wrapped(self) -> Any:
-        return getattr(self, self._field)
+        return length_of(self.dataset, self._field, "give it a __len__ that returns the number of items")
 
     @override
     def identity(self) -> dict[str, Any]:
         """Return the parameters that must be equal for a position to mean the same."""
-        return {**super().identity(), "sampler": identity_of(self._wrapped)}
+        return {**super().identity(), "sampler": identity_of(self.dataset)}
 
     @override
     def _set_wrapped_epoch(self) -> None:
-        for sampler in samplers_below(self._wrapped):
+        for sampler in samplers_below(self.dataset):
             set_epoch_of(sampler, self.epoch)
 
     @override
     def _order(self) -> Order:
         length = self.length
-        with seeded(mix(self.seed, self.epoch), *samplers_below(self._wrapped)):
-            items = islice(self._wrapped, length)
+        with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
+            items = islice(self.dataset, length)
             # A batch sampler may reuse one list.
             drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
         if len(drawn) < length:
             raise ConfigurationError(
                 f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
-                f" correct {type(self._wrapped).__name__}.__len__"
+                f" correct {type(self.dataset).__name__}.__len__"
             )
         return drawn.__getitem__
 

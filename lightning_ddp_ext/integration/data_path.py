@@ -23,7 +23,7 @@ from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
-from .lightning_tree import RunningStage, UnrepeatedSampler, update_dataloader
+from .lightning_tree import RunningStage, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -31,14 +31,6 @@ from .training_data import TrainingData
 from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
-
-
-class PredictionSampler(ExactDistributedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """The sampler of predictions, of the class by which callbacks find Lightning's."""
-
-
-class SharedPredictionSampler(SharedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """The sampler of predictions around a user's own sampler."""
 
 
 class DataPath:
@@ -66,17 +58,18 @@ class DataPath:
         self._exact_evaluation = exact_evaluation
         self._uneven_inputs = uneven_inputs
         self._stage: RunningStage | None = None  # of the loader that Lightning wraps next
-        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, resume_data)
-        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
+        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
         self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Forget an earlier run, and have a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
-        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
-        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
-        self.worker_seed = None
+        self._forget()
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
@@ -104,8 +97,7 @@ class DataPath:
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
                 return dataloader
-            inner = getattr(dataloader.batch_sampler, "sampler", None)
-            sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
+            sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
         elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.current_trainer, dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
@@ -121,12 +113,10 @@ class DataPath:
         inner = getattr(loader.batch_sampler, "sampler", None)
         sampler = inner if isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):
-            shared = SharedPredictionSampler if stage == RunningStage.PREDICTING else SharedSampler
-            return shared(sampler, uneven="exact" if is_evaluated else "pad", **options)
+            return SharedSampler(sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
-            exact = PredictionSampler if stage == RunningStage.PREDICTING else ExactDistributedSampler
-            return exact(loader.dataset, shuffle=shuffle, **options)
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
@@ -164,7 +154,6 @@ class DataPath:
         is_later = keeps_workers and (epoch > 0 or not is_trained)
         with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
             if is_trained:
-                loader.position.keeps_workers = keeps_workers
                 return self.training.start_iterator(loader, epoch)
             rewind(loader.loader)
             return self.evaluation.read(loader, iter(loader.loader))

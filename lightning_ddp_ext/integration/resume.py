@@ -23,7 +23,7 @@ from .named_calls import ranks_of, refuse
 ResumeData = Literal["exact", "epoch", "stock"]
 
 KEY = "lightning_ddp_ext"
-VERSION = 5
+VERSION = 6
 _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
