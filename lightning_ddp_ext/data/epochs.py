@@ -110,13 +110,8 @@ def set_epoch(loaders: object, epoch: int) -> None:
         epoch: the next epoch, from 0.
     """
     for thing in all_below(loaders):
-        set_epoch_of(thing, epoch)
-
-
-def set_epoch_of(thing: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on this one object, if it has that method."""
-    if has_set_epoch(thing):
-        thing.set_epoch(epoch)  # type: ignore[attr-defined]
+        if has_set_epoch(thing):
+            thing.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 def has_set_epoch(thing: object) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import length_of
-from lightning_ddp_ext.data.epochs import samplers_below, set_epoch_of
+from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
 from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.partition import Uneven
@@ -64,7 +64,8 @@ class SharedSampler(GlobalOrderSampler):
     @override
     def _set_wrapped_epoch(self) -> None:
         for sampler in samplers_below(self.dataset):
-            set_epoch_of(sampler, self.epoch)
+            if has_set_epoch(sampler):
+                sampler.set_epoch(self.epoch)
 
     @override
     def _order(self) -> Order:

@@ -1,7 +1,7 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
-Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for the iterable to read:
-:meth:`DataPath.wrap` shows a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
+Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a loader. It gets a loader that shows a
+``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class DataPath:
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._uneven_inputs = uneven_inputs
-        self._stage: RunningStage | None = None  # of the loader that Lightning wraps next
         self.training = TrainingData(strategy, resume_data)
         self._forget()
 
@@ -87,12 +86,23 @@ class DataPath:
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
+    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
+        """Return the loader that the Trainer reads in place of a given one. Collective: every rank must call it."""
+        source = source_of(dataloader)  # of another Trainer, or another stage
+        loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
+        if stage in EVALUATED:
+            self.evaluation.balance(loader, stage)
+            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
+            return loader.shown()
+        self.uneven.agree_on_length(loader)
+        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
+        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
+        return loader.shown()
+
     # Samplers.
 
-    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
-        """Put one of our samplers into a loader where Lightning would put its own."""
-        self._stage = stage
-        dataloader = source_of(dataloader)  # of another Trainer, or another stage
+    def _with_sampler(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> Any:
+        """Return a loader with one of our samplers where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
@@ -121,20 +131,6 @@ class DataPath:
         return kind(loader.dataset, shuffle=shuffle, **options)
 
     # Iteration.
-
-    def wrap(self, dataloader: Any) -> Any:
-        """Return the iterable for the Trainer that replaces a loader. Collective."""
-        loader = DistributedLoader(dataloader, self.start_iterator)
-        # Loaders of training may be requested in the middle of an evaluation.
-        stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
-        if stage in EVALUATED:
-            self.evaluation.balance(loader, stage)
-            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
-            return loader.shown()
-        self.uneven.agree_on_length(loader)
-        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
-        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
-        return loader.shown()
 
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, whose first batch has just been requested.
