@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -18,37 +17,42 @@ from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 
-class SharedSampler(GlobalOrderSampler):
-    """Splits the items of any other sampler among the ranks; the state of their generators does not matter.
+class DistributedBatchSamplerWrapper(GlobalOrderSampler):
+    """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
-    Every rank draws the whole list of an epoch, with all generators that the sampler can reach seeded from ``seed``
-    and the epoch.
+    Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
+    ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
+    ``position`` counts batches of all ranks.
 
     Args:
-        sampler: any sampler with a length; ``set_epoch`` is called on it and wrapped objects.
-        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and wrapped objects.
+        num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
+        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
+            some ranks one more batch.
 
     Raises:
-        ConfigurationError: the sampler has no length; when iterated: it yields fewer indices than that.
+        ConfigurationError: the batch sampler has no length; when iterated: it yields fewer batches than that.
 
-    >>> from torch.utils.data import WeightedRandomSampler
-    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
-    3
+    >>> from torch.utils.data import BatchSampler, SequentialSampler
+    >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
+    >>> [list(DistributedBatchSamplerWrapper(batches, num_replicas=2, rank=rank)) for rank in range(2)]
+    [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
     """
 
-    kind: ClassVar[str] = "shared"
-    _field: ClassVar[str] = "sampler"  # its name in errors
+    kind: ClassVar[str] = "batches"
+    _field: ClassVar[str] = "batch_sampler"  # its name in errors
 
     def __init__(
         self,
-        sampler: Iterable[Any],
+        batch_sampler: Any,
         num_replicas: int | None = None,
         rank: int | None = None,
+        *,
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        self.dataset: Any = sampler
-        super().__init__(sampler, self.length, num_replicas, rank, True, seed, uneven)
+        self.dataset: Any = batch_sampler
+        super().__init__(batch_sampler, self.length, num_replicas, rank, True, seed, uneven)
 
     @property
     @override
@@ -82,38 +86,13 @@ class SharedSampler(GlobalOrderSampler):
         return drawn.__getitem__
 
 
-class DistributedBatchSamplerWrapper(SharedSampler):
-    """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
+class SharedSampler(DistributedBatchSamplerWrapper):
+    """Splits the indices of any other sampler with a length among the ranks in the same way.
 
-    Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
-    ``seed`` and the epoch, and yields its own: the k-th batch belongs to rank k modulo the number of ranks.
-    ``position`` counts batches of all ranks.
-
-    Args:
-        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and wrapped objects.
-        num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
-        uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
-            some ranks one more batch.
-
-    Raises:
-        ConfigurationError: the batch sampler has no length; when iterated: it yields fewer batches than that.
-
-    >>> from torch.utils.data import BatchSampler, SequentialSampler
-    >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)
-    >>> [list(DistributedBatchSamplerWrapper(batches, num_replicas=2, rank=rank)) for rank in range(2)]
-    [[[0, 1], [4, 5]], [[2, 3], [0, 1]]]
+    >>> from torch.utils.data import WeightedRandomSampler
+    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
+    3
     """
 
-    kind: ClassVar[str] = "batches"
-    _field: ClassVar[str] = "batch_sampler"
-
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        *,
-        seed: int = 0,
-        uneven: Uneven = "pad",
-    ) -> None:
-        super().__init__(batch_sampler, num_replicas, rank, seed, uneven)
+    kind: ClassVar[str] = "shared"
+    _field: ClassVar[str] = "sampler"
