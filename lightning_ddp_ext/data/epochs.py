@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any
 
@@ -10,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_ddp_ext.data.loader import forget_workers
-from lightning_ddp_ext.data.worker_start import StartWorker
+from lightning_ddp_ext.data.seeding import seed_generators
 
 _DATA = (Sampler, Dataset, DataLoader)
 _CONTAINERS = (list, tuple, dict)
@@ -49,6 +51,43 @@ def start_epoch(loader: Any, epoch: int, *, rank: int, seed: int | None = None) 
     return keeps_workers
 
 
+@dataclass(frozen=True)
+class StartWorker:
+    """A ``worker_init_fn`` that leaves the rank's process group, calls the loader's own one, and seeds the worker.
+
+    torchrun, schedulers and terminals send a signal to all processes of a group. It would kill the workers, which a
+    rank needs until it stops.
+
+    Attributes:
+        own: the loader's own function.
+        epoch: from 0.
+        rank: from 0.
+        seed: for :func:`seed_generators`; ``None`` to leave the generators as torch and ``own`` seed them.
+    """
+
+    own: Callable[[int], None] | None
+    epoch: int
+    rank: int
+    seed: int | None
+
+    def __call__(self, worker: int) -> None:
+        """Start a worker."""
+        with suppress(OSError):  # a session leader cannot change its group
+            os.setpgid(0, 0)
+        if self.own is not None:
+            self.own(worker)
+        if self.seed is not None:
+            seed_generators(self.seed, epoch=self.epoch, rank=self.rank, worker=worker)
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Have the next iterator start new workers.
+
+    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
+    """
+    object.__setattr__(loader, "_iterator", None)
+
+
 def set_epoch(loaders: object, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` once on each object at or below ``loaders`` that has this method.
 
@@ -71,13 +110,8 @@ def set_epoch(loaders: object, epoch: int) -> None:
         epoch: the next epoch, from 0.
     """
     for thing in all_below(loaders):
-        set_epoch_of(thing, epoch)
-
-
-def set_epoch_of(thing: object, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` on this one object, if it has that method."""
-    if has_set_epoch(thing):
-        thing.set_epoch(epoch)  # type: ignore[attr-defined]
+        if has_set_epoch(thing):
+            thing.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 def has_set_epoch(thing: object) -> bool:
@@ -101,6 +135,12 @@ def all_below(root: object) -> list[object]:
             children = [*_elements(thing), *getattr(thing, "__dict__", {}).values()]
             stack += [(child, False) for child in reversed(children)]
     return found
+
+
+def samplers_below(root: object) -> list[Any]:
+    """Return the samplers at or below one, each before those in it: what is iterated over, and not indexed."""
+    below = reversed(all_below(root))
+    return [each for each in below if isinstance(each, Sampler) or not hasattr(type(each), "__getitem__")]
 
 
 def _is_followed(thing: object) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ddp_ext.data.epochs import forget_workers, samplers_below
 from lightning_ddp_ext.data.proxy import iterable_of, show
 
 StartIterator = Callable[["DistributedLoader", "LazyIterator"], Iterator[Any]]
@@ -97,14 +98,6 @@ def own_copy(loader: Any) -> Any:
     return copied
 
 
-def forget_workers(loader: DataLoader[Any]) -> None:
-    """Have the next iterator start new workers.
-
-    torch keeps the iterator of ``persistent_workers``, and in it the sampler of the loader's first iterator.
-    """
-    object.__setattr__(loader, "_iterator", None)
-
-
 def index_sampler_of(loader: Any) -> Any:
     """Return the sampler of batches, or of samples, that a loader reads; ``None`` if it reads none."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
@@ -112,32 +105,64 @@ def index_sampler_of(loader: Any) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def set_index_sampler(loader: DataLoader[Any], sampler: Any) -> None:
-    """Replace the index sampler of a loader of our own; torch itself refuses that once a loader is made."""
-    object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", sampler)
+class PermanentBatchSampler:
+    """Yields the items of another sampler, or an order given for the next iterator, padded at the end.
+
+    A loader keeps one of these, since torch keeps the sampler of the first iterator in persistent workers.
+    Its length is that of a whole epoch, because loops count batches from the beginning of the epoch.
+
+    Args:
+        batch_sampler: a batch sampler, or, for a loader without batches, a sampler.
+        padded_to: the total number of items, reached by repeating the last one; ``None`` for no repeats.
+        spare: the item to repeat if the sampler is empty.
+
+    >>> sampler = PermanentBatchSampler(["a", "b", "c"])
+    >>> sampler.draw_next_by(lambda: iter(["c"]))
+    >>> list(sampler), list(sampler), len(sampler)
+    (['c'], ['a', 'b', 'c'], 3)
+    >>> list(PermanentBatchSampler([[1, 3], [5]], padded_to=3))
+    [[1, 3], [5], [5]]
+    """
+
+    def __init__(self, batch_sampler: Iterable[Any], *, padded_to: int | None = None, spare: Any = None) -> None:
+        self.batch_sampler = batch_sampler
+        self._padded_to = padded_to
+        self._spare = spare
+        self._draw: Callable[[], Iterator[Any]] | None = None
+
+    def draw_next_by(self, draw: Callable[[], Iterator[Any]]) -> None:
+        """Have the next iterator yield the items of ``draw()``, called when its first item is requested."""
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, because a loader with workers makes two iterators, and reads the second.
+        draw, self._draw = self._draw, None
+        items = iter(self.batch_sampler) if draw is None else draw()
+        given = 0
+        item = self._spare
+        for item in items:
+            given += 1
+            yield item
+        for _ in range(given, self._padded_to or 0):
+            yield item
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) if self._padded_to is None else self._padded_to  # type: ignore[arg-type]
 
 
-def with_wrapped(sampler: object) -> list[object]:
-    """Return the sampler, and the samplers that are its attributes, at any depth."""
-    found = [sampler]
-    for owner in found:
-        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
-            if _is_sampler(name, value) and not any(value is other for other in found):
-                found.append(value)
-    return found
-
-
-def _is_sampler(name: str, value: object) -> bool:
-    return isinstance(value, Sampler) or (name in ("sampler", "batch_sampler") and hasattr(value, "__iter__"))
+def make_permanent(loader: DataLoader[Any], **options: Any) -> PermanentBatchSampler:
+    """Put a :class:`PermanentBatchSampler` around the index sampler of a loader of our own, and return it."""
+    own = index_sampler_of(loader)
+    permanent = PermanentBatchSampler(own, **options)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    object.__setattr__(loader, name, show(own, permanent))  # torch itself refuses that once a loader is made
+    return permanent
 
 
 def name_of(loader: Any) -> str:
-    """Return the name of a loader's data in errors: the class that the user has chosen."""
-    sampler = index_sampler_of(loader)
-    if sampler is None:
-        return type(loader.dataset if isinstance(loader, DataLoader) else loader).__name__
-    inner = getattr(sampler, "sampler", None)
-    return type(sampler).__name__ + (f" over {type(inner).__name__}" if inner is not None else "")
+    """Return the name of a loader's data in errors: the classes that the user has chosen."""
+    samplers = [type(each).__name__ for each in samplers_below(index_sampler_of(loader))]
+    return " over ".join(samplers) or type(getattr(loader, "dataset", loader)).__name__
 
 
 _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replacement", "seed", "shuffle")
@@ -146,12 +171,12 @@ _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replac
 def identity_of(sampler: object) -> str:
     """Return the classes and parameters of a sampler and of those in it, which are equal where they yield the same.
 
-    >>> from torch.utils.data import BatchSampler
-    >>> identity_of(BatchSampler(range(3), 2, drop_last=False))
-    'BatchSampler(batch_size=2, drop_last=False) over range()'
+    >>> from torch.utils.data import BatchSampler, SequentialSampler
+    >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
+    'BatchSampler(batch_size=2, drop_last=False) over SequentialSampler()'
     """
     found = []
-    for each in with_wrapped(sampler):
+    for each in samplers_below(sampler):
         own = getattr(each, "__dict__", {})
         values = [f"{name.lstrip('_')}={own[name]!r}" for name in _PARAMETERS if isinstance(own.get(name), (int, str))]
         found.append(f"{type(each).__name__}({', '.join(values)})")
@@ -159,14 +184,11 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return what decides, besides the data, which samples a loader reads: its workers where they divide a stream."""
-    workers = None
-    if any(kind.__name__ == "StatefulDataLoader" for kind in type(loader).__mro__):  # whose state is by worker
-        workers = loader.num_workers
-    elif isinstance(getattr(loader, "dataset", None), IterableDataset) and not is_stateful(loader):
-        workers = max(1, getattr(loader, "num_workers", 0))
-    sampler, batch_size = identity_of(index_sampler_of(loader)), getattr(loader, "batch_size", None)
-    return {"batch_size": batch_size, "sampler": sampler, "num_workers": workers}
+    """Return what decides, besides the data, which samples a loader reads: its workers unless it reads indices."""
+    sampler = index_sampler_of(loader)
+    workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
+    batch_size = getattr(loader, "batch_size", None)
+    return {"batch_size": batch_size, "sampler": identity_of(sampler), "num_workers": workers}
 
 
 def batches_of(loader: Any) -> float:

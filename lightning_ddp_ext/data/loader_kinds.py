@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
+from math import inf
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from typing_extensions import override
 
-from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
+from lightning_ddp_ext.data.epochs import samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, set_index_sampler, with_wrapped
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, is_stateful, make_permanent
 from lightning_ddp_ext.data.position import IteratorStart, LoaderPosition
-from lightning_ddp_ext.data.proxy import show
-from lightning_ddp_ext.data.random_state import preserve_random_state
 from lightning_ddp_ext.data.seeding import workers_seeded_apart
 
 DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -36,7 +35,8 @@ def position_of(loader: Any, *, world_size: int, remembered: int) -> LoaderPosit
     kind: type[LoaderPosition] = LoaderPosition
     if is_stateful(loader):
         kind = StatePosition
-    elif _reads_indices(loader):
+    elif batches_of(index_sampler_of(loader)) < inf and type(loader).__iter__ is DataLoader.__iter__:
+        # A class with another ``__iter__`` may not use its sampler.
         kind = IndexPosition if global_order_of(loader) is None else OrderPosition
     return kind(loader, world_size=world_size, remembered=remembered)
 
@@ -51,15 +51,9 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 def rewind(loader: Any) -> None:
     """Have samplers of ours start at the beginning of the epoch, even if training is in its middle."""
-    for sampler in with_wrapped(index_sampler_of(loader)):
+    for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
-
-
-def _reads_indices(loader: object) -> bool:
-    """Whether a loader reads a sampler with a length; a class with another ``__iter__`` may not use it."""
-    has_length = batches_of(index_sampler_of(loader)) != float("inf")
-    return has_length and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
 
 
 class OrderPosition(LoaderPosition):
@@ -104,16 +98,14 @@ class IndexPosition(LoaderPosition):
 
     def __init__(self, loader: Any, **options: Any) -> None:
         super().__init__(loader, **options)
-        own = index_sampler_of(loader)
-        self.is_by_rank = any(isinstance(each, DRAWING) for each in with_wrapped(own))
-        self._sampler = PermanentBatchSampler(own)
-        set_index_sampler(loader, show(own, self._sampler))
+        self.is_by_rank = any(isinstance(each, DRAWING) for each in samplers_below(index_sampler_of(loader)))
+        self._sampler = make_permanent(loader)
 
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         def draw() -> Iterator[Any]:
             self._record(start)
-            return self._count_drawn(start, iter(self._sampler.batch_sampler))
+            return iter(self._sampler.batch_sampler)
 
         self._sampler.draw_next_by(draw)
         return iter(self.loader)
@@ -123,26 +115,16 @@ class IndexPosition(LoaderPosition):
         self._restore(start.random)
         order = iter(self._sampler.batch_sampler)
         self._drop(order, start.at)
-        # The saved run had drawn these already, for its workers; what is drawn later continues with its random states.
-        ahead = list(islice(order, max(0, (start.own or {"drawn": 0})["drawn"] - start.at)))
-        start.drawn = start.at
-        self._sampler.draw_next_by(lambda: self._count_drawn(start, chain(ahead, order)))
+        ahead = list(islice(order, start.own or 0))  # drawn before random states were saved, from which the rest is
+        self._sampler.draw_next_by(lambda: chain(ahead, order))
         with workers_seeded_apart(self.loader, self.epoch, self.given):  # the sampler may draw more numbers later
             return iter(self.loader)
 
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
-        start, _ = self._start_before(done)
-        return {**super().state_dict(done), "own": {"drawn": start.drawn}}
-
-    def _count_drawn(self, start: IteratorStart, order: Iterator[Any]) -> Iterator[Any]:
-        is_over = object()
-        while True:
-            start.drawn += 1  # also a request that finds the end, where samplers of torch draw once more
-            batch = next(order, is_over)
-            if batch is is_over:
-                return
-            yield batch
+        start, batches = self._start_before(done)
+        prefetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
+        return {**super().state_dict(done), "own": self.given - start.after - batches + prefetched}
 
 
 class StatePosition(LoaderPosition):
@@ -153,11 +135,8 @@ class StatePosition(LoaderPosition):
     """
 
     kind = "state"
-
-    def __init__(self, loader: Any, **options: Any) -> None:
-        super().__init__(loader, **options)
-        self.is_by_rank = self._world_size > 1  # else Lightning has given the loader the state that it saves
-        self._drawn: int | None = None  # batches of the newest iterator; ``None`` after its end
+    is_by_rank = True
+    _drawn: int | None = None  # batches of the newest iterator; ``None`` after its end
 
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
@@ -172,11 +151,6 @@ class StatePosition(LoaderPosition):
     @override
     def _begin(self, start: IteratorStart) -> Iterator[Any]:
         rewind(self.loader)  # an earlier iterator of this epoch may have continued in the middle
-        is_new = getattr(self.loader, "_iterator", None) is None
-        if self.keeps_workers and self.epoch > 0 and is_new and index_sampler_of(self.loader) is not None:
-            # HACK: torchdata's iterators also draw an order where workers start, as those of another run did
-            with preserve_random_state(self.generators):
-                iter(self.loader)
         return self._count_drawn(super()._begin(start))
 
     @override

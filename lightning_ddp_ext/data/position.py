@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
-from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of, with_wrapped
+from lightning_ddp_ext.data.epochs import samplers_below
+from lightning_ddp_ext.data.loader import batches_of, index_sampler_of, name_of, parameters_of
 from lightning_ddp_ext.data.random_state import (
     generators_of,
     preserve_random_state,
     record_random_state,
     restore_random_state,
 )
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.errors import ResumeError
 
 FROM_THE_EPOCHS_START = 'pass DDPExtStrategy(resume_data="epoch") to repeat that epoch from its beginning'
@@ -33,16 +32,14 @@ class IteratorStart:
         random: the random states in which it drew numbers, recorded just before.
         own: what a resumed run has saved for this kind of loader alone.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
-        drawn: batches that were requested from its sampler, ahead of those that were read.
     """
 
     number: int = 0
     after: int = 0
     at: int = 0
     random: list[Any] = field(default_factory=list)
-    own: Mapping[str, Any] | None = None
+    own: Any = None
     states: list[tuple[int, Any]] = field(default_factory=list)
-    drawn: int = 0
 
 
 class LoaderPosition:
@@ -61,7 +58,6 @@ class LoaderPosition:
         epoch: the epoch that is read.
         given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
         generators: the generators of the loader and its samplers, besides the global ones.
-        keeps_workers: whether the workers of one epoch are also those of the next one.
     """
 
     kind = "batches"
@@ -75,8 +71,7 @@ class LoaderPosition:
         self._parameters = parameters_of(loader)  # as it was made: a sampler may count epochs in its seed
         self.epoch = -1
         self.given = 0
-        self.generators = generators_of(loader, *with_wrapped(index_sampler_of(loader)))
-        self.keeps_workers = False
+        self.generators = generators_of(loader, *samplers_below(index_sampler_of(loader)))
         self._starts: deque[IteratorStart] = deque(maxlen=remembered)
         self._resumed: Mapping[str, Any] | None = None
 
@@ -116,10 +111,7 @@ class LoaderPosition:
     def _start_at_beginning(self) -> Iterator[Any]:
         start = IteratorStart(self._starts[-1].number + 1 if self._starts else 0, self.given)
         self._starts.append(start)
-        # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
-        is_later = self.keeps_workers and self.epoch > 0
-        with workers_seeded_apart(self.loader, self.epoch, self.given) if is_later else nullcontext():
-            return self._begin(start)
+        return self._begin(start)
 
     def _continue(self, state: Mapping[str, Any]) -> Iterator[Any]:
         start = IteratorStart(state["number"], self.given, state["at"], state["random"] or [], state.get("own"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -10,82 +9,15 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_ddp_ext.data.checks import length_of
-from lightning_ddp_ext.data.epochs import set_epoch_of
+from lightning_ddp_ext.data.epochs import has_set_epoch, samplers_below
 from lightning_ddp_ext.data.global_order import GlobalOrderSampler, Order
-from lightning_ddp_ext.data.loader import identity_of, with_wrapped
+from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.partition import Uneven
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.errors import ConfigurationError
 
 
-class SharedSampler(GlobalOrderSampler):
-    """Splits the items of any other sampler among the ranks; the state of their generators does not matter.
-
-    Every rank draws the whole list of an epoch, with all generators that the sampler can reach seeded from ``seed``
-    and the epoch.
-
-    Args:
-        sampler: any sampler with a length; ``set_epoch`` is called on it and wrapped objects.
-        num_replicas, rank, seed, uneven: as for ``ScalableDistributedSampler``.
-
-    Raises:
-        ConfigurationError: the sampler has no length; when iterated: it yields fewer indices than that.
-
-    >>> from torch.utils.data import WeightedRandomSampler
-    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
-    3
-    """
-
-    kind: ClassVar[str] = "shared"
-    _field: ClassVar[str] = "sampler"  # the attribute that holds the wrapped sampler
-
-    def __init__(
-        self,
-        sampler: Iterable[Any],
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        seed: int = 0,
-        uneven: Uneven = "pad",
-    ) -> None:
-        setattr(self, self._field, sampler)
-        super().__init__(sampler, self.length, num_replicas, rank, True, seed, uneven)
-
-    @property
-    @override
-    def length(self) -> int:
-        """The current length of the wrapped sampler."""
-        return length_of(self._wrapped, self._field, "give it a __len__ that returns the number of items")
-
-    @property
-    def _wrapped(self) -> Any:
-        return getattr(self, self._field)
-
-    @override
-    def identity(self) -> dict[str, Any]:
-        """Return the parameters that must be equal for a position to mean the same."""
-        return {**super().identity(), "sampler": identity_of(self._wrapped)}
-
-    @override
-    def _set_wrapped_epoch(self) -> None:
-        for sampler in with_wrapped(self._wrapped):
-            set_epoch_of(sampler, self.epoch)
-
-    @override
-    def _order(self) -> Order:
-        length = self.length
-        with seeded(mix(self.seed, self.epoch), *with_wrapped(self._wrapped)):
-            items = islice(self._wrapped, length)
-            # A batch sampler may reuse one list.
-            drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
-        if len(drawn) < length:
-            raise ConfigurationError(
-                f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
-                f" correct {type(self._wrapped).__name__}.__len__"
-            )
-        return drawn.__getitem__
-
-
-class DistributedBatchSamplerWrapper(SharedSampler):
+class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     """Splits the batches of any batch sampler among the ranks, for ``DataLoader(batch_sampler=...)``.
 
     Every rank draws the batches of all ranks when an epoch begins, with all generators that it can reach seeded from
@@ -108,7 +40,7 @@ class DistributedBatchSamplerWrapper(SharedSampler):
     """
 
     kind: ClassVar[str] = "batches"
-    _field: ClassVar[str] = "batch_sampler"
+    _field: ClassVar[str] = "batch_sampler"  # its name in errors
 
     def __init__(
         self,
@@ -119,4 +51,48 @@ class DistributedBatchSamplerWrapper(SharedSampler):
         seed: int = 0,
         uneven: Uneven = "pad",
     ) -> None:
-        super().__init__(batch_sampler, num_replicas, rank, seed, uneven)
+        self.dataset: Any = batch_sampler
+        super().__init__(batch_sampler, self.length, num_replicas, rank, True, seed, uneven)
+
+    @property
+    @override
+    def length(self) -> int:
+        """The current length of the wrapped sampler."""
+        return length_of(self.dataset, self._field, "give it a __len__ that returns the number of items")
+
+    @override
+    def identity(self) -> dict[str, Any]:
+        """Return the parameters that must be equal for a position to mean the same."""
+        return {**super().identity(), "sampler": identity_of(self.dataset)}
+
+    @override
+    def _set_wrapped_epoch(self) -> None:
+        for sampler in samplers_below(self.dataset):
+            if has_set_epoch(sampler):
+                sampler.set_epoch(self.epoch)
+
+    @override
+    def _order(self) -> Order:
+        length = self.length
+        with seeded(mix(self.seed, self.epoch), *samplers_below(self.dataset)):
+            items = islice(self.dataset, length)
+            # A batch sampler may reuse one list.
+            drawn = np.fromiter((each.copy() if isinstance(each, list) else each for each in items), dtype=object)
+        if len(drawn) < length:
+            raise ConfigurationError(
+                f"{self._field} must yield as many items as its length, {length} (got {len(drawn)});"
+                f" correct {type(self.dataset).__name__}.__len__"
+            )
+        return drawn.__getitem__
+
+
+class SharedSampler(DistributedBatchSamplerWrapper):
+    """Splits the indices of any other sampler with a length among the ranks in the same way.
+
+    >>> from torch.utils.data import WeightedRandomSampler
+    >>> len(SharedSampler(WeightedRandomSampler([1.0, 0.0, 2.0], 6), num_replicas=2, rank=0))
+    3
+    """
+
+    kind: ClassVar[str] = "shared"
+    _field: ClassVar[str] = "sampler"

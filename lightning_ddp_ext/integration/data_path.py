@@ -1,12 +1,13 @@
 """Choose samplers for a strategy's loaders, wrap the loaders, and start the iterators over them.
 
-Lightning calls :meth:`DataPath.prepare` for a sampler, and ``Strategy.process_dataloader`` for the iterable to read:
-:meth:`DataPath.wrap` shows a ``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
+Lightning calls :meth:`DataPath.prepare` where it would put its own sampler into a loader. It gets a loader that shows a
+``DistributedLoader``, whose iterators :meth:`DataPath.start_iterator` starts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
@@ -16,12 +17,13 @@ from lightning_ddp_ext.data.global_order import GlobalOrderSampler
 from lightning_ddp_ext.data.loader import DistributedLoader, LazyIterator, batches_of, own_copy, source_of
 from lightning_ddp_ext.data.loader_kinds import DRAWING, position_of, rewind
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler, TorchOrderSampler
+from lightning_ddp_ext.data.seeding import workers_seeded_apart
 from lightning_ddp_ext.data.shared_samplers import SharedSampler
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 
 from .compat import active_loop_of, iterators_of, needs_sampler
 from .evaluation import EVALUATED, Evaluation
-from .lightning_tree import RunningStage, UnrepeatedSampler, update_dataloader
+from .lightning_tree import RunningStage, update_dataloader
 from .options import check_choice
 from .replaced_methods import Prepare, ReplacedMethods
 from .resume import ResumeData
@@ -29,14 +31,6 @@ from .training_data import TrainingData
 from .uneven import UnevenInputs
 
 Order = Literal["torch", "scalable"]
-
-
-class PredictionSampler(ExactDistributedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """The sampler of predictions, of the class by which callbacks find Lightning's."""
-
-
-class SharedPredictionSampler(SharedSampler, UnrepeatedSampler):  # type: ignore[misc]
-    """The sampler of predictions around a user's own sampler."""
 
 
 class DataPath:
@@ -63,18 +57,18 @@ class DataPath:
         self._order = order
         self._exact_evaluation = exact_evaluation
         self._uneven_inputs = uneven_inputs
-        self._stage: RunningStage | None = None  # of the loader that Lightning wraps next
-        self.uneven = UnevenInputs(strategy, uneven_inputs)
         self.training = TrainingData(strategy, resume_data)
-        self.evaluation = Evaluation(strategy, is_exact=exact_evaluation)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
+        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
         self.worker_seed: int | None = None
 
     def attach(self, trainer: Any, replaced: ReplacedMethods) -> None:
         """Forget an earlier run, and have a Trainer call :meth:`prepare` where it would put its own sampler."""
         self.training.attach(trainer)
-        self.uneven = UnevenInputs(self._strategy, self._uneven_inputs)
-        self.evaluation = Evaluation(self._strategy, is_exact=self._exact_evaluation)
-        self.worker_seed = None
+        self._forget()
         replaced.prepare_loaders(trainer, by=self.prepare)
 
     @property
@@ -92,18 +86,28 @@ class DataPath:
         self.training.resume.on_train_batch_start()
         self.uneven.on_train_batch_start(self._strategy.current_trainer, batch)
 
+    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
+        """Return the loader that the Trainer reads in place of a given one. Collective: every rank must call it."""
+        source = source_of(dataloader)  # of another Trainer, or another stage
+        loader = DistributedLoader(self._with_sampler(as_lightning, source, shuffle, stage), self.start_iterator)
+        if stage in EVALUATED:
+            self.evaluation.balance(loader, stage)
+            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
+            return loader.shown()
+        self.uneven.agree_on_length(loader)
+        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
+        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
+        return loader.shown()
+
     # Samplers.
 
-    def prepare(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> object:
-        """Put one of our samplers into a loader where Lightning would put its own."""
-        self._stage = stage
-        dataloader = source_of(dataloader)  # of another Trainer, or another stage
+    def _with_sampler(self, as_lightning: Prepare, dataloader: Any, shuffle: bool, stage: RunningStage) -> Any:
+        """Return a loader with one of our samplers where Lightning would put its own."""
         sampler: Any = None
         if is_shared_out(dataloader):
             if stage != RunningStage.PREDICTING:
                 return dataloader
-            inner = getattr(dataloader.batch_sampler, "sampler", None)
-            sampler = inner if isinstance(inner, GlobalOrderSampler) else dataloader.sampler
+            sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
         elif isinstance(dataloader, DataLoader) and needs_sampler(self._strategy.current_trainer, dataloader):
             sampler = self._sampler_for(dataloader, shuffle, stage)
         if sampler is None:
@@ -119,30 +123,14 @@ class DataPath:
         inner = getattr(loader.batch_sampler, "sampler", None)
         sampler = inner if isinstance(inner, DRAWING) else loader.sampler
         if not yields_each_once(sampler, loader.dataset):
-            shared = SharedPredictionSampler if stage == RunningStage.PREDICTING else SharedSampler
-            return shared(sampler, uneven="exact" if is_evaluated else "pad", **options)
+            return SharedSampler(sampler, uneven="exact" if is_evaluated else "pad", **options)
         shuffle = shuffle and not self._strategy.current_trainer.overfit_batches
         if is_evaluated:
-            exact = PredictionSampler if stage == RunningStage.PREDICTING else ExactDistributedSampler
-            return exact(loader.dataset, shuffle=shuffle, **options)
+            return ExactDistributedSampler(loader.dataset, shuffle=shuffle, **options)
         kind = ScalableDistributedSampler if self._order == "scalable" else TorchOrderSampler
         return kind(loader.dataset, shuffle=shuffle, **options)
 
     # Iteration.
-
-    def wrap(self, dataloader: Any) -> Any:
-        """Return the iterable for the Trainer that replaces a loader. Collective."""
-        loader = DistributedLoader(dataloader, self.start_iterator)
-        # Loaders of training may be requested in the middle of an evaluation.
-        stage, self._stage = self._stage or self._strategy.current_trainer.state.stage, None
-        if stage in EVALUATED:
-            self.evaluation.balance(loader, stage)
-            loader.on_iterator = self._strategy.stops.before_validation  # before any hook of a validation
-            return loader.shown()
-        self.uneven.agree_on_length(loader)
-        remembered = self._strategy.current_trainer.accumulate_grad_batches + 4
-        loader.position = position_of(loader.loader, world_size=self._strategy.world_size, remembered=remembered)
-        return loader.shown()
 
     def start_iterator(self, loader: DistributedLoader, iterator: LazyIterator) -> Iterator[Any]:
         """Start an iterator over a loader, whose first batch has just been requested.
@@ -158,11 +146,13 @@ class DataPath:
         if not any(iterator is each for each in iterators_of(loop)):
             rewind(loader.loader)
             return iter(own_copy(loader.loader))
-        if is_trained:
-            loader.position.keeps_workers = keeps_workers
-            return self.training.start_iterator(loader, epoch)
-        rewind(loader.loader)
-        return self.evaluation.read(loader, keeps_workers=keeps_workers)
+        # Workers that stay are seeded in the first epoch; those of a resumed run must not draw a number for that later.
+        is_later = keeps_workers and (epoch > 0 or not is_trained)
+        with workers_seeded_apart(loader.loader, epoch) if is_later else nullcontext():
+            if is_trained:
+                return self.training.start_iterator(loader, epoch)
+            rewind(loader.loader)
+            return self.evaluation.read(loader, iter(loader.loader))
 
 
 def yields_each_once(sampler: Any, dataset: object) -> bool:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data.distributed import DistributedSampler
 
-from lightning_ddp_ext.data.batch_sampler import PermanentBatchSampler
-from lightning_ddp_ext.data.loader import (
-    DistributedLoader,
-    batches_of,
-    index_sampler_of,
-    own_copy,
-    set_index_sampler,
-)
-from lightning_ddp_ext.data.proxy import show
-from lightning_ddp_ext.data.seeding import workers_seeded_apart
+from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, make_permanent, own_copy
 from lightning_ddp_ext.errors import SamplingError
 
 from .compat import active_loop_of, combined_loader_of, mode_of
 from .idle_steps import IdleSteps
-from .lightning_tree import RunningStage, rank_zero_warn
+from .lightning_tree import RunningStage
 from .named_calls import refuse
 
 EVALUATED = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING, RunningStage.PREDICTING)
@@ -45,8 +34,6 @@ class Evaluation(IdleSteps):
 
     def balance(self, loader: DistributedLoader, stage: RunningStage) -> None:
         """Have all ranks run equally many steps over a loader. Collective: every rank must call it."""
-        if self._is_exact:
-            _warn_of_repeats(loader.loader)
         if stage == RunningStage.PREDICTING:
             if batches_of(loader) == 0:
                 loader.length = 1  # Lightning refuses a rank without batches; its iterator ends before the first one
@@ -69,41 +56,26 @@ class Evaluation(IdleSteps):
             spare = self._strategy.broadcast(list(islice(sampler, 1)), src=batches.index(max(batches)))[0]
         loader.balance, loader.length = batches, max(batches)
         loader.loader = own_copy(loader.loader)  # one with a state was not copied before
-        permanent = PermanentBatchSampler(sampler, padded_to=max(batches), spare=spare)
-        set_index_sampler(loader.loader, show(sampler, permanent))
+        make_permanent(loader.loader, padded_to=max(batches), spare=spare)
 
-    def read(self, loader: DistributedLoader, *, keeps_workers: bool) -> Iterator[Any]:
+    def read(self, loader: DistributedLoader, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a loader and count the steps; raise if idle ranks cannot be determined."""
-        if loader.balance is not None:
-            self._refuse_unknown_idle_ranks(loader.balance)
-        with workers_seeded_apart(loader.loader) if keeps_workers else nullcontext():
-            batches = iter(loader.loader)
-        for step, batch in enumerate(batches):
-            self._batches, self._step = dict(enumerate(loader.balance or ())), step
-            yield batch
-
-    def _refuse_unknown_idle_ranks(self, batches: tuple[int, ...]) -> None:
         combined = combined_loader_of(active_loop_of(self._strategy.current_trainer))
-        if self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf:
+        if loader.balance is not None and (
+            self._is_in_step or mode_of(combined) != "sequential" or batches_of(combined) == math.inf
+        ):
             where = (
                 "a step takes dataloader_iter, loaders are combined in another mode than 'sequential', or one of them "
                 "has no length"
             )
-            refuse(self._strategy, _idle_rank_error(batches, where))
+            refuse(self._strategy, _idle_rank_error(loader.balance, where))
+        self._batches = dict(enumerate(loader.balance or ()))
+        for self._step, batch in enumerate(batches):
+            yield batch
 
     def end(self) -> None:
         """End the evaluation, after which no rank is idle."""
         self._batches = {}
-
-
-def _warn_of_repeats(loader: Any) -> None:
-    """Warn if a sampler that the user chose repeats samples."""
-    sampler = getattr(loader, "sampler", None)
-    if type(sampler) is DistributedSampler and sampler.total_size > len(cast(Any, sampler.dataset)):
-        rank_zero_warn(
-            "the loader's own DistributedSampler evaluates some samples twice; leave it out, or use "
-            "lightning_ddp_ext.ExactDistributedSampler"
-        )
 
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:

@@ -63,7 +63,6 @@ try:
     TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
     TrainerStatus = pl.trainer.states.TrainerStatus
     TunerExitException = pl.utilities.exceptions._TunerExitException
-    UnrepeatedSampler = pl.overrides.distributed.UnrepeatedDistributedSamplerWrapper  # type: ignore[attr-defined]
     check_bad_cuda_fork = fabric.strategies.launchers.multiprocessing._check_bad_cuda_fork
     check_missing_main_guard = fabric.strategies.launchers.multiprocessing._check_missing_main_guard
     disable_module_memory_sharing = fabric.strategies.launchers.multiprocessing._disable_module_memory_sharing

@@ -23,7 +23,7 @@ from .named_calls import ranks_of, refuse
 ResumeData = Literal["exact", "epoch", "stock"]
 
 KEY = "lightning_ddp_ext"
-VERSION = 5
+VERSION = 6
 _NO_RESTART = Restart("epoch_start", epoch=-1)
 
 
@@ -122,10 +122,9 @@ class Resume:
             self.find_data()
             # Lightning would warn that the loaders cannot be resumed.
             warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-        if self.restart.is_within and self.done != self.restart.done:
-            self._set_counters()
-        has_begun = self.restart.at == "epoch_start" and (self.restart.has_started or self.has_restored_random)
-        if not has_begun:
+            if self.done != self.restart.done:
+                self._set_counters()
+        if not (self.restart.at == "epoch_start" and self.has_restored_random):
             self.restore_random_state()
 
     def on_train_batch_start(self) -> None:
@@ -143,9 +142,8 @@ class Resume:
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         current.ready = current.started = current.processed = self.done
         current.completed = self.done - 1 if self.restart.at == "batch_end" else self.done
-        last = self.done + self._strategy.data.uneven.max_over_ranks(self._count_left())
-        if last < self._trainer.num_training_batches:
-            end_epoch_after(self._trainer, int(last))
+        if self._end < self._trainer.num_training_batches:
+            end_epoch_after(self._trainer, self._end)
 
     # The data of the epoch that continues.
 
@@ -164,7 +162,7 @@ class Resume:
         except ResumeError as error:
             refuse(self._strategy, error)
         self.states = self._own["loaders"]
-        self.done = self._count_done()
+        self._count_batches()
 
     def _check_data(self) -> None:
         positions, states = positions_of(self._trainer), self._own["loaders"]
@@ -182,28 +180,18 @@ class Resume:
                     f"{self.restart.epoch}; {FROM_THE_EPOCHS_START}"
                 )
 
-    def _count_done(self) -> int:
-        """Count the batches that are done on this number of ranks, up to an optimiser step.
+    def _count_batches(self) -> None:
+        """Count the batches that are done on this number of ranks, up to an optimiser step, and those until the end.
 
         Loops assume equally many batches in all epochs. So on another number of ranks, or with batches of another
-        size, the count of done batches differs.
+        size, the count of done batches differs. What is left is not counted in a loader that restarts within the epoch:
+        the longest one, which ends the epoch, is read once.
         """
-        whole = self._combined([batches_of(position.loader) for position in positions_of(self._trainer)])
-        left = self._count_left()
-        if math.inf in (whole, left):
-            return self.restart.done
-        accumulated: int = self._trainer.accumulate_grad_batches
-        return int(self._strategy.data.uneven.max_over_ranks(whole - left)) // accumulated * accumulated
-
-    def _count_left(self) -> float:
-        """Count the batches that are left of the whole epoch.
-
-        A loader that restarts within the epoch is left out: the longest one, which ends the epoch, is read once.
-        """
-        pairs = zip(positions_of(self._trainer), self.states, strict=True)
-        return self._combined([position.left_after(state["at"]) for position, state in pairs if not state["number"]])
-
-    def _combined(self, batches: Sequence[float]) -> float:
-        """Return the number of batches of combined loaders from that of each."""
-        mode = mode_of(combined_loader_of(self._trainer.fit_loop))
-        return min(batches) if mode == "min_size" else max(batches)
+        pairs = list(zip(positions_of(self._trainer), self.states, strict=True))
+        combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max
+        whole = combine(batches_of(position.loader) for position, _ in pairs)
+        left = combine(position.left_after(state["at"]) for position, state in pairs if not state["number"])
+        if math.inf not in (whole, left):
+            accumulated, uneven = self._trainer.accumulate_grad_batches, self._strategy.data.uneven
+            self.done = int(uneven.max_over_ranks(whole - left)) // accumulated * accumulated
+            self._end = self.done + int(uneven.max_over_ranks(left))

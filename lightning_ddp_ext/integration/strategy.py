@@ -341,11 +341,6 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.data.on_train_batch_start(batch)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        return dataloader if self.lightning_module is None else self.data.wrap(dataloader)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         report_step()
         self.stops.on_training_step()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, Literal
 
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
@@ -99,8 +100,8 @@ class TrainingData:
             resume.restore_random_state()
         if resume.restart.is_within:
             resume.find_data()
-        for index, position in enumerate(positions_of(self._strategy.current_trainer)):
-            position.start_epoch(epoch, done=resume.done, state=resume.states[index] if resume.states else None)
+        for position, state in zip_longest(positions_of(self._strategy.current_trainer), resume.states):
+            position.start_epoch(epoch, done=resume.done, state=state)
         self.record_random_state("epoch")
         self._strategy.rescue.note(Kind.EPOCH)
 

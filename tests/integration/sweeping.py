@@ -86,6 +86,8 @@ class Case:
             return False  # a validation that is due after the last batch's save is skipped, so none exist
         if self.made == "each" and {"stream", "stateful"} & {*self.kinds}:
             return False  # Lightning begins to read new streams twice, and makes new loaders before it restores numbers
+        if self.workers == "kept" and self.injected == "no" and "stateful" in self.kinds:
+            return False  # torchdata also draws an order where workers start
         if "max_steps" in (self.stop, self.again) and self.optimizing == "third" and self.ends_unannounced:
             return False  # the epoch's last batch is not a step then
         # Otherwise the number of steps is unknown, and the remaining data are not all the rest.

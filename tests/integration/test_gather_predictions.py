@@ -10,9 +10,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ddp_ext import ExactDistributedSampler
@@ -82,9 +81,6 @@ def structures(kind: Kind, directory: Path) -> list[Any]:
     trainer = make_trainer(make_strategy(kind, directory))
     own_batches = loader(5, batch_sampler=BatchSampler(range(5), 2, True))
     repeating = loader(5, sampler=DistributedSampler(range(5), 2, trainer.global_rank, shuffle=False))  # type: ignore[arg-type]
-    for options in ({}, {"sampler": WeightedRandomSampler([1.0] * 5, 5)}):
-        trainer.predict(Predicts(), loader(5, **options))
-        assert isinstance(trainer.predict_dataloaders.batch_sampler.sampler, UnrepeatedDistributedSampler)
     gathered = [
         predict(trainer, loader(5), structured)[0],
         predict(trainer, [loader(5), loader(5, shuffle=True), loader(2)])[0],
