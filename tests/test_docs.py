@@ -61,7 +61,7 @@ def test_first_example_runs(tmp_path: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
     assert code in TEXTS["start/quickstart.md"]
     completed = run_script(code, cwd=tmp_path)
-    assert completed.returncode == 0, completed.output
+    assert completed.exit_code == 0, completed.output
     assert "process group: gloo, 2 ranks, env://" in completed.output
     assert "`Trainer.fit` stopped: `max_epochs=1` reached." in completed.output
 
@@ -151,7 +151,7 @@ def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
         (tmp_path / title).write_text(on_this_machine(script, tmp_path, port))
     here = on_this_machine(commands, tmp_path, port)
     done = run_script(f"set -e\n{here}", launcher=("bash",), cwd=tmp_path, env=env, time_limit=400)
-    assert done.returncode == 0, done.output
+    assert done.exit_code == 0, done.output
     assert [line for line in shown if line not in ("...\n", "…\n") and line not in done.output] == []
 
 

@@ -105,7 +105,7 @@ def test_exact_metrics(tmp_path: Path) -> None:
 def test_torchrun(tmp_path: Path) -> None:
     """The script finds the ranks of torchrun; that it starts its second rank itself is seen on the README's example."""
     done = run_script(EXAMPLES / "torchrun.sh", cwd=tmp_path, launcher=("bash",))
-    assert done.returncode == 0, done.output
+    assert done.exit_code == 0, done.output
     assert re.search(PRINTED["minimal.py"], done.output), done.output
 
 
@@ -136,10 +136,10 @@ def test_slurm(tmp_path: Path) -> None:
     job = by_srun() | {"PATH": path, "SLURM_PROCID": None, "SLURM_LOCALID": None}
     argv = (EXAMPLES / "slurm.sbatch", str(EXAMPLES / "background_checkpoints.py"))
     with start_script(*argv, env=job, cwd=tmp_path, launcher=("bash",)) as script:
-        task = script.wait_for_line(r"^task 1 is process (\d+)$")
-        script.wait_for_line("2 ranks begin at step 0")
-        os.kill(int(task[1]), signal.SIGUSR1)
-        assert script.wait().returncode == 138, script.output
+        [task] = re.findall(r"^task 1 is process (\d+)$", script.wait_for_output("2 ranks begin at step 0", 0), re.M)
+        os.kill(int(task), signal.SIGUSR1)
+        [done] = script.wait()
+    assert done.exit_code == 138, done.output
     assert (tmp_path / "requests").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
     again = output_of_all(launch_ranks(be_the_script, 2, Path(argv[1]), (), tmp_path, env=by_srun()))
     begun = re.search(r"2 ranks begin at step (\d+)", again)

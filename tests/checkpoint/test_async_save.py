@@ -107,5 +107,5 @@ Saver().save_later("it.ckpt", {"x": 1}, write)
 def test_an_error_that_is_not_raised_is_logged() -> None:
     """At the end of the process, which has waited for the save."""
     done = run_script(SCRIPT)
-    assert done.returncode == 0
+    assert done.exit_code == 0
     assert "no room" in done.output

@@ -24,7 +24,7 @@ def test_as_a_module(tmp_path: Path) -> None:
     assert point.load() is main
     path = flip(save(tmp_path / "it.ckpt"), "data/0")
     completed = run_script(path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify"))
-    assert completed.returncode == 1
+    assert completed.exit_code == 1
     assert json.loads(completed.output)["damaged"] == ["data/0"]
 
 

@@ -289,13 +289,3 @@ def test_a_fault_is_survived(
     for seen, steps in run_ranks(go_on, case.world_size, tmp_path, case.during, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
         torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
-
-
-def test_each_fault_is_drawn() -> None:
-    """Three hundred seeds try each way to start the ranks with each fault that it can have."""
-    cases = [draw(seed) for seed in range(300)]
-    tried = {(case.started, strike.what, strike.whom is None) for case in cases for strike in case.strikes}
-    for started in (*BY_HAND, "popen", *LAUNCHED):
-        assert {(started, what, False) for what in SIGNALS} <= tried
-    assert {(started, what, True) for started in LAUNCHED for what in ("kill", "term")} <= tried
-    assert {case.during for case in cases} == set(DURING)

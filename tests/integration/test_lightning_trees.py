@@ -88,7 +88,7 @@ def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> No
     Where the script imports it later, its Trainer trains on the same ranks.
     """
     done = run_script(OTHER_TREE, lightning, str(ranks), str(tmp_path / "it.ckpt"))
-    assert done.returncode == 0, done.output
+    assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines() if line[:1] == "{"]
     reports = sorted(told, key=lambda report: report["rank"])
     expected = [(rank, ranks, 4) for rank in range(ranks)]
