@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import signal
 import sys
@@ -33,6 +34,7 @@ from tests.harness.outcomes import Outcome, output_of_all
 from tests.harness.ranks import RankProcesses, launch_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
+_FORKS = r'ddp_ext_(fork|notebook)|start_method="fork"'
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "python": (sys.executable,),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
@@ -74,13 +76,15 @@ def start_script(
 
 
 def run_on_ranks(
-    script: Path, *argv: str, cwd: Path, world_size: int = 2, returncode: int = 0, time_limit: float = 300.0
+    script: Path, *argv: str, cwd: Path, world_size: int = 0, returncode: int = 0, time_limit: float = 300.0
 ) -> str:
     """Run a script on rank processes, which have imported torch and Lightning: a fifth of what ``run_script`` takes.
 
-    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``, or on one process from where it
-    forks its ranks. Returns what all of them have printed, rank by rank; fails unless each ends with ``returncode``.
+    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``: by default on two ranks, on one
+    process if it forks its ranks. Returns what all of them have printed, rank by rank; fails unless each ends with
+    ``returncode``.
     """
+    world_size = world_size or (1 if re.search(_FORKS, script.read_text()) else 2)
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}
     outcomes = launch_ranks(be_the_script, world_size, script, argv, cwd, env=env, time_limit=time_limit)
     return output_of_all(outcomes, exit_code=returncode)
