@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tests.harness.environment import loopback
 from tests.harness.network import Network
 from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
+from tests.harness.ranks import Environment, free_port, launch_ranks
 from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.launchers import train
 from tests.launchers.environments import by_mpirun, by_srun
@@ -133,13 +133,6 @@ def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) ->
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
 
 
-def test_by_hand_with_three_variables(tmp_path: Path) -> None:
-    """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
-    runs = Runs(tmp_path, "none", *METHODS)
-    env = {**by_hand_env(2, free_port()), "DDPX_RUN_ID": "run 42"}
-    runs.expect_trained(run_script(runs.argument(), env))
-
-
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
     """``rank=`` and ``world_size=`` make a rank of any process; a limit of a month is more than the kernel counts."""
@@ -166,7 +159,11 @@ def test_mpirun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start_method", "methods", "calls"),
-    [("spawn", ("tcp",), ["fit"]), ("forkserver", METHODS, ["fit"]), ("fork", METHODS, ["fit", "test"])],
+    [
+        ("spawn", ("tcp",), ["fit"]),
+        pytest.param("forkserver", METHODS, ["fit"], marks=pytest.mark.nightly),
+        ("fork", METHODS, ["fit", "test"]),
+    ],
 )
 def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path) -> None:
     """Ranks can be started from any process, also from one that runs no script, and the init method is theirs.
@@ -204,6 +201,7 @@ def nodes(two_hosts: Network) -> Network:
     return two_hosts
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     """An agent on each node starts its ranks, and starts them again when one was killed, which the others name."""
@@ -235,6 +233,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     runs.expect_trained(output)
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""
