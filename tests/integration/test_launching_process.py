@@ -128,6 +128,7 @@ def start_processes(rank: int, world_size: int) -> None:
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
 
 
+@pytest.mark.nightly
 def test_ranks_by_fork_and_by_forkserver() -> None:
     """Started processes have the environment, the seed and torch's flags of that moment.
 

@@ -81,7 +81,7 @@ OTHER_TREE = """
 """
 
 
-@pytest.mark.parametrize(("lightning", "ranks"), [("beside", 2), ("alone", 1)])
+@pytest.mark.parametrize(("lightning", "ranks"), [("beside", 2), pytest.param("alone", 1, marks=pytest.mark.nightly)])
 def test_the_other_tree_trains(lightning: str, ranks: int, tmp_path: Path) -> None:
     """With `import pytorch_lightning as pl` its Trainer trains, resumes and predicts; `lightning` is not imported.
 

