@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tests.harness.environment import loopback
 from tests.harness.network import Network
 from tests.harness.outcomes import output_of_all
-from tests.harness.ranks import Environment, free_port, launch_ranks
+from tests.harness.ranks import Environment, by_hand_env, free_port, launch_ranks
 from tests.harness.training import Kind, make_strategy, on_ranks
 from tests.launchers import train
 from tests.launchers.environments import by_mpirun, by_srun
@@ -131,6 +131,13 @@ def be_the_script(rank: int, world_size: int, argument: str) -> None:
 def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) -> None:
     """Run a launcher in this process; the ranks that it starts import everything themselves."""
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
+
+
+def test_by_hand_with_three_variables(tmp_path: Path) -> None:
+    """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
+    runs = Runs(tmp_path, "none", *METHODS)
+    env = {**by_hand_env(2, free_port()), "DDPX_RUN_ID": "run 42"}
+    runs.expect_trained(run_script(runs.argument(), env))
 
 
 @pytest.mark.lowest
