@@ -111,6 +111,7 @@ def _of_a_shell() -> Environment:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
         "PYTHONFAULTHANDLER": "1",
+        "OMP_NUM_THREADS": "1",  # two would wait for each other's core
         "PYTHONDONTWRITEBYTECODE": None,  # each process would compile the package anew
         "PYTHONUNBUFFERED": None,  # it tears the lines of several processes on one pipe apart
     }
