@@ -21,8 +21,8 @@ from tests.integration.stopping import shuffled, signalled
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 
-# When the signal comes, and after how many steps all have stopped at the earliest: in 2 epochs of 3 steps, each followed
-# by 2 of validation. The ranks agree on a step by messages, which take one or two steps more on a busy machine.
+# When the signal comes, and after how many steps all have stopped at the earliest: in 2 epochs of 3 steps, each with
+# 2 of validation. The ranks agree on a step by messages, which take one or two steps more on a busy machine.
 MOMENTS: dict[Moment, int] = {
     ("on_train_batch_start", 0): 1,
     ("on_train_batch_start", 1): 2,
