@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -177,6 +178,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
     model = Stuck("step", announce_step, -1)

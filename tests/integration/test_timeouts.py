@@ -99,6 +99,7 @@ def test_a_stopped_process_is_named() -> None:
     expect(outcomes, 0, RankHungError, SILENT)
 
 
+@pytest.mark.nightly
 def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> None:
     """However long a rank takes there: it must answer."""
     with training(2, f"file://{tmp_path}/store", StoppedAtTheEnd(), max_epochs=1) as ranks:
