@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ddp_ext import RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned
 from tests.checkpoint.content import kinds, numbers, same, unusual
 
@@ -97,20 +95,3 @@ def test_the_buffer_is_used_again() -> None:
         sizes.append(buffer.size)
     small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
     assert sizes == [small] * 4 + [large] * 3
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_file_records_the_devices_of_tensors(
-    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So `map_location` finds it, whichever way it was saved; memory that torch takes for a GPU's stands in for one."""
-    on_gpu, io = numbers(5), RankZeroCheckpointIO({"cuda:1": "meta"}, background=background)
-
-    def tag(storage: Any) -> str | None:
-        return "cuda:1" if storage.data_ptr() == on_gpu.data_ptr() else None
-
-    registered = [(0, tag, lambda *_: None), *torch.serialization._package_registry]
-    monkeypatch.setattr(torch.serialization, "_package_registry", registered)
-    io.save_checkpoint({"gpu": on_gpu, "part": on_gpu[2:], "cpu": numbers(3)}, tmp_path / "it.ckpt")
-    devices = {name: str(tensor.device) for name, tensor in io.load_checkpoint(tmp_path / "it.ckpt").items()}
-    assert devices == {"gpu": "meta", "part": "meta", "cpu": "cpu"}
