@@ -28,7 +28,6 @@ SCRIPT = """
     import sys
 
     import lightning as L
-    import pytorch_lightning
     import torch
 
     from tests.harness.training import At, Net, make_trainer, weights
