@@ -94,6 +94,7 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
         script.kill(0)
 
 
+@pytest.mark.nightly
 def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
     """Ctrl-C reaches all processes of a run together; they stop together, and none reports a death."""
     with train("endless") as script:
