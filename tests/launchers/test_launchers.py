@@ -167,7 +167,7 @@ def test_mpirun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("start_method", "methods", "calls"),
     [
-        ("spawn", ("tcp",), ["fit"]),
+        pytest.param("spawn", ("tcp",), ["fit"], marks=pytest.mark.nightly),
         pytest.param("forkserver", METHODS, ["fit"], marks=pytest.mark.nightly),
         ("fork", METHODS, ["fit", "test"]),
     ],
