@@ -17,8 +17,8 @@ LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)
-# Twice the cores of a small machine: tests wait for processes, and for limits to pass.
-PARALLEL  := --numprocesses 4 --dist worksteal
+# More than the cores of a small machine: tests wait for processes, and for limits to pass.
+PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
 
 # What a surrounding environment, job or launcher may have set, and would send Python or the ranks astray.
