@@ -13,19 +13,9 @@ from typing import Any
 
 import lightning as L
 
-from lightning_ddp_ext import (
-    HangWatchdog,
-)
+from lightning_ddp_ext import HangWatchdog
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import (
-    Kind,
-    Net,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    weights,
-)
+from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
 from tests.integration.definitions import changed_in_process, of_process
 from tests.integration.stopping import signalled
 from tests.supervision.model import BoomError, Fault, boom, interrupt

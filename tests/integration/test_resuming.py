@@ -13,16 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.continuing import (
-    KEPT,
-    Loaders,
-    Net,
-    Numbers,
-    Points,
-    Training,
-    difference,
-    generations,
-)
+from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Points, Training, difference, generations
 
 
 class Plans(Net):

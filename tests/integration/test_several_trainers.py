@@ -15,16 +15,7 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import (
-    Kind,
-    Net,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    stock_group,
-    weights,
-)
+from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, stock_group, weights
 from tests.supervision.model import BoomError, Fault, boom
 
 BY_HAND = by_hand_env(2)
