@@ -69,9 +69,7 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
         "another draw by weight": (weighted(True), weighted(False)),
         "two loaders for one": (sixteen, two),
     },
-    1: {
-        "a loader with a state": (stateful(), stateful()),
-    },
+    1: {"a loader with a state": (stateful(), stateful())},
 }
 
 

@@ -68,8 +68,7 @@ def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str
 
 
 @pytest.mark.parametrize(
-    ("hook", "culprit", "steps"),
-    [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)],
+    ("hook", "culprit", "steps"), [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)]
 )
 def test_others_raise_while_the_failed_rank_lives_on(
     hook: str, culprit: int, steps: int, url: str, tmp_path: Path

@@ -31,10 +31,7 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 
 @contextlib.contextmanager
 def train(
-    *what: str,
-    strategy: str = "ddp_ext",
-    ends_within: float = 60.0,
-    env: Environment | None = None,
+    *what: str, strategy: str = "ddp_ext", ends_within: float = 60.0, env: Environment | None = None
 ) -> Iterator[RankProcesses]:
     """Run the training script; fail unless all its processes exit within these seconds after the first."""
     mark = f"{os.environ[MARK]}/script"
