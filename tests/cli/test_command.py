@@ -21,6 +21,8 @@ COMMAND = "from lightning_ddp_ext.cli import main\n\nif __name__ == '__main__':\
 @pytest.mark.nightly
 def test_as_a_module(tmp_path: Path) -> None:
     """`python -m lightning_ddp_ext` does what the installed command does, with its status."""
+    [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
+    assert point.load() is main
     path = flip(save(tmp_path / "it.ckpt"), "data/0")
     completed = run_script(path, "--json", launcher=("python", "-m", "lightning_ddp_ext", "checkpoint", "verify"))
     assert completed.exit_code == 1
@@ -28,9 +30,7 @@ def test_as_a_module(tmp_path: Path) -> None:
 
 
 def test_help_and_version() -> None:
-    """Help of the installed command names the others; an unknown one has status 2."""
-    [point] = metadata.entry_points(group="console_scripts", name="lightning-ddp-ext")
-    assert point.load() is main
+    """Help names the commands; an unknown one has status 2."""
     assert all(command in run("checkpoint", "--help").stdout for command in ("inspect", "verify", "clean"))
     assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
     assert run("checkpoint", "fix").status == 2

@@ -12,13 +12,94 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
 
-from lightning_ddp_ext import HangWatchdog
+from lightning_ddp_ext import (
+    HangWatchdog,
+    RankConsistency,
+    RankZeroCheckpoint,
+    SamplerEpochSeeding,
+    SyncBatchNormConversion,
+)
 from tests.harness.ranks import by_hand_env, run_ranks
-from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, weights
+from tests.harness.training import (
+    KINDS,
+    At,
+    Kind,
+    Net,
+    assert_same,
+    data,
+    make_strategy,
+    make_trainer,
+    on_both,
+    on_ranks,
+    weights,
+)
 from tests.integration.definitions import changed_in_process, of_process
 from tests.integration.stopping import signalled
 from tests.supervision.model import BoomError, Fault, boom, interrupt
+
+FAMILIES = ("lightning.", "torch.utils.data")
+DATA = ("loader", "fetcher", "result", "iter", "_maxsize", "_minsize", "_sequential")  # in the names of classes
+HOOKS = ("train_start", "train_batch_end", "validation_batch_end", "train_epoch_end", "test_batch_end")
+
+
+def replaced(trainer: L.Trainer) -> set[str]:
+    """List instance attributes that hide methods, such as "_FitLoop.run", of the Trainer, its loops and loaders."""
+    things: dict[int, Any] = {id(trainer): trainer}
+    for _ in range(4):
+        parts = [part for thing in things.values() for part in vars(thing).values() if is_lightnings(part)]
+        things |= {id(part): part for part in parts}
+    found = [(thing, name) for thing in things.values() for name, value in vars(thing).items() if callable(value)]
+    return {f"{type(thing).__name__}.{name}" for thing, name in found if callable(getattr(type(thing), name, None))}
+
+
+def is_lightnings(thing: Any) -> bool:
+    return type(thing).__module__.startswith(FAMILIES) and hasattr(thing, "__dict__") and not isinstance(thing, type)
+
+
+class TwoLoaders(Net):
+    """Reads two loaders together, one of them with a persistent worker."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch[0], index)
+
+    def train_dataloader(self) -> Any:
+        kept = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+        return CombinedLoader([DataLoader(data(), 3, shuffle=True, **kept), DataLoader(data(), 3)], "min_size")  # type: ignore[arg-type]
+
+
+def look(kind: Kind, directory: Path) -> tuple[list[set[str]], list[set[str]]]:
+    """Return the replaced methods at points of runs where a user's code runs, and before and after each run."""
+    warnings.simplefilter("ignore")
+    within: list[set[str]] = []
+    around: list[set[str]] = []
+    ours = [SyncBatchNormConversion(), SamplerEpochSeeding(), RankConsistency(), RankZeroCheckpoint(directory)]
+    for model, callbacks in ((TwoLoaders(), []), (Net(), ours)):
+        looks = [At(f"on_{hook}", lambda trainer: within.append(replaced(trainer))) for hook in HOOKS]
+        options = {"callbacks": [*looks, *callbacks], "enable_checkpointing": bool(callbacks), "val_check_interval": 2}
+        trainer = make_trainer(make_strategy(kind, directory), **options)
+        for run in (trainer.fit, trainer.validate, trainer.test):
+            around.append(replaced(trainer))
+            run(model)
+        around.append(replaced(trainer))
+    return within, around
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hardly_anything_is_replaced_in_a_run_and_nothing_after_it(kind: Kind, tmp_path: Path) -> None:
+    """At most four methods are, and none of a loader, a fetcher or a result: with several loaders and our callbacks.
+
+    The same holds for our callbacks with stock strategies.
+    """
+    for within, around in on_ranks(kind, look, tmp_path):
+        assert 0 < max(len(names) for names in within) <= 4
+        owners = {name.partition(".")[0].lower() for names in within for name in names}
+        assert [owner for owner in owners if any(word in owner for word in DATA)] == []
+        assert around == [set()] * 8
+
 
 BATCH_END = "on_train_batch_end"
 RUNS: list[tuple[str, L.Callback]] = [

@@ -1,0 +1,57 @@
+"""What rank 0 does for all: the same outcome on every rank, whatever it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.harness.ranks import run_ranks
+from tests.harness.training import At, Net
+from tests.supervision.model import boom, by_hand, make_trainer, throw
+
+
+class Growing(Exception):
+    """Pickle rebuilds it with its text as the layer."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(f"no layer {layer}")
+
+
+LOCK = "TypeError: cannot pickle '_thread.lock' object"
+# Work of rank 0, and type and text of what it and others raise; an error that pickle spoils is told in words.
+WORKS: list[tuple[Callable[[], Any], str, str]] = [
+    (boom, "BoomError: no such layer", "BoomError: no such layer"),
+    (lambda: throw(Growing("layer3")), "Growing: no layer layer3", "RuntimeError: Growing: no layer layer3"),
+    (threading.Lock, LOCK, LOCK),  # rank 0 does not go on alone with a result that the others cannot have
+]
+
+
+def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str, str, list[str]]]:
+    """Return results and errors of the strategy's ``on_rank_zero`` in the second step."""
+    outcomes = []
+    results = iter([[1, 2]])
+
+    def work_all(trainer: Any) -> None:
+        for work in (lambda: next(results), *(work for work, *_ in WORKS)):
+            try:
+                outcomes.append((repr(trainer.strategy.on_rank_zero(work, what="a test")), "", []))
+            except Exception as error:
+                notes = getattr(error, "__notes__", [])
+                outcomes.append((f"{type(error).__name__}: {error}", str(error.__cause__), notes))
+
+    at = At("on_train_batch_start", work_all, earlier=1)
+    make_trainer(world_size, by_hand(rank, world_size, f"file://{directory}/store"), at).fit(Net())
+    return outcomes
+
+
+def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
+    """The work is done once; other ranks have a note on where an error happened, and rank 0's traceback."""
+    first, other = run_ranks(fit_and_catch, 2, tmp_path)
+    assert first[0] == other[0] == ("[1, 2]", "", [])
+    assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
+    assert [said for said, *_ in other[1:]] == [said for *_, said in WORKS]
+    assert all(notes == ["raised on rank 0 during a test"] for *_, notes in other[1:])
+    assert all(not notes for *_, notes in first[1:])
+    assert "in boom\n" in other[1][1]
