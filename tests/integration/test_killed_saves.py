@@ -15,7 +15,7 @@ from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers
 from tests.harness.ranks import run_ranks
 
-KILLS = max(30, int(os.environ.get("SOAK_COUNT", 0))) // 2
+KILLS = max(50, int(os.environ.get("SOAK_COUNT", 0))) // 2
 NAMES = "abcd"
 
 
