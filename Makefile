@@ -17,8 +17,8 @@ LOWEST_OF := sed -n '/^dependencies/,/^debug/p' pyproject.toml | grep -o '[A-Za-
 LOWEST_TORCH := $(shell $(LOWEST_OF) | grep '^torch==')
 LIGHTNING_NEXT := git+https://github.com/Lightning-AI/pytorch-lightning.git@master
 INSTALLED := .installed-$(VERSION)
-# Twice the cores of a small machine: tests wait for processes, and for limits to pass.
-PARALLEL  := --numprocesses 4 --dist worksteal
+# More than the cores of a small machine: tests wait for processes, and for limits to pass.
+PARALLEL  := --numprocesses 3 --dist worksteal
 PIP       := -m pip --disable-pip-version-check --no-input install --quiet
 
 # What a surrounding environment, job or launcher may have set, and would send Python or the ranks astray.
@@ -44,8 +44,10 @@ docs: venv ## Build the documentation into site/ (to read it: python3 -m http.se
 	$(BIN)/python -m sphinx -c docs -W --keep-going -q -E -d build/doctrees . site
 	cp site/README.html site/index.html
 
-test: lint types ## Lint, types, and the tests that need no GPU
-	$(BIN)/python -m pytest -m "not gpu and not nightly" $(PARALLEL) --durations 10
+test: venv ## Lint, types, and the tests that need no GPU; types are checked meanwhile, and printed at the end
+	@checked=$$(mktemp); $(MAKE) --no-print-directory --keep-going lint types > "$$checked" 2>&1 & checks=$$!; \
+	    $(BIN)/python -m pytest -m "not gpu and not nightly" $(PARALLEL) --durations 10; tests=$$?; \
+	    wait $$checks; failed=$$?; cat "$$checked"; rm "$$checked"; exit $$((tests || failed))
 
 nightly: venv ## The long tests that `make test` leaves out, and 60 faults; SEED= of the first one
 	$(BIN)/python -m pytest -m nightly $(PARALLEL) --durations 0

@@ -88,9 +88,10 @@ def shared_dir() -> Iterator[Path]:
     """Make a fresh directory that several hosts could share; skips if all writable ones are temporary."""
     temporary = (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm")
     parents = [path for path in (_ROOT, Path.home()) if not any(map(path.is_relative_to, temporary))]
-    skip_because(None if parents else "clone and home are below a directory for temporary files")
-    directory = parents[0] / ".pytest_shared" / uuid.uuid4().hex[:12]
-    directory.mkdir(parents=True)
+    writable = [path for path in parents if os.access(path, os.W_OK)]
+    skip_because(None if writable else "clone and home are below a directory for temporary files, or another user's")
+    directory = writable[0] / f".pytest_shared_{uuid.uuid4().hex[:12]}"
+    directory.mkdir()
     yield directory
     shutil.rmtree(directory)
 

@@ -36,10 +36,7 @@ class Unprintable:
     ],
 )
 def test_lines_appear_on_their_ranks(
-    variables: dict[str, str],
-    shown: set[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    variables: dict[str, str], shown: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By a launcher's variables; alone it is rank 0."""
     for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"):

@@ -224,7 +224,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def all_deviations(rank: int, world_size: int, directory: Path, way: Way) -> list[str]:
-    store, limit = f"file://{directory}/store", timedelta(seconds=25)
+    store, limit = f"file://{directory}/store", timedelta(seconds=60)
     dist.init_process_group(way.backend, init_method=store, rank=rank, world_size=world_size, timeout=limit)
     found = [line for case in CASES if way.takes(case) for line in deviations(case, way, rank)]
     dist.destroy_process_group()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import errno
-import io
-import itertools
 import os
 import resource
 from pathlib import Path
@@ -135,46 +131,6 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bo
     assert "ValueError: field is of an older version; make the classes" in refused(path, mode, **options)
     with pytest.raises(DamagedCheckpointError, match=r"data\.pkl differs"):
         restored(flip(path, "data.pkl"), mode, **options)
-
-
-@BOTH
-def test_an_error_of_the_disk_does_not_make_a_file_damaged(
-    mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever read it is that fails: of the beginning, the directory, a checksum or a tensor."""
-    path, left = tmp_path / "it.ckpt", [0]
-    saved(path, {"state_dict": {"weight": numbers(20)}})
-
-    def count() -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    class Disk(io.FileIO):
-        def read(self, *args: Any) -> Any:
-            count()
-            return super().read(*args)
-
-        def readinto(self, buffer: Any) -> int:
-            count()
-            return super().readinto(buffer)
-
-    opened = builtins.open
-    monkeypatch.setattr(builtins, "open", lambda file, *args: (Disk if file == str(path) else opened)(file, *args))
-
-    def error_of(failing: int) -> CheckpointError | None:
-        left[0] = failing
-        try:
-            restored(path, mode)
-        except CheckpointError as error:
-            return error
-        return None
-
-    errors = list(itertools.takewhile(lambda error: error is not None, map(error_of, itertools.count(1))))
-    assert len(errors) > 10
-    assert {(type(error), str(error).partition(": ")[2]) for error in errors} == {
-        (CheckpointError, "Stale file handle; look at its file system")
-    }
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFileSystem
@@ -103,6 +104,7 @@ def receive(kind: Kind, directory: Path, path: Path) -> tuple[bool, list[float]]
     return same(content["large"], numbers(LARGE)), torch.rand(2, generator=content["generator"]).tolist()
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_sent_in_pieces_arrives(tmp_path: Path) -> None:
     """All content arrives, also objects beside tensors, such as a generator."""
     path, generator = tmp_path / "it.ckpt", torch.Generator().manual_seed(7)

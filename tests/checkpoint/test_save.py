@@ -102,41 +102,6 @@ def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, mo
     assert same(loaded(f"{tmp_path}/it.ckpt"), kinds())
 
 
-@pytest.mark.parametrize(("call", "earlier"), [("write", 3), ("fsync", 0), ("replace", 0)])
-@pytest.mark.parametrize(
-    ("error", "raised", "says"),
-    [
-        (KeyboardInterrupt("stop"), KeyboardInterrupt, "^stop$"),
-        (OSError(errno.EIO, "because"), CheckpointSaveError, "it.ckpt: because; look at the file system, or save else"),
-    ],
-)
-def test_an_error_in_the_midst_of_writing_is_raised_as_what_it_is(
-    error: BaseException,
-    raised: type[BaseException],
-    says: str,
-    call: str,
-    earlier: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Torch would report a short file instead; an existing file is untouched, and no temporary file is left."""
-    path, do, calls = tmp_path / "it.ckpt", getattr(os, call), list[str]()
-    write({"number": 1}, path)
-
-    def fail_at_last(*arguments: Any) -> Any:
-        calls.append(call)
-        if len(calls) > earlier:
-            raise error
-        return do(*arguments)
-
-    monkeypatch.setattr(os, call, fail_at_last)
-    with pytest.raises(raised, match=says) as caught:
-        write(kinds(), path)
-    assert getattr(caught.value, "errno", None) == getattr(error, "errno", None)
-    assert loaded(str(path)) == {"number": 1}
-    assert [each.name for each in tmp_path.iterdir()] == ["it.ckpt"]
-
-
 @pytest.mark.parametrize(
     ("path", "number", "says"),
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_ddp_ext import RankZeroCheckpointIO
-from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned, pinned_memory
+from lightning_ddp_ext.checkpoint.snapshot import Buffer, aligned
 from tests.checkpoint.content import kinds, numbers, same, unusual
 
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -54,7 +51,7 @@ def distance(one: Tensor, other: Tensor) -> int | None:
     return one.data_ptr() - other.data_ptr() if share and one.numel() * other.numel() > 0 else None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(checkpoints(), checkpoints())
 def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
     """Whatever is in the checkpoint and the buffer, it is equal, and shares what was shared."""
@@ -98,35 +95,3 @@ def test_the_buffer_is_used_again() -> None:
         sizes.append(buffer.size)
     small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
     assert sizes == [small] * 4 + [large] * 3
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_file_records_the_devices_of_tensors(
-    background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So `map_location` finds it, whichever way it was saved; memory that torch takes for a GPU's stands in for one."""
-    on_gpu, io = numbers(5), RankZeroCheckpointIO({"cuda:1": "meta"}, background=background)
-
-    def tag(storage: Any) -> str | None:
-        return "cuda:1" if storage.data_ptr() == on_gpu.data_ptr() else None
-
-    registered = [(0, tag, lambda *_: None), *torch.serialization._package_registry]
-    monkeypatch.setattr(torch.serialization, "_package_registry", registered)
-    io.save_checkpoint({"gpu": on_gpu, "part": on_gpu[2:], "cpu": numbers(3)}, tmp_path / "it.ckpt")
-    devices = {name: str(tensor.device) for name, tensor in io.load_checkpoint(tmp_path / "it.ckpt").items()}
-    assert devices == {"gpu": "meta", "part": "meta", "cpu": "cpu"}
-
-
-def test_pinned_memory_has_its_size_and_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, the calls that pin and unpin are those that count; `tests/gpu` makes them."""
-    pinned: dict[int, int] = {}
-    register = lambda address, size, flags: pinned.update({address: size}) or 0  # noqa: E731
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.pop)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    memory = pinned_memory(1000)
-    assert pinned == {memory.data_ptr(): 1000}
-    del memory
-    assert pinned == {}
-    cudart.cudaHostRegister = lambda *_: 2
-    with pytest.raises(RuntimeError, match=r"1000 bytes of memory failed \(CUDA error 2\); set background=False"):
-        pinned_memory(1000)

@@ -32,14 +32,13 @@ from tests.harness.outcomes import Outcome
 from tests.harness.ranks import RankProcesses, free_port, run_ranks
 from tests.harness.scripts import be_the_script
 
-# Each kind of fault and each wire, in runs whose ranks do not import torch anew; kills of each rank that a script has
-# started, and of torchrun, which is also asked to stop.
-SEEDS = (1, 2, 4, 18, 19, 24, 37, 23, 52, 7, 96)
+# By day a kill, an exception, a dead launching process, and a cut wire; `make nightly` draws 60 others.
+SEEDS = (2, 18, 24, 37)
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0))
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_TRAIN = 240.0  # until all ranks report that they train
-SECONDS_TO_TIDY = 40.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
-SECONDS_TO_DUMP = 10.0
+SECONDS_TO_TIDY = 60.0  # until workers miss their rank, and torchrun has killed a rank that was stopped
+SECONDS_TO_DUMP = 60.0
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "raise": FAIL}
 # How ranks are started: by hand, by a script that is rank 0 (popen), or by a process that is not a rank itself.
@@ -289,13 +288,3 @@ def test_a_fault_is_survived(
     for seen, steps in run_ranks(go_on, case.world_size, tmp_path, case.during, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
         torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)
-
-
-def test_each_fault_is_drawn() -> None:
-    """Three hundred seeds try each way to start the ranks with each fault that it can have."""
-    cases = [draw(seed) for seed in range(300)]
-    tried = {(case.started, strike.what, strike.whom is None) for case in cases for strike in case.strikes}
-    for started in (*BY_HAND, "popen", *LAUNCHED):
-        assert {(started, what, False) for what in SIGNALS} <= tried
-    assert {(started, what, True) for started in LAUNCHED for what in ("kill", "term")} <= tried
-    assert {case.during for case in cases} == set(DURING)

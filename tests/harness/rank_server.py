@@ -92,19 +92,20 @@ class Rank:
             self.outcome.exit_code = self.process.exitcode
 
     def end_with_stacks(self) -> None:
-        """Have the rank write its stacks and die."""
-        self.signal(signal.SIGABRT)
-        self.signal(signal.SIGCONT)  # a stopped rank does not handle other signals
+        """Have the rank, and what it has started, write their stacks and die."""
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped rank does not handle other signals
+            self.signal_group(number)
 
     def kill_group(self) -> None:
         """End the rank and what it has forked."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.outcome.pid, signal.SIGKILL)
-        self.signal(signal.SIGKILL)  # it may not lead its group yet
+        self.signal_group(signal.SIGKILL)
 
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.outcome.pid, number)
+    def signal_group(self, number: int) -> None:
+        try:
+            os.killpg(self.outcome.pid, number)
+        except ProcessLookupError:  # it does not lead its group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.outcome.pid, number)
 
     def close(self) -> None:
         os.close(self.output)

@@ -26,14 +26,30 @@ def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> lis
     return chosen
 
 
+def chosen_cases(parse: Callable[[str], C], cover: Sequence[C]) -> Sequence[C]:
+    """Return the cases of the variable ``SWEEP``, which are parted by semicolons, or else the cover."""
+    given = os.environ.get("SWEEP")
+    return [parse(text) for text in given.split(";")] if given else cover
+
+
 def play_cases(
-    play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks: int, directory: Path
-) -> list[list[Any] | str]:
-    """Play cases one after another on the same ranks, on each by ``play(case, rank, ranks, place)``.
+    play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks_of: Callable[[C], int], directory: Path
+) -> dict[C, list[Any] | str]:
+    """Play cases one after another, those of as many ranks on the same ones, by ``play(case, rank, ranks, place)``.
 
     Returns what each rank returned, by case. A case that ends its processes has instead the story of their ends, and
     does not end the cases after it.
     """
+    found: dict[C, list[Any] | str] = {}
+    for ranks in sorted({*map(ranks_of, cases)}):
+        chosen = [case for case in cases if ranks_of(case) == ranks]
+        found.update(zip(chosen, _play_on_same_ranks(play, chosen, ranks, directory), strict=True))
+    return found
+
+
+def _play_on_same_ranks(
+    play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks: int, directory: Path
+) -> list[list[Any] | str]:
     found: list[list[Any] | str] = []
     while len(found) < len(cases):
         place, left = directory / f"{ranks}-{len(found)}", cases[len(found) :]

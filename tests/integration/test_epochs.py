@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from lightning_ddp_ext import SamplerEpochSeeding
-from lightning_ddp_ext.data.seeding import seed_generators
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
 from tests.integration.continuing import KEPT, Net, Saver
 
@@ -134,7 +133,7 @@ def train(kind: Kind, directory: Path, net: Reader, *callbacks: L.Callback, **op
 
 
 def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return the epochs that each loader read in each epoch, after a resume, and in other ways to train."""
+    """Return the epochs that each loader read in each epoch, after a resume, and in validation."""
     seeding = [SamplerEpochSeeding()] if kind == "stock" else []
     found: dict[str, Any] = {}
     for name, make in LOADERS.items():
@@ -146,14 +145,6 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
             ).read
     validation = Reader(OwnLoader, lambda: [loader(Samples(), **KEPT), loader(batch_sampler=EpochSampler(2))])
     found["validation"] = train(kind, directory, validation).validated
-    if kind == "stock":
-        return found
-    reload = {"reload_dataloaders_every_n_epochs": 1}
-    found["reloaded"] = train(kind, directory, Reader(LOADERS["a stream, persistent workers"]), **reload).read
-    shared = Reader(LOADERS["a sampler in a sampler"])
-    found["distributed sampler"] = train(kind, directory, shared, use_distributed_sampler=True).read
-    same = LOADERS["a batch sampler in another, workers"]()
-    found["overfit"] = train(kind, directory, Reader(lambda: same), overfit_batches=2, **reload).read
     return found
 
 
@@ -163,7 +154,7 @@ def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_pa
     whole, resumed = {0: {0}, 1: {1}, 2: {2}}, {1: {1}, 2: {2}}
     for found in on_ranks(kind, read_epochs, tmp_path):
         assert found == {name: resumed if "resumed" in name else whole for name in found}
-        assert len(found) == len(LOADERS) + (5 if kind == "ours" else 2)
+        assert len(found) == len(LOADERS) + 2
 
 
 class Chance(Samples):
@@ -191,24 +182,3 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_pat
     drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
-
-
-def draw_without_callback(kind: Kind, directory: Path) -> bool:
-    """Whether workers draw from a seed in a run before which its callback was removed from the Trainer."""
-    seeding, net = SamplerEpochSeeding(seed=5), Reader(partial(loader, Chance(), num_workers=1))
-    trainer = make_trainer(make_strategy(kind, directory), callbacks=[seeding], max_epochs=1)
-    trainer.fit(net)
-    trainer.callbacks.remove(seeding)  # type: ignore[attr-defined]
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(net)
-    drawn = []
-    for epoch in range(2):
-        seed_generators(5, epoch=epoch, rank=trainer.global_rank, worker=0)
-        drawn.append(random.getrandbits(50) in net.read[epoch])
-    assert drawn[0]
-    return drawn[1]
-
-
-def test_a_seed_is_forgotten_with_its_callback(tmp_path: Path) -> None:
-    """A run without the callback draws what follows from torch's seed, also where an earlier one had it."""
-    assert on_ranks("ours", draw_without_callback, tmp_path) == [False, False]

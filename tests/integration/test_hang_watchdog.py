@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -155,23 +155,6 @@ def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
     assert re.search(rf'File "{HERE}", line \d+, in reduce_in_another_group', written)
 
 
-class Muted(Stuck):
-    """Nothing can be printed on rank 0, which has what all ranks have reported."""
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self.global_rank == 0:
-            sys.stderr.close()
-
-
-def test_a_hang_ends_though_nothing_can_be_printed(tmp_path: Path) -> None:
-    """The other rank ends with the error, and the file is there."""
-    muted, stuck = launch_ranks(fit, 2, tmp_path, Muted("step"), env=by_hand_env(2))
-    assert (muted.exit_code, stuck.exit_code) == (1, 1), muted.story()
-    assert "RankHungError: rank 1 " in stuck.output
-    assert len(list((tmp_path / "reports").iterdir())) == 1
-
-
 def test_calls_that_differ_are_named(tmp_path: Path) -> None:
     """One line has both collectives, and the place of each in the user's code."""
     outcomes = launch_ranks(fit, 2, tmp_path, Stuck("step", call_what_differs, -1), env=by_hand_env(2))
@@ -195,6 +178,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
     expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
     model = Stuck("step", announce_step, -1)

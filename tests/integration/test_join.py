@@ -133,7 +133,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 CASES: list[tuple[str, Lengths]] = [
-    *(("sized", [5, 3]), ("stream", [2, 4]), ("stream", [0, 3]), ("accumulated", [5, 2]), ("manual", [4, 2])),
+    *(("sized", [5, 3]), ("stream", [2, 4]), ("stream", [0, 3]), ("accumulated", [5, 2]), ("manual", [4, 2]))
 ]
 
 

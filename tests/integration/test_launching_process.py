@@ -16,8 +16,9 @@ import pytest
 import torch
 
 from lightning_ddp_ext import DDPExtStrategy
+from tests.harness.outcomes import Outcome
 from tests.harness.ranks import free_port, launch_ranks, run_ranks
-from tests.harness.scripts import Script, run_script
+from tests.harness.scripts import run_script
 from tests.harness.training import Net, make_trainer
 from tests.integration.definitions import changed_in_process, of_process
 
@@ -27,7 +28,6 @@ SCRIPT = """
     import sys
 
     import lightning as L
-    import pytorch_lightning
     import torch
 
     from tests.harness.training import At, Net, make_trainer, weights
@@ -70,7 +70,7 @@ SCRIPT = """
 """
 
 
-def reports(done: Script, what: str) -> list[dict[str, Any]]:
+def reports(done: Outcome, what: str) -> list[dict[str, Any]]:
     """Return the processes' reports on ``what``, by rank."""
     told = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     return sorted((report for report in told if report["what"] == what), key=lambda report: int(report["rank"]))
@@ -86,7 +86,7 @@ def test_a_script_and_its_trainers() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     env = {"RANK": "0", "OMP_NUM_THREADS": None, "DDPX_INIT_METHOD": url}
     done = run_script(SCRIPT, env=env)
-    assert done.returncode == 0, done.output
+    assert done.exit_code == 0, done.output
     trained = {what: reports(done, what) for what in ("first", "second", "stock", "stock with callbacks")}
     for what, (one, other) in trained.items():
         assert (one["rank"], other["rank"]) == (0, 1), what
@@ -127,6 +127,7 @@ def start_processes(rank: int, world_size: int) -> None:
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would end some time after this
 
 
+@pytest.mark.nightly
 def test_ranks_by_fork_and_by_forkserver() -> None:
     """Started processes have the environment, the seed and torch's flags of that moment.
 

@@ -151,6 +151,7 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
     }
 
 
+@pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     """Whatever the number of values, and with no barrier, also not for an epoch's values; stock makes two for each.
 

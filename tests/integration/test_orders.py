@@ -10,13 +10,11 @@ from typing import Any
 
 import lightning as L
 import numpy as np
-import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from lightning_ddp_ext import DistributedBatchSamplerWrapper, SamplerEpochSeeding, ScalableDistributedSampler
 from tests.data.data import p_of
-from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_both, on_ranks
+from tests.harness.training import Kind, make_strategy, make_trainer, on_both, on_ranks
 from tests.integration.continuing import Net, Numbers, Saver
 
 Batches = dict[int, list[list[int]]]  # by epoch
@@ -116,32 +114,3 @@ def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
     counts = np.bincount(samples(by_weight, 0), minlength=4)
     assert (counts.sum(), counts[2]) == (4000, 0)
     assert p_of(counts[[0, 1, 3]], [400, 1200, 2400]) > 1e-4
-
-
-def train_with_own(kind: Kind, directory: Path) -> list[Batches]:
-    """With samplers that were built before there was a process group, where ours makes it; and the strategy's own."""
-    scalable = ScalableDistributedSampler(range(24), seed=3)  # type: ignore[arg-type]
-    wrapped = DistributedBatchSamplerWrapper(BatchSampler(RandomSampler(range(24)), 4, False), seed=3)
-    batches = BatchSampler(scalable, 2, drop_last=False)
-    loaders = [loader(24, sampler=scalable)(), *(loader(24, batch_sampler=each)() for each in (batches, wrapped))]
-    found = []
-    if kind == "ours":
-        found.append(fit(kind, directory, loader(24, shuffle=True), strategy={"sampler": "scalable"}))
-        own = ScalableDistributedSampler(range(24), seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))  # type: ignore[arg-type]
-        assert [sample for batch in found[0][0] for sample in batch] == list(own)
-    for each in loaders:
-        before = each.batch_sampler, each.sampler
-        callbacks = [SamplerEpochSeeding()] if kind == "stock" else []
-        found.append(fit(kind, directory, lambda each=each: each, callbacks=callbacks))  # type: ignore[misc]
-        assert (each.batch_sampler, each.sampler) == before
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_samplers_of_this_package_share_out_one_order(kind: Kind, tmp_path: Path) -> None:
-    """Chosen by the user they are left alone; every epoch reads each sample once, in another order."""
-    found = on_ranks(kind, train_with_own, tmp_path)
-    for runs in zip(*found, strict=True):
-        assert runs[0][0] != runs[0][1] != runs[0][2]
-        for epoch in range(3):
-            assert sorted(samples(runs, epoch)) == list(range(24))

@@ -43,10 +43,10 @@ class Secretive(Net):
 def train(rank: int, world_size: int, directory: Path, port: int | None) -> Any:
     """Return the weights after an epoch; an editor is attached, or a file has what is typed at the prompt."""
     torch.manual_seed(1)
-    debuggers = [RankDebugger(1, port), HangWatchdog(timeout=2)] if port else []
+    debuggers = [RankDebugger(1, port), HangWatchdog(timeout=4)] if port else []
     if not port:
         os.dup2(os.open(directory / "typed", os.O_RDONLY), 0)
-    strategy = make_strategy("ours", directory, timeout=2 if port else 20)
+    strategy = make_strategy("ours", directory, timeout=4 if port else 60)
     model = Secretive(has_breakpoint=not port)
     make_trainer(strategy, max_epochs=1, callbacks=debuggers).fit(model)
     return weights(model)
@@ -105,7 +105,7 @@ def read_secret(editor: Editor) -> str:
     assert (frame["name"], frame["line"]) == ("training_step", line)
     scope = editor.request("scopes", frameId=frame["id"])["scopes"][0]
     variables = editor.request("variables", variablesReference=scope["variablesReference"])["variables"]
-    threading.Event().wait(3)  # a user thinks, for longer than any time limit of the run
+    threading.Event().wait(5)  # a user thinks, for longer than any time limit of the run
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[])
     editor.request("continue", threadId=thread)
     return str(next(each["value"] for each in variables if each["name"] == "secret"))

@@ -160,8 +160,7 @@ def read_together(rank: int, world_size: int, directory: Path, path: Path, momen
 
 
 @pytest.mark.parametrize(
-    ("victim", "is_killed", "moment"),
-    [(0, True, "sent"), (0, False, "unpickled"), (0, True, "unpickled"), (2, True, "unpickled")],
+    ("victim", "is_killed", "moment"), [(0, True, "sent"), (0, False, "unpickled"), (2, True, "unpickled")]
 )
 def test_a_rank_that_fails_while_others_restore_ends_all(
     victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path

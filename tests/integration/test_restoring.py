@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_ext import CheckpointError, RankZeroCheckpointIO
 from lightning_ddp_ext.checkpoint.archive import Archive
-from tests.checkpoint.content import MAPPED, mapped
 from tests.harness.training import KINDS, At, Kind, assert_same, on_ranks, weights
 from tests.integration.checkpointing import (
     MODES,
@@ -133,37 +132,6 @@ def test_hooks_and_models_choose_what_is_loaded(kind: Kind, mode: str, tmp_path:
         assert_same({name: lenient[name] for name in before}, before)
 
 
-class LooksOn(L.Callback):
-    """Reads what is about to be loaded."""
-
-    def on_load_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        assert checkpoint["state_dict"]
-
-
-def large(model: Net) -> Net:
-    """Larger than what is read rather than mapped."""
-    model.register_buffer("large", torch.zeros(MAPPED))
-    return model
-
-
-def seen_mapped(kind: Kind, directory: Path, path: Path) -> list[bool]:
-    """Whether the file is mapped once the model is loaded, and later, without hooks, with the model's, with another."""
-    seen: list[bool] = []
-    for model, callbacks in ((Net(), []), (SwapsWeights(), []), (Net(), [LooksOn()])):
-        large(model).register_load_state_dict_post_hook(lambda *_: seen.append(mapped(path)))
-        trainer_for(kind, directory, None, callbacks).test(model, ckpt_path=path, verbose=False)
-        seen.append(mapped(path))
-    return seen
-
-
-@BOTH
-def test_weights_are_mapped_while_they_are_loaded(kind: Kind, tmp_path: Path) -> None:
-    """Weights are mapped while they are copied; they are read if a hook might keep them."""
-    train_and_save(tmp_path / "it.ckpt", large(Net()))
-    for seen in on_ranks(kind, seen_mapped, tmp_path, tmp_path / "it.ckpt"):
-        assert seen == [True, False, False, False, False, False]
-
-
 class Silent(Net):
     """Logs nothing: Lightning's `log` cannot be compiled."""
 
@@ -178,6 +146,7 @@ def compiled(kind: Kind, directory: Path, path: Path) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_is_restored_and_saved(tmp_path: Path) -> None:
     """`fit(torch.compile(model))` takes the file of one that was not, and writes names without a prefix."""
     before = train_and_save(tmp_path / "it.ckpt")

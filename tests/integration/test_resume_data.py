@@ -69,9 +69,7 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
         "another draw by weight": (weighted(True), weighted(False)),
         "two loaders for one": (sixteen, two),
     },
-    1: {
-        "a loader with a state": (stateful(), stateful()),
-    },
+    1: {"a loader with a state": (stateful(), stateful())},
 }
 
 
@@ -121,26 +119,6 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
     message = by_rank[0]["a loader with a state"]
     assert "epoch 1 cannot continue in its middle" in message
     assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
-
-
-def save_ends(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    """Return checkpoints of the last batch of the first epoch, and of the validation after it."""
-    options = {"limit_val_batches": 1.0, "max_epochs": 1}
-    return training(directory, 2, sixteen).run("train_batch_end-4", "validation_end-4", **options).saved
-
-
-def resume_ends(rank: int, world_size: int, directory: Path, saved: dict[str, str]) -> None:
-    """More samples are read from the second epoch on."""
-    run = training(directory, world_size, sampled("lightning's", 28))
-    expected = [step for step in run.run(limit_val_batches=1.0).steps if step[0] >= 1]
-    for path in saved.values():
-        assert run.run(ckpt_path=path, limit_val_batches=1.0).steps == expected
-
-
-def test_after_the_end_of_an_epoch_other_data_and_ranks_can_follow(tmp_path: Path) -> None:
-    """A checkpoint of an epoch's last batch or validation has nothing left of that epoch, and is never refused."""
-    saved = run_ranks(save_ends, 2, tmp_path, env=by_hand_env(2))[0]
-    run_ranks(resume_ends, 1, tmp_path, saved, env=by_hand_env(1))
 
 
 def save_points(kind: Kind, directory: Path, loaders: Loaders, *points: Point) -> list[str]:

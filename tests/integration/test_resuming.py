@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
-from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_ddp_ext import ScalableDistributedSampler
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import make_strategy, make_trainer
-from tests.integration.continuing import (
-    KEPT,
-    Loaders,
-    Net,
-    Numbers,
-    Points,
-    Training,
-    difference,
-    generations,
-    stream,
-    workers,
-)
+from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Points, Training, difference, generations
 
 
 class Plans(Net):
@@ -39,12 +24,8 @@ class Plans(Net):
         return super().configure_optimizers()
 
 
-def shuffled(samples: int = 16, kind: Any = DataLoader, **options: Any) -> Loaders:
-    return lambda rank, size: kind(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
-
-
-def beside(first: Loaders, second: Loaders) -> Loaders:
-    return lambda rank, size: CombinedLoader([first(rank, size), second(rank, size)], "max_size")
+def shuffled(samples: int = 16, **options: Any) -> Loaders:
+    return lambda rank, size: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
 Check = Callable[[int, int, Path, str], dict[str, str]]
@@ -66,36 +47,12 @@ CASES: dict[str, Check] = {
         *(["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]),
         limit_train_batches=4,
     ),
-    # Loaders are made twice in an epoch, but once after a resume, and making them draws a number.
-    "reloaded": resumes(
-        shuffled(**workers(2)),
-        *(["train_batch_end-3"], ["train_batch_end-6"]),
-        reload_dataloaders_every_n_epochs=1,
-    ),
     "last batch dropped": resumes(shuffled(18, drop_last=True), ["train_batch_end-3"], ["train_batch_end-6"]),
-    "validation by the clock": resumes(
-        shuffled(),
-        *(["train_batch_end-3"], ["train_batch_end-6"]),
-        limit_val_batches=1.0,
-        val_check_interval=timedelta(hours=1),
-    ),
     "plan": resumes(
         shuffled(),
         *(["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
         kind=Plans,
         accumulate_grad_batches=2,
-    ),
-    "plan of the steps of streams": resumes(
-        beside(shuffled(), stream(**KEPT)),
-        *(["train_batch_end-3"], ["train_batch_end-7"]),
-        kind=Plans,
-        max_epochs=-1,
-        max_steps=12,
-    ),
-    # The stream with a state has three of five batches; a fourth was asked for when the first of these are saved.
-    "torchdata at its end": resumes(
-        beside(stream(5, StatefulDataLoader), stream(number=5)),
-        *(["train_batch_end-3", "train_batch_end-4"], ["train_batch_end-9"]),
     ),
 }
 
@@ -132,8 +89,8 @@ def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Pa
     assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
 
 
-def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return the differences after ``validate``, and without the validation that was due."""
+def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
+    """Return the difference after ``validate``."""
     training = Training(lambda: shuffled(20)(rank, 2), directory, 2, {"max_epochs": 2, "dropout": False})
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
@@ -143,41 +100,9 @@ def resume_ended_runs(rank: int, world_size: int, directory: Path) -> list[str]:
     trainer.fit(net)
     trainer.validate(net, verbose=False)
     trainer.save_checkpoint(path)
-    wrong = [difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))]
-    whole = training.run("validation_end-5", limit_val_batches=1.0)
-    resumed = training.run(ckpt_path=whole.saved["validation_end-5"])
-    return [*wrong, "" if resumed.steps == whole.steps[5:] else f"reads {resumed.steps}"]
+    return difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))
 
 
 def test_a_run_that_had_ended_goes_on_where_training_was(tmp_path: Path) -> None:
-    """Saved after ``validate``, or resumed without its validation."""
-    assert run_ranks(resume_ended_runs, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
-
-
-class Planning(Net):
-    """Has Lightning make its training loader in the middle of the sanity check, and validates the same loader."""
-
-    def on_validation_start(self) -> None:
-        assert self.trainer.estimated_stepping_batches == 6
-        self.validated = 0
-
-    def validation_step(self, batch: Tensor, index: int) -> None:
-        self.validated += len(batch)
-
-    def on_validation_end(self) -> None:
-        assert self.trainer.sanity_checking or self.validated == 12
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
-
-
-def share_a_sampler(rank: int, world_size: int, directory: Path) -> dict[str, str]:
-    loader = DataLoader(Numbers(24), 2, sampler=ScalableDistributedSampler(Numbers(24), seed=1))
-    options = {"num_sanity_val_steps": 1, "max_epochs": 1, "val_check_interval": 3, "limit_val_batches": 1.0}
-    training = Training(lambda: loader, directory, options={**options, "kind": Planning, "dropout": False})
-    return generations(training, ["train_batch_end-1"])
-
-
-def test_loaders_of_training_that_are_made_or_validated_elsewhere_are_resumed(tmp_path: Path) -> None:
-    """Made in a sanity check they are loaders of training, and a sampler that was entered is validated whole."""
-    assert run_ranks(share_a_sampler, 2, tmp_path, env=by_hand_env(2)) == [{}, {}]
+    """Saved after ``validate``."""
+    assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2

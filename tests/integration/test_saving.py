@@ -86,21 +86,6 @@ def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     assert [file.name for file in disk.iterdir()] == ["it.ckpt"]
 
 
-def test_a_checkpoint_that_outlived_a_failed_save_is_removed_later(disk: Path) -> None:
-    """Once another one is on the disk, unless it is that one."""
-    io = RankZeroCheckpointIO(background=True)
-    for number, again in enumerate("ab"):
-        io.save_checkpoint({"number": number}, disk / "a")
-        io.save_checkpoint({"ballast": torch.zeros(16 << 20, dtype=torch.uint8)}, disk / "fails")
-        io.remove_checkpoint(disk / "a")
-        with pytest.raises(CheckpointSaveError, match="No space left on device"):
-            io.wait()
-        assert torch.load(disk / "a")["number"] == number
-        io.save_checkpoint({}, disk / again)
-        io.wait()
-        assert [path.name for path in disk.iterdir()] == [again]
-
-
 def saved_with_a_function(kind: Kind, directory: Path) -> list[str]:
     """Return the error of saving a function, in the foreground and in the background."""
 

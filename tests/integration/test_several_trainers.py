@@ -15,17 +15,7 @@ import torch.distributed as dist
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.errors import GroupInUseError
 from tests.harness.ranks import by_hand_env, launch_ranks, run_ranks
-from tests.harness.training import (
-    Kind,
-    Net,
-    Recorder,
-    assert_same,
-    make_strategy,
-    make_trainer,
-    on_both,
-    stock_group,
-    weights,
-)
+from tests.harness.training import Kind, Net, assert_same, make_strategy, make_trainer, on_both, stock_group, weights
 from tests.supervision.model import BoomError, Fault, boom
 
 BY_HAND = by_hand_env(2)
@@ -41,26 +31,6 @@ def refusal(trainer: L.Trainer) -> str:
     with pytest.raises(GroupInUseError) as refused:
         trainer.fit(Net())
     return str(refused.value)
-
-
-def train_in_turn(kind: Kind, directory: Path) -> list[Any]:
-    """One model by two Trainers, another model by a third; the first Trainer is asked again at the end."""
-    L.seed_everything(1)
-    recorder, first, second = Recorder(), Net(), Net()
-    trainers = [make_trainer(make_strategy(kind, directory), callbacks=[recorder]) for _ in range(3)]
-    trainers[0].fit(first)
-    trainers[1].fit(first)
-    trainers[2].fit(second)
-    trainers[1].fit_loop.max_epochs = 3
-    trainers[1].fit(first)
-    tests = [trainers[0].test(model, verbose=False) for model in (first, second)]
-    return [recorder.metrics, tests, weights(first), weights(second)]
-
-
-def test_trainers_in_turn_give_the_numbers_of_stock(tmp_path: Path) -> None:
-    """Ranks and group are used again, and nothing of one Trainer colours the next."""
-    ours, stock = on_both(train_in_turn, tmp_path)
-    assert_same(ours, stock)
 
 
 def trials(kind: Kind, directory: Path) -> list[Any]:

@@ -48,21 +48,6 @@ def run(rank: int, directory: Path, name: str, *callbacks: L.Callback, signum: i
     return fit(directory, name, *callbacks, *on_rank_one(rank, "on_train_batch_end", 1, signum))
 
 
-def stopped_early(rank: int, world_size: int, directory: Path) -> list[Any]:
-    """Return the ends of resumed runs that are stopped before their first step."""
-    run(rank, directory, "first")
-    ends = []
-    for hook in ("setup", "on_load_checkpoint", "on_fit_start"):
-        path = str(directory / "first" / "last-preempted.ckpt")
-        ends.append(fit(directory, hook, *on_rank_one(rank, hook), ckpt_path=path))
-    return ends
-
-
-def test_before_the_first_step_nothing_is_saved_and_all_end(tmp_path: Path) -> None:
-    """Whether it is in setup, in a restore, or after it."""
-    assert run_ranks(stopped_early, 2, tmp_path, env=by_hand_env(2)) == [[(143, [], 0)] * 3] * 2
-
-
 def stopped_in_evaluation(rank: int, world_size: int, directory: Path) -> list[Any]:
     """Return the ends of evaluations of 60 steps that get a signal in the second one."""
     found = []
@@ -121,7 +106,7 @@ def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -
 
 
 def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return the files of runs that save checkpoints elsewhere, or not at all; one is stopped in a save."""
+    """Return the files of runs that save in the background, that are stopped in a save, and that shall not save."""
 
     def files_of(name: str, *callbacks: L.Callback, hook: str = "on_train_batch_end", **strategy: Any) -> list[str]:
         own = [*callbacks, *on_rank_one(rank, hook, 1)]
@@ -129,51 +114,47 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
         assert status == 143
         return files
 
-    beside = RankZeroCheckpoint(directory / "beside" / "models", save_last=True, every_n_epochs=1)
     often = {"every_n_train_steps": 1, "save_top_k": -1}
     background = RankZeroCheckpointIO(background=True)
     return [
-        files_of("beside", beside),
         files_of("background", RankZeroCheckpoint(directory / "background", **often), checkpoint_io=background),
         files_of("saving", RankZeroCheckpoint(directory / "saving", "{step}", **often), hook="on_save_checkpoint"),
-        files_of("given", stop_checkpoint=directory / "given" / "here" / "stopped.ckpt"),
         files_of("nothing", stop_checkpoint=None),
     ]
 
 
-def test_the_checkpoint_is_at_the_requested_path(tmp_path: Path) -> None:
-    """Beside the others by default; a save that has begun, or goes on in the background, is finished first."""
-    for beside, background, saving, given, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
-        assert "models/last-preempted.ckpt" in beside
+def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
+    """One that has begun, or goes on in the background; with ``stop_checkpoint=None`` there is nothing to save."""
+    for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3
         assert {"last-preempted.ckpt", "step=1.ckpt", "step=2.ckpt"} <= set(saving)
-        assert (given, nothing) == (["here/stopped.ckpt"], [])
+        assert nothing == []
     for path in tmp_path.rglob("*.ckpt"):
         assert torch.load(path, weights_only=False)["state_dict"]
 
 
-# A signal, and how the workers that also get it were started.
-IN_GROUPS = ((signal.SIGTERM, "fork"), (signal.SIGTERM, "spawn"), (signal.SIGINT, "fork"), (signal.SIGUSR1, "fork"))
+IN_GROUPS = {"fork": (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1), "spawn": (signal.SIGTERM,)}
 
 
-def signalled_in_groups(rank: int, world_size: int, directory: Path) -> list[End]:
+def signalled_in_groups(rank: int, world_size: int, directory: Path, context: str) -> list[End]:
     """Return the ends of runs whose rank 1 gets a signal together with its loader's workers."""
     os.setpgid(0, 0)
     ends = []
-    for signum, context in IN_GROUPS:
+    for signum in IN_GROUPS[context]:
         loaders = shuffled(120, num_workers=1, multiprocessing_context=context)
         callbacks = [At(STEP, lambda _, signum=signum: os.killpg(0, signum), earlier=2)] if rank == 1 else []
-        place = directory / f"{signum}-{context}"
+        place = directory / str(signum)
         stopped = Training(loaders, directory).run(callbacks=callbacks, default_root_dir=place)
         ends.append((stopped.status, [path.name for path in place.rglob("*.ckpt")], 3 <= len(stopped.steps) < 30))
     return ends
 
 
-def test_workers_leave_the_signal_of_a_group_to_their_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_workers_leave_the_signal_of_a_group_to_their_rank(context: str, tmp_path: Path) -> None:
     """A rank needs them until it stops; torchrun and terminals send a signal to all processes of a group."""
-    expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum, _ in IN_GROUPS]
-    assert run_ranks(signalled_in_groups, 2, tmp_path, env=by_hand_env(2)) == [expected] * 2
+    expected = [(128 + signum, ["last-preempted.ckpt"], True) for signum in IN_GROUPS[context]]
+    assert run_ranks(signalled_in_groups, 2, tmp_path, context, env=by_hand_env(2)) == [expected] * 2
 
 
 def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
@@ -255,21 +236,6 @@ def held(rank: int, world_size: int, directory: Path, **strategy: Any) -> None:
     """Run with all ranks but 0 stuck in the middle of a step."""
     callbacks = [At(STEP, lambda _: hold("in step 1"), earlier=1)] if rank > 0 else []
     fit(directory, "run", *callbacks, strategy=strategy, devices=world_size)
-
-
-def test_a_death_overrules_a_request_to_stop(tmp_path: Path) -> None:
-    """The signalled rank names the dead one, and nothing is saved."""
-    with RankProcesses(held, 3, tmp_path, env=by_hand_env(3)) as ranks:
-        for rank in (1, 2):
-            ranks.wait_for("in step 1", rank)
-        ranks.kill(0, signal.SIGTERM)
-        ranks.kill(1, signal.SIGTERM)
-        ranks.kill(2, signal.SIGKILL)
-        ranks.release(1)
-        for outcome in ranks.wait(0, 1):
-            assert outcome.exit_code == 1
-            assert "RankDiedError: rank 2 (host" in outcome.story()
-    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 def test_all_end_within_the_deadline_though_a_rank_does_not_stop(tmp_path: Path) -> None:

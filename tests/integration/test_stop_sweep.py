@@ -5,17 +5,16 @@
 
 from __future__ import annotations
 
-import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.harness.sweeps import expect_nothing_wrong, greedy_cover, new_seed, play_cases
+from tests.harness.sweeps import chosen_cases, expect_nothing_wrong, greedy_cover, new_seed, play_cases
 from tests.integration.stop_sweeping import EVALUATIONS, HOOKS, KINDS, SIGNALS, Case, play
 
-# Cases that fail, with which others of the same cause are left out. A nightly test says when one is mended.
+# Cases that fail, with which others of the same cause are left out.
 KNOWN: dict[str, Callable[[Case], bool]] = {
     # Lightning's callback saves weights that are pruned for good, and prunes those of a resumed run anew.
     "hook=module.on_train_batch_end kind=pruning earlier=3 ranks=1": lambda case: case.kind == "pruning",
@@ -64,22 +63,18 @@ def cover(seed: int = 0) -> list[Case]:
     return greedy_cover(tried, lambda case: case.ranks)
 
 
-def play_all(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
+def play_all(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
     """Play cases; by case, what is wrong."""
-    found, ordered = dict[Case, str](), list(cases)
-    for ranks in (1, 2):
-        chosen = [case for case in ordered if case.ranks == ranks]
-        for case, texts in zip(chosen, play_cases(play, chosen, ranks, directory), strict=True):
-            found[case] = texts if isinstance(texts, str) else max(texts, key=len)
+    played = play_cases(play, cases, lambda case: case.ranks, directory)
+    found = {case: texts if isinstance(texts, str) else max(texts, key=len) for case, texts in played.items()}
     return {case: text for case, text in found.items() if text}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(ranks: int, tmp_path: Path) -> None:
     """Same steps, same validations, same weights, and no rank that another one waits for."""
-    given = os.environ.get("SWEEP")
-    cases = [Case.parse(text) for text in given.split(";")] if given else cover()
-    expect_nothing_wrong(play_all([case for case in cases if case.ranks == ranks], tmp_path), REPEAT)
+    cases = [case for case in chosen_cases(Case.parse, cover()) if case.ranks == ranks]
+    expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)
 
 
 @pytest.mark.nightly
@@ -89,10 +84,3 @@ def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFix
     seed, count = new_seed(capsys, 300)
     chance = random.Random(seed)
     expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", KNOWN)
-def test_what_is_known_to_fail_still_does(case: str, tmp_path: Path) -> None:
-    """Else its line of ``KNOWN`` has to go."""
-    assert play_all([Case.parse(case)], tmp_path)

@@ -144,12 +144,7 @@ def checkpoints_and_early_stopping(kind: Kind, directory: Path) -> Result:
 
 
 FEATURES: dict[str, Callable[[Kind, Path], Result]] = {
-    feature.__name__: feature
-    for feature in (
-        prediction_writer,
-        loggers,
-        checkpoints_and_early_stopping,
-    )
+    feature.__name__: feature for feature in (prediction_writer, loggers, checkpoints_and_early_stopping)
 }
 
 

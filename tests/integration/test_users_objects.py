@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from tests.harness import training as harness
 from tests.harness.ranks import by_hand_env, run_ranks
 from tests.harness.training import At, Kind, data, make_strategy, make_trainer, on_both
-from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Training, Turning, difference, sampled, stream
+from tests.integration.continuing import KEPT, Loaders, Numbers, Training, Turning, sampled, stream
 
 SAMPLES = 16
 POINT = "train_batch_end-2"
@@ -42,10 +42,6 @@ class OwnLoader(DataLoader[Any]):
 def own_batches(rank: int, world_size: int) -> DataLoader[Any]:
     sampler = InTwos(Turning(SAMPLES, rank, world_size), 2, drop_last=False)
     return DataLoader(Numbers(SAMPLES), batch_sampler=sampler)  # type: ignore[arg-type]
-
-
-def both(rank: int, world_size: int) -> list[Any]:
-    return [sampled("distributed", SAMPLES)(rank, world_size), stream(8)(rank, world_size)]
 
 
 LOADERS: dict[str, tuple[Loaders, dict[str, Any]]] = {
@@ -89,50 +85,6 @@ def is_as_before(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_the_users_objects_are_as_they_were(tmp_path: Path) -> None:
     """Loader, sampler, batch sampler and dataset have the class and the attributes that they had before the run."""
     assert run_ranks(is_as_before, 2, tmp_path, env=by_hand_env(2)) == [[], []]
-
-
-class Peeks(Net):
-    """Looks at a batch wherever it can, and reads and sets attributes of the loader."""
-
-    def peek(self) -> None:
-        loaders: Any = self.trainer.train_dataloader
-        for loader in loaders if isinstance(loaders, list) else [loaders]:
-            assert next(iter(loader)) is not None
-            assert loader.batch_sampler is not None
-            with pytest.raises(ValueError, match="batch_size attribute should not be set after"):
-                loader.batch_size = 3
-
-    on_train_start = on_train_epoch_start = peek
-
-    def on_train_batch_start(self, batch: Any, index: int) -> None:
-        if index in (0, 2):
-            self.peek()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if index in (1, 3):
-            self.peek()
-
-    def on_train_epoch_end(self) -> None:
-        super().on_train_epoch_end()
-        self.peek()
-
-
-def peek(rank: int, world_size: int, directory: Path) -> list[str]:
-    """Return the differences of runs that look at batches, and of those that resume them."""
-    wrong = []
-    for name, (make, options) in {**LOADERS, "a list": (both, dict[str, Any]())}.items():
-        runs = training(directory, name, make, rank, world_size, **options)
-        undisturbed, peeking = runs.run(), runs.run(POINT, kind=Peeks)
-        wrong.append(difference(runs, undisturbed, 0, peeking))
-        if "that stay" not in name:
-            resumed = runs.run(ckpt_path=peeking.saved[POINT], kind=Peeks)
-            wrong.append(difference(runs, undisturbed, 2, resumed))
-    return [each for each in wrong if each]
-
-
-def test_a_look_at_a_batch_changes_nothing(tmp_path: Path) -> None:
-    """With `next(iter(trainer.train_dataloader))` in any hook, a run and those that resume it read the same batches."""
-    assert run_ranks(peek, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 def made(**options: Any) -> OwnLoader:

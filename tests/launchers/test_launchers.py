@@ -164,7 +164,11 @@ def test_mpirun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("start_method", "methods", "calls"),
-    [("spawn", ("tcp",), ["fit"]), ("forkserver", METHODS, ["fit"]), ("fork", METHODS, ["fit", "test"])],
+    [
+        pytest.param("spawn", ("tcp",), ["fit"], marks=pytest.mark.nightly),
+        pytest.param("forkserver", METHODS, ["fit"], marks=pytest.mark.nightly),
+        ("fork", METHODS, ["fit", "test"]),
+    ],
 )
 def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[str], tmp_path: Path) -> None:
     """Ranks can be started from any process, also from one that runs no script, and the init method is theirs.
@@ -202,6 +206,7 @@ def nodes(two_hosts: Network) -> Network:
     return two_hosts
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     """An agent on each node starts its ranks, and starts them again when one was killed, which the others name."""
@@ -232,6 +237,7 @@ def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
     runs.expect_trained(output)
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     """A plain script, started by hand on each node with its NODE_RANK, starts the other ranks of its node."""

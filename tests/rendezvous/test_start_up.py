@@ -147,6 +147,7 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
     """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
@@ -245,6 +246,7 @@ def test_a_name_that_resolves_late(two_hosts: Network) -> None:
         assert [outcome.result for outcome in ranks.wait()] == [2.0, 2.0]
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_a_link_cut_before_all_have_connected(two_hosts: Network) -> None:
     """Each side names the other one, within the bound."""

@@ -109,14 +109,7 @@ def by_hand(
     return strategy
 
 
-def fit(
-    rank: int,
-    world_size: int,
-    url: str,
-    *faults: Fault,
-    model: Net | None = None,
-    **options: Any,
-) -> None:
+def fit(rank: int, world_size: int, url: str, *faults: Fault, model: Net | None = None, **options: Any) -> None:
     """One training on a rank that was started by hand."""
     strategy = by_hand(rank, world_size, url, **options)
     make_trainer(world_size, strategy, *faults).fit(model or Net())

@@ -25,7 +25,6 @@ def flight(entered: int, pending: int | None = None, name: str = "all_reduce", l
     return Flight(label or "0", label, entered, pending, {**recent, str(entered): name})
 
 
-WAITING = {"doing": "backward", "place": "train.py:7"}
 MOVING = {"is_still": False, "idle": 0.5}
 CASES: dict[str, tuple[Findings, str | None]] = {
     "several never came": (
@@ -37,11 +36,6 @@ CASES: dict[str, tuple[Findings, str | None]] = {
         Findings([report(0, [flight(5, 5)]), report(1, [flight(5, 5)], idle=62.0)]),
         "rank 1 (host host1, pid 101) has not moved for 62 s; it is in all_reduce #5, train_dataloader_next, "
         "dataset.py:41; rank 0 has been in all_reduce #5, train_dataloader_next, dataset.py:41 for 61 s",
-    ),
-    "nothing is recorded": (
-        Findings([report(0, is_waiting=True, **WAITING), report(1)]),
-        "rank 1 (host host1, pid 101) has not moved for 61 s; it is in train_dataloader_next, dataset.py:41; "
-        "rank 0 has been in backward, train.py:7 for 61 s",
     ),
     "one does not answer while others move": (
         Findings([report(0, [flight(5, 5)]), report(2, [flight(5)], **MOVING)], [Silence(who(1), 5.0)]),

@@ -1,21 +1,17 @@
-"""What an exception means for the other ranks, told from real errors of broken groups and stores."""
+"""Which errors are a rank's own, and which only echo the exit of another rank."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_ddp_ext.errors import RankDiedError
 from lightning_ddp_ext.ranks import reason_of
-from lightning_ddp_ext.rendezvous.sockets import OpenedSockets
 from lightning_ddp_ext.supervision.failure import echoes_another_rank
-from tests.harness.ranks import RankProcesses, free_port, hold
 from tests.supervision.model import throw
 
 
@@ -26,51 +22,6 @@ def finding(work: Callable[[], object]) -> tuple[str, bool]:
     except Exception as error:
         return reason_of(error), echoes_another_rank(error)
     raise AssertionError("this was to fail")
-
-
-def call_collectives(rank: int, world_size: int, port: int, end: str) -> dict[str, tuple[str, bool]] | None:
-    """Rank 1, which hosts the store, brings the group to that end, then rank 0 makes one call after another."""
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 1, timeout=timedelta(seconds=10))
-    timeout = timedelta(seconds=1 if end == "times out" else 30)
-    with OpenedSockets() as sockets:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    dist.barrier()
-    hold("in the group")
-    if rank == 1:
-        if end == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        hold("at the end")
-        return None
-    if end == "is severed":
-        sockets.abort()
-    if end == "is missing":
-        dist.destroy_process_group()
-    tensor = torch.ones(8)
-    found = {
-        "all_reduce": finding(lambda: dist.all_reduce(tensor)),
-        "asynchronous": finding(lambda: dist.all_reduce(tensor, async_op=True).wait()),
-        "barrier": finding(dist.barrier),
-        "broadcast": finding(lambda: dist.broadcast_object_list([None], src=1)),
-        "receive": finding(lambda: dist.recv(tensor, src=1)),
-        "wrap": finding(lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))),
-    }
-    if end == "dies":
-        found |= {"get": finding(lambda: store.get("missing")), "set": finding(lambda: store.set("key", "value"))}
-    return found
-
-
-@pytest.mark.parametrize("end", ["dies", "is severed", "is missing", "times out"])
-def test_errors_of_collectives_are_echoes(end: str) -> None:
-    """Whatever brings a group to its end, and in whichever call: the error is not taken for this rank's own."""
-    with RankProcesses(call_collectives, 2, free_port(), end) as ranks:
-        for rank in (0, 1):
-            ranks.wait_for("in the group", rank)
-        ranks.release(1)
-        ranks.wait(1) if end == "dies" else ranks.wait_for("at the end", 1)
-        ranks.release(0)
-        (outcome,) = ranks.wait(0)
-    assert outcome.result is not None, outcome.story()
-    assert [name for name, (_, is_echo) in outcome.result.items() if not is_echo] == [], outcome.result
 
 
 class Fatal(torch.utils.data.Dataset[int]):

@@ -5,15 +5,11 @@ By fork, from a process that has imported everything already; every test fails i
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.harness.processes import wait_until_gone
 from tests.harness.ranks import RankProcesses
 from tests.harness.training import Net
 from tests.supervision import model
@@ -85,19 +81,3 @@ def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     assert outcome.exit_code == status, outcome.story()
     assert outcome.output.count(said) >= 1, outcome.story()
     assert number == signal.SIGINT or (tmp_path / "last-preempted.ckpt").exists()
-
-
-def train_at(rank: int, world_size: int, terminal: Path) -> None:
-    """Train for ever with ``terminal`` as stderr."""
-    os.dup2(os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    make_trainer(2, "ddp_ext_fork", in_step(announce_step), in_step(model.wait_for_ever)).fit(Net())
-
-
-def test_a_kill_of_the_launching_process_ends_the_ranks(tmp_path: Path) -> None:
-    """They print why they exit, even if the killed process is not yet reaped."""
-    with RankProcesses(train_at, 1, tmp_path / "terminal") as launching:
-        ranks = [psutil.Process(pid) for pid in pids_of_ranks(launching).values()]
-        launching.kill(0)
-        wait_until_gone(lambda: [rank for rank in ranks if rank.is_running()], 60.0)
-    said = f"the process that launched this one (pid {launching.pids[0]}) exited, so this one exits"
-    assert (tmp_path / "terminal").read_text().count(said) == 2

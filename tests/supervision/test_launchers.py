@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ddp_ext.supervision import rank_processes
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
 from tests.harness.processes import MARK, marked, name_of, wait_until_gone
 from tests.harness.ranks import Environment, RankProcesses
@@ -32,10 +31,7 @@ SCRIPT = str(Path(__file__).with_name("script.py"))
 
 @contextlib.contextmanager
 def train(
-    *what: str,
-    strategy: str = "ddp_ext",
-    ends_within: float = 60.0,
-    env: Environment | None = None,
+    *what: str, strategy: str = "ddp_ext", ends_within: float = 60.0, env: Environment | None = None
 ) -> Iterator[RankProcesses]:
     """Run the training script; fail unless all its processes exit within these seconds after the first."""
     mark = f"{os.environ[MARK]}/script"
@@ -74,7 +70,7 @@ def lines_of(stderr: str) -> list[str]:
     ("strategy", "verdict"),
     [
         ("ddp_ext", "ended by SIGKILL before all ranks had connected"),
-        ("ddp_ext_spawn", "died: it was ended by SIGKILL"),
+        pytest.param("ddp_ext_spawn", "died: it was ended by SIGKILL", marks=pytest.mark.nightly),
     ],
 )
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
@@ -87,6 +83,7 @@ def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict:
     assert f"local {who(1, pid)} {verdict}" in lines_of(done.output)[-1], done.output
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
     """One whose launcher is killed while it imports ends when it has imported this package."""
     with train() as script:
@@ -94,6 +91,7 @@ def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
         script.kill(0)
 
 
+@pytest.mark.nightly
 def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
     """Ctrl-C reaches all processes of a run together; they stop together, and none reports a death."""
     with train("endless") as script:
@@ -105,6 +103,7 @@ def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
     assert "Error" not in done.output
 
 
+@pytest.mark.nightly
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
     """Rank 0 has started the others and ends after them; one that works on after ``fit`` is not an orphan."""
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
@@ -124,15 +123,3 @@ def test_a_child_that_is_stuck_is_not_waited_for_for_ever(
         ChildScripts([child], at_most=0.1, notice_after=0.1).wait()
     assert child.returncode == -signal.SIGKILL
     assert f"waiting for local rank 1 (pid {child.pid}) to exit" in capsys.readouterr().err
-
-
-def test_a_child_that_saves_after_an_exception_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has ``save_deadline``, and not only the time that a rank needs that does not save."""
-    monkeypatch.setattr(sys, "last_value", ValueError("this rank fails"), raising=False)
-    monkeypatch.setattr(rank_processes, "_END_WITHIN", 0.0)
-    saving = ["sh", "-c", "trap '' TERM; echo ready; sleep 1"]
-    with subprocess.Popen(saving, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == b"ready\n"
-        ChildScripts([child], save_within=60.0).wait()
-    assert child.returncode == 0
