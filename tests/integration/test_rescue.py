@@ -109,15 +109,15 @@ def test_it_is_the_default_where_checkpoints_are_saved(is_saving: bool, tmp_path
     assert ("is saved to" in survivor.output) == is_saving
 
 
-def test_a_rank_that_can_no_longer_record_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
-    """A full disk of temporary files ends no training."""
-    ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
-    torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
-
-
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
     with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return train(rank, world_size, plan, directory)
+
+
+def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
+    """Full shared memory ends no training."""
+    ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
+    torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
