@@ -11,6 +11,7 @@ if _sys.platform == "win32":
     raise ImportError("lightning-ddp-ext runs on Linux (macOS is untested), and not on Windows; use it in WSL 2")
 
 from lightning_ddp_ext import errors as _errors
+from lightning_ddp_ext.at_exit import exclude_imports_from_collections as _exclude_imports_from_collections
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
@@ -51,3 +52,4 @@ __all__ += _public.__all__
 
 _register_names()
 _watch_own_launcher()
+_exclude_imports_from_collections()
