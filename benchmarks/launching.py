@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from measuring import (
@@ -46,10 +47,11 @@ import lightning_ddp_ext
 print((time.process_time() - begin) * 1000, (status("RssAnon:", "RssShmem:") - before) / MIB)
 """
 
-# The strategy, and whether torchrun starts the ranks.
-STARTS = {
+# The strategy, whether torchrun starts the ranks, and an argument of the worker.
+STARTS: dict[str, tuple[Any, ...]] = {
     "stock `ddp`": ("ddp", False),
     "`ddp_ext`": ("ddp_ext", False),
+    "`ddp_ext`, imported before Lightning": ("ddp_ext", False, "first"),
     "stock `ddp_spawn`": ("ddp_spawn", False),
     "`ddp_ext_spawn`": ("ddp_ext_spawn", False),
     "stock `ddp_fork`": ("ddp_fork", False),
@@ -57,6 +59,7 @@ STARTS = {
     "`ddp_ext_forkserver`, safe with CUDA": ("ddp_ext_forkserver", False),
     "stock `ddp`, torchrun": ("ddp", True),
     "`ddp_ext`, torchrun": ("ddp_ext", True),
+    "`ddp_ext`, imported before Lightning, torchrun": ("ddp_ext", True, "first"),
 }
 DEATHS = {
     "plain script": ("ddp_ext", False),
@@ -83,9 +86,9 @@ def first_steps(directory: Path) -> list[list[str]]:
     return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
 
 
-def seconds_to_first_step(strategy: str, by_torchrun: bool, world_size: int) -> Figures:
+def seconds_to_first_step(world_size: int, strategy: str, by_torchrun: bool, *arguments: str) -> Figures:
     begin = time.monotonic()
-    with started(strategy, by_torchrun, world_size) as (run, directory):
+    with started(strategy, by_torchrun, world_size, *arguments) as (run, directory):
         assert run.wait(timeout=180) == 0, f"{strategy} ended with {run.returncode}"
         moments = [float(moment) for moment, _ in first_steps(directory)]
     assert len(moments) == world_size, moments
@@ -100,7 +103,7 @@ def measure_start(effort: Effort) -> Table:
     compile_sources()
     for world_size in world_sizes:
         kinds: dict[str, Callable[[], Figures]] = {
-            name: partial(seconds_to_first_step, *STARTS[name], world_size) for name in names
+            name: partial(seconds_to_first_step, world_size, *STARTS[name]) for name in names
         }
         results = take_turns(kinds, effort.repeats(3))
         for name in names:

@@ -128,7 +128,7 @@ class Buffer:
                 on_cpu.append((copied, storage))
             else:
                 with torch.cuda.stream(sides.get(storage.device)):
-                    copied.copy_(storage, non_blocking=True)
+                    bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         # The first copy waits for the system to clear the buffer's pages, which other cores do at the same time.
         with ThreadPoolExecutor(_COPYING) as threads:
             list(threads.map(_copy, (on_cpu[number::_COPYING] for number in range(_COPYING))))
