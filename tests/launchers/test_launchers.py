@@ -246,7 +246,7 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
 
 
 def test_a_started_rank_collects_no_imports() -> None:
-    """Its exit does not wait until what the imports made is collected; a process that is no rank is left alone."""
+    """Its exit does not wait until what the imports made is collected; in another process they are collected."""
     source = "import gc\n\nimport lightning_ddp_ext\n\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
     printed = [scripts.run_script(source, env={"LOCAL_RANK": rank}).output.strip() for rank in ("0", None)]
     assert printed == ["True True", "True False"]
