@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ T = TypeVar("T")
 _LONGEST_REASON = 2000
 # Bytes of one broadcast: this size is about the fastest, and limits device memory.
 _PIECE = 64 << 20
+_POLL_FOR = 0.002  # seconds
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,17 @@ def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) 
     """
     kind = device if isinstance(device, str) else device.type
     return f"{kind}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def wait_for(work: dist.Work, device: torch.device) -> None:
+    """Wait for a small collective; on CPU poll first, since waking a thread takes longer than the transfer.
+
+    Other threads can use the processor meanwhile, such as those that make the exchange.
+    """
+    moment = time.monotonic() + (_POLL_FOR if device.type == "cpu" else 0.0)
+    while not work.is_completed() and time.monotonic() < moment:
+        os.sched_yield()
+    work.wait()
 
 
 @dataclass(frozen=True)
