@@ -20,6 +20,7 @@ _LONGEST_REASON = 2000
 # Bytes of one broadcast: this size is about the fastest, and limits device memory.
 _PIECE = 64 << 20
 _POLL_FOR = 0.002  # seconds
+_LONG_YIELD = 0.0003  # seconds, after which the processor was in use elsewhere
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,14 @@ def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) 
 def wait_for(work: dist.Work, device: torch.device) -> None:
     """Wait for a small collective; on CPU poll first, since waking a thread takes longer than the transfer.
 
-    Other threads can use the processor meanwhile, such as those that make the exchange.
+    Torch's threads, which make the exchange, use the processor meanwhile. Polling ends when another process uses it.
     """
-    moment = time.monotonic() + (_POLL_FOR if device.type == "cpu" else 0.0)
-    while not work.is_completed() and time.monotonic() < moment:
+    began = now = time.monotonic()
+    while device.type == "cpu" and now - began < _POLL_FOR and not work.is_completed():
         os.sched_yield()
+        before, now = now, time.monotonic()
+        if now - before > _LONG_YIELD:
+            break
     work.wait()
 
 
