@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +17,6 @@ T = TypeVar("T")
 _LONGEST_REASON = 2000
 # Bytes of one broadcast: this size is about the fastest, and limits device memory.
 _PIECE = 64 << 20
-_POLL_FOR = 0.002  # seconds
-_LONG_YIELD = 0.0003  # seconds, after which the processor was in use elsewhere
 
 
 @dataclass(frozen=True)
@@ -137,20 +133,6 @@ def is_gloo(device: str | torch.device, group: dist.ProcessGroup | None = None) 
     """
     kind = device if isinstance(device, str) else device.type
     return f"{kind}:gloo" in dist.get_backend_config(group).split(",")
-
-
-def wait_for(work: dist.Work, device: torch.device) -> None:
-    """Wait for a small collective; on CPU poll first, since waking a thread takes longer than the transfer.
-
-    Torch's threads, which make the exchange, use the processor meanwhile. Polling ends when another process uses it.
-    """
-    began = now = time.monotonic()
-    while device.type == "cpu" and now - began < _POLL_FOR and not work.is_completed():
-        os.sched_yield()
-        before, now = now, time.monotonic()
-        if now - before > _LONG_YIELD:
-            break
-    work.wait()
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_ext.ranks import is_gloo, wait_for
-
 from .lightning_tree import rank_zero_info
 
 CommHook = Callable[..., Any]
 
 _SHOWN = 10  # parameters in a message
-_ONE_MESSAGE = 1 << 20  # bytes: the size of DDP's first bucket
 
 
 class GradientAveraging:
     """Has DDP average the gradients of a strategy's ranks, with a comm hook, if there is one, also on CPU.
 
-    Small gradients are averaged as DDP would, with less waiting. On a single rank DDP is left out.
+    On a single rank DDP is left out of the training step.
 
     Attributes:
         is_needless: whether DDP has nothing to do, since there is one rank, and no hook or option changes gradients.
@@ -43,19 +40,16 @@ class GradientAveraging:
             model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
     def on_train_start(self) -> None:
-        """Leave out what DDP need not do, after users had the chance to change it."""
+        """Leave DDP out of the steps of a single rank, unless a user has changed what it does."""
         model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
-        if type(model) is not DistributedDataParallel or options or model._get_ddp_logging_data().get("comm_hook"):
+        if self._strategy.world_size > 1 or type(model) is not DistributedDataParallel:
+            return
+        if options or model._get_ddp_logging_data().get("comm_hook"):
             return
         if any(getattr(module, "sparse", False) for module in model.modules()):
             return  # DDP would also coalesce their gradients
-        self.is_needless = self._strategy.world_size == 1
-        model.require_backward_grad_sync = not self.is_needless
-        size = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-        is_on_cpu = self._strategy.root_device.type == "cpu" and is_gloo("cpu")
-        if size <= _ONE_MESSAGE and is_on_cpu and not self.is_needless:
-            # DDP refuses a hook whose annotations are text.
-            model.register_comm_hook(model.process_group, lambda group, bucket: _average(group, bucket))
+        self.is_needless = True
+        model.require_backward_grad_sync = False
 
     def on_train_batch_start(self) -> None:
         """Rebuild DDP if a parameter was unfrozen: DDP does not average gradients of parameters that were frozen.
@@ -86,15 +80,6 @@ class GradientAveraging:
             return as_lightning(*args, **kwargs)
         with self._strategy.precision_plugin.train_step_context():
             return self._strategy.lightning_module.training_step(*args, **kwargs)
-
-
-def _average(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients to the same numbers as DDP without a hook. When this is the only message, nothing overlaps."""
-    gradients = bucket.buffer().mul_(1 / group.size())
-    wait_for(dist.all_reduce(gradients, group=group, async_op=True), gradients.device)
-    result: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    result.set_result(gradients)
-    return result
 
 
 def _forget_buckets(state: Any) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
-from lightning_ddp_ext.ranks import wait_for
 
 DTYPES = (torch.float32, torch.float64, torch.int64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -114,7 +113,7 @@ def _all_gather(message: Tensor) -> Tensor:
     """Return the messages of all ranks, by rank."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
     received = message.new_empty(dist.get_world_size() * len(message))
-    wait_for(gather(received, message, async_op=True), message.device)
+    gather(received, message)
     return received.view(-1, len(message))
 
 
