@@ -126,7 +126,8 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
 
 def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name: str) -> Any:
     """Return the content of rank 0's file, which it checks while it sends one tensor after another. Collective."""
-    what, threads = f"reading {name}", stack.enter_context(ThreadPoolExecutor(1))
+    what, threads = f"reading {name}", ThreadPoolExecutor(1)
+    stack.callback(threads.shutdown, wait=False)  # an error does not wait until the file is checked
     storages: list[UntypedStorage] = []
     devices: dict[object, str] = {}  # that tensors were saved from; the state of a generator has none
 

@@ -138,9 +138,14 @@ def all_below(root: object) -> list[object]:
 
 
 def samplers_below(root: object) -> list[Any]:
-    """Return the samplers at or below one, each before those in it: what is iterated over, and not indexed."""
-    below = reversed(all_below(root))
-    return [each for each in below if isinstance(each, Sampler) or not hasattr(type(each), "__getitem__")]
+    """Return a sampler, and the samplers that are its attributes, at any depth; datasets are not searched."""
+    found = [] if root is None else [root]
+    for owner in found:
+        for name, value in sorted(getattr(owner, "__dict__", {}).items()):
+            is_named = name in ("sampler", "batch_sampler") and hasattr(value, "__iter__")
+            if (is_named or isinstance(value, Sampler)) and not any(value is other for other in found):
+                found.append(value)
+    return found
 
 
 def _is_followed(thing: object) -> bool:

@@ -124,7 +124,7 @@ class IndexPosition(LoaderPosition):
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
         prefetched = self.loader.num_workers * (self.loader.prefetch_factor or 0)
-        return {**super().state_dict(done), "own": self.given - start.after - batches + prefetched}
+        return {**super().state_dict(done), "own": self.given + self.ahead - start.after - batches + prefetched}
 
 
 class StatePosition(LoaderPosition):

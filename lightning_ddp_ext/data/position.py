@@ -61,6 +61,8 @@ class LoaderPosition:
     """
 
     kind = "batches"
+    ahead = 0
+    """Batches that are drawn before they are given, besides those for workers."""
     is_by_rank = False
     """Whether a rank can only continue from its own state, and not from that of another rank."""
 

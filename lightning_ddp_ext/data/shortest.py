@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+AHEAD = 2
 
 Mode = Literal["stop_at_shortest", "join"]
 
@@ -25,8 +26,8 @@ def end_together(
 ) -> Iterator[T]:
     """Yield equally many items on all ranks: as many as the shortest iterator has, or with ``"join"`` the longest.
 
-    Two items are drawn ahead: for each the ranks exchange which of them have one, and the answer arrives while the
-    item before is in use. With ``"stop_at_shortest"`` an item is dropped if some rank does not have one. With
+    ``AHEAD`` items are drawn ahead: for each the ranks exchange which of them have one, and the answer arrives while
+    the item before is in use. With ``"stop_at_shortest"`` an item is dropped if some rank does not have one. With
     ``"join"`` a rank that has no more items repeats its last one; if its iterator was empty, it gets one from another
     rank, pickled.
 

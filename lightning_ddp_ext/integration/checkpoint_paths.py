@@ -110,7 +110,7 @@ def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
     found |= {stop_checkpoint, trainer.strategy.rescue.place(trainer)}
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
-    modified = {path: _modified(path) for path in found if path}
+    modified = {path: modified(path) for path in found if path}
     return {path: when for path, when in modified.items() if when is not None}
 
 
@@ -136,7 +136,7 @@ def _newest_whole(newest_first: list[str]) -> str | None:
     return None
 
 
-def _modified(path: str) -> float | None:
+def modified(path: str) -> float | None:
     """Return the time of writing; ``None`` if the file does not exist, and the future if the time is unknown."""
     location = locate(path)
     try:

@@ -21,7 +21,7 @@ _SHOWN = 10  # parameters in a message
 class GradientAveraging:
     """Has DDP average the gradients of a strategy's ranks, with a comm hook, if there is one, also on CPU.
 
-    On a single rank DDP is left out of the training step.
+    On a single CPU rank DDP is left out of the training step.
 
     Attributes:
         is_needless: whether DDP has nothing to do, since there is one rank, and no hook or option changes gradients.
@@ -42,11 +42,12 @@ class GradientAveraging:
     def on_train_start(self) -> None:
         """Leave DDP out of the steps of a single rank, unless a user has changed what it does."""
         model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
-        if self._strategy.world_size > 1 or type(model) is not DistributedDataParallel:
+        is_on_gpu = self._strategy.root_device.type != "cpu"  # where DDP also moves what is on another device
+        if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
         if options or model._get_ddp_logging_data().get("comm_hook"):
             return
-        if any(getattr(module, "sparse", False) for module in model.modules()):
+        if any(getattr(module, "sparse", False) is True for module in model.modules()):
             return  # DDP would also coalesce their gradients
         self.is_needless = True
         model.require_backward_grad_sync = False

@@ -28,7 +28,7 @@ from lightning_ddp_ext.ranks import reason_of
 from lightning_ddp_ext.rendezvous.process_context import current
 
 from .checkpoint_io import RankZeroCheckpointIO
-from .checkpoint_paths import place_of
+from .checkpoint_paths import modified, place_of
 from .compat import dump_checkpoint, is_in_closure, is_in_optimizer_step, validates_next
 from .lightning_tree import TrainerStatus, pl
 from .loop_state import Restart, Stopped, find_restart
@@ -78,6 +78,7 @@ class Rescue:
         self._generators: list[Any] = []  # besides the global ones
         self._lost: list[int] = []  # ranks that are saved without their own random states
         self._has_new_iterator = False
+        self._is_superseded = False  # whether training resumed from the checkpoint at the path, or from a newer one
         self._validated = -1  # after how many batches the last validation ended
 
     def place(self, trainer: Any) -> str | None:
@@ -91,26 +92,30 @@ class Rescue:
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
-        self._is_on_gpu = strategy.root_device.type != "cpu" or context.groups.uses_nccl
-        if self.name == AUTO and (self._is_on_gpu or not trainer.checkpoint_callbacks):
+        self._is_on_gpu = strategy.root_device.type != "cpu"
+        is_free = not (self._is_on_gpu or context.groups.uses_nccl)
+        if self.name == AUTO and not (is_free and trainer.checkpoint_callbacks):
             return
         self._trainer, self._peers = trainer, context.peers
-        self._path = str(self.place(trainer))
+        ranks, rank = ranks_of(strategy), strategy.global_rank
+        # Loggers name their directories on rank 0.
+        self._path, self._run = ranks.from_rank_zero((str(self.place(trainer)), secrets.token_hex(8)))
         self._refusal = self._why_never()
         if self._refusal is not None:
             return
-        rank = strategy.global_rank
-        gather = ranks_of(strategy).gather
-        self._run: str = gather(secrets.token_hex(8))[0]
+        written = modified(self._path)
+        resumed = modified(trainer.ckpt_path) if written and trainer.ckpt_path else None
+        self._is_superseded = bool(written and resumed and written <= resumed)
         try:
-            self._notes = open_notes(gather, rank)
+            self._notes = open_notes(ranks.gather, rank)
         except OSError as error:
             self._refusal = f"the ranks cannot note their states ({error})"
             return
         self._own = self._notes[rank]
         self._random = RandomStateBytes()
         self._buffers = NotedBuffers(strategy.lightning_module)
-        self._notes_buffers = rank == min(self._notes)  # rank 0, or the first rank of another host
+        is_first = rank == min(self._notes)  # rank 0, or the first rank of another host
+        self._notes_buffers = is_first and self._buffers.are_any
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
 
@@ -128,12 +133,13 @@ class Rescue:
         return None
 
     def end(self) -> None:
-        """Close the notes; after a resumed run that finished, remove the files that failures left."""
-        trainer = self._trainer
+        """Close the notes; remove the checkpoint after a finished run that resumed from it, or from a newer one."""
+        trainer, is_superseded = self._trainer, self._is_superseded
         self._close()
-        if trainer is None or trainer.ckpt_path is None or not trainer.is_global_zero:
-            return
-        if trainer.state.status != TrainerStatus.INTERRUPTED:
+        has_finished = (
+            trainer is not None and trainer.state.status != TrainerStatus.INTERRUPTED and not trainer.should_stop
+        )
+        if has_finished and is_superseded and trainer.is_global_zero:
             for path in (self._path, lock_of(self._path)):
                 Path(path).unlink(missing_ok=True)
 
@@ -156,8 +162,10 @@ class Rescue:
             self._write(Kind.BUFFERS, batches, content)
 
     def _write(self, kind: Kind, batches: int, *parts: Any) -> None:
+        if self._own is None:
+            return
         try:
-            self._notes[self._strategy.global_rank].write(kind, batches, *parts)
+            self._own.write(kind, batches, *parts)
         except OSError as error:  # training goes on
             self._own, self._refusal = None, f"the states of ranks are not recorded any longer ({error})"
 
@@ -335,7 +343,9 @@ class Rescue:
         states = self._states_of_ranks(restart, batches)
         known = [note for note in self._notes[min(self._notes)].read(Kind.BUFFERS) if note.batches <= batches]
         if not self._buffers.restore(known[0].content if known else b""):
-            raise Refused("a buffer of more than 1 MiB changed, which is not recorded in every step")
+            raise Refused(
+                "a buffer changed that is too big to be recorded in every step, or that was None at the start"
+            )
         checkpoint = dump_checkpoint(trainer)
         checkpoint["loops"]["fit_loop"] = loops
         checkpoint[KEY] = self._strategy.data.training.section(restart, stopped, states)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_ddp_ext.data.loader import DistributedLoader, batches_of, index_sampler_of, name_of
 from lightning_ddp_ext.data.position import LoaderPosition
-from lightning_ddp_ext.data.shortest import Mode, end_together
+from lightning_ddp_ext.data.shortest import AHEAD, Mode, end_together
 from lightning_ddp_ext.errors import SamplingError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.process_context import current
@@ -72,6 +72,7 @@ class UnevenInputs(IdleSteps):
         mode = self._joint_mode
         if mode is None:
             return position.give(batches)
+        position.ahead = AHEAD
         context = current()  # its group for CPU tensors avoids waiting for an accelerator
         group = None if context is None else context.new_group(backend="gloo", purpose="small collectives")
         numbers = itertools.count(position.given)

@@ -74,6 +74,20 @@ def test_buffers_are_put_back_and_a_big_one_must_not_change() -> None:
     assert not buffers.restore(noted)
 
 
+def test_buffers_that_are_not_noted_are_told_from_those_that_are() -> None:
+    """Only so many bytes are noted; one that is made later is missing in the notes."""
+    module = nn.Module()
+    for number in range(5):
+        module.register_buffer(f"mask {number}", torch.zeros(1 << 17, dtype=torch.float16))
+    module.register_buffer("late", None)
+    buffers = NotedBuffers(module)
+    noted = buffers.read(even_if_same=True)
+    assert len(noted) == 1 << 20
+    assert buffers.restore(noted)
+    module.late = torch.zeros(1)
+    assert not buffers.restore(noted)
+
+
 def test_who_is_further_saves(tmp_path: Path) -> None:
     path, saves = str(tmp_path / "it.ckpt"), []
     for run, batches, rank in (("a", 4, 1), ("a", 4, 2), ("a", 3, 3), ("a", 5, 4), ("b", 1, 5)):

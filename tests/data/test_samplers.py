@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import random
 import tracemalloc
@@ -16,14 +17,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
+from lightning_ddp_ext.data.loader import identity_of
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
 from lightning_ddp_ext.data.shared_samplers import DistributedBatchSamplerWrapper, SharedSampler
 from lightning_ddp_ext.errors import ConfigurationError
 from tests.data.data import Make, dealt, in_turn
 
 law = settings(max_examples=100, derandomize=True, deadline=None)
+
+
+class Lazy(list[int]):
+    """A dataset that opens its file when the first sample is read."""
+
+    file: Any = None
+
+
+def test_what_a_sampler_draws_from_is_no_part_of_its_identity() -> None:
+    """A new process has not read a sample yet."""
+    data = Lazy(range(5))
+    sampler = RandomSampler(data, replacement=True)
+    before = identity_of(BatchSampler(sampler, 2, drop_last=False))
+    data.file = io.BytesIO()
+    assert identity_of(BatchSampler(sampler, 2, drop_last=False)) == before
 
 
 def scalable(length: int, **options: Any) -> Make:

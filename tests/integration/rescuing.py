@@ -64,6 +64,7 @@ class Plan:
         strategy: options of the strategy; with a ``start_method`` one process starts two ranks.
         trainer: options of the Trainer.
         kind: of the module.
+        resumed: the file to resume from.
     """
 
     kill: Kill | None = None
@@ -71,6 +72,7 @@ class Plan:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     kind: Any = None
+    resumed: Any = "last"
 
 
 class Net(L.LightningModule):
@@ -173,7 +175,7 @@ def train(rank: int, world_size: int, plan: Plan, directory: Path) -> dict[str, 
     if options["enable_checkpointing"]:
         options["callbacks"].append(saver)
     trainer = make_trainer(strategy, **options)
-    trainer.fit(net, ckpt_path="last")
+    trainer.fit(net, ckpt_path=plan.resumed)
     held = net.state_dict() if rank == 0 else dict(net.named_parameters())
     return {name: value.detach().clone() for name, value in held.items()}
 

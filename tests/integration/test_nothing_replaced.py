@@ -142,7 +142,7 @@ class Profiles(Net):
         assert isinstance(self.trainer.profiler, (PassThroughProfiler, SimpleProfiler))
         with self.trainer.profiler.profile("a part") as name:
             assert name == "a part"
-        return super().training_step(batch, index)
+        return self.trainer.profiler.profile("another")(super().training_step)(batch, index)
 
 
 def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:

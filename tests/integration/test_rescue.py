@@ -14,12 +14,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_ddp_ext.checkpoint import rank_notes
 from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, THIRD, Kill, Plan, train
+from tests.harness.training import At, make_strategy, make_trainer
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, THIRD, Kill, Net, Plan, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +68,10 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]
     return run
 
 
-@pytest.mark.parametrize("chain", [*CHAINS, *map(drawn, range(FIRST, FIRST + COUNT))], ids=str)
+CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each in CHAINS[1::2])]
+
+
+@pytest.mark.parametrize("chain", [*CASES, *map(drawn, range(FIRST, FIRST + COUNT))], ids=str)
 def test_a_chain_of_kills_is_survived(chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path) -> None:
     """No step that a survivor has finished is lost in any, and the end is that of a run that nothing happened to."""
     world_size, options, kills = chain
@@ -107,6 +112,31 @@ def test_it_is_the_default_where_checkpoints_are_saved(is_saving: bool, tmp_path
     assert survivor.exit_code == 1
     assert list(tmp_path.rglob("*.ckpt")) == [tmp_path / NAME] * is_saving
     assert ("is saved to" in survivor.output) == is_saving
+
+
+def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
+    """The version of each rank's logger is another one, as that of WandbLogger."""
+    logger = CSVLogger(directory, version=f"of_rank_{rank}")
+    kill = At("on_after_backward", THIRD.strike if rank == 0 else lambda trainer: None, earlier=2)
+    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size)
+    options: dict[str, Any] = {"callbacks": [kill], "logger": logger, "enable_checkpointing": True}
+    make_trainer(strategy, **options, default_root_dir=directory, num_sanity_val_steps=0).fit(Net())
+
+
+def test_any_survivor_saves_where_rank_zero_would_look(tmp_path: Path) -> None:
+    """Loggers may tell rank 0 alone which directory a run has."""
+    _, survivor = launch_ranks(train_with_loggers, 2, tmp_path)
+    [saved_to] = tmp_path.rglob(NAME)
+    assert saved_to.parent.parent == tmp_path / "checkpoints", survivor.story()
+
+
+def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
+    """It may be all that is left of another run."""
+    run_ranks(train, 2, Plan(trainer={"max_steps": 2}), tmp_path)
+    [older] = tmp_path.glob("*.ckpt")
+    launch_ranks(train, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
+    run_ranks(train, 2, Plan(trainer={"max_steps": 4}, resumed=older), tmp_path)
+    assert (tmp_path / NAME).exists()
 
 
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:

@@ -63,6 +63,7 @@ class Sparse(Net):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 1, sparse=True)
+        self.layers.sparse = torch.ones(2)  # not a setting, but a name of the user's
 
     def loss(self, batch: Batch) -> Tensor:
         rows = batch[0].mul(7).long().abs() % 3
