@@ -80,7 +80,7 @@ class Limit:
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return
-            end_at_once(status, f"{sentence()}\n")
+            exit_now(status, f"{sentence()}\n")
 
         with _changed:
             if self._thread is None:
@@ -96,7 +96,7 @@ class Limit:
             thread.join(timeout=1.0)
 
 
-def end_at_once(status: int, sentence: str = "") -> NoReturn:
+def exit_now(status: int, sentence: str = "") -> NoReturn:
     """Exit from any thread, and end daemonic children, such as stuck loader workers.
 
     It first prints the sentence and flushes earlier output.

@@ -34,8 +34,8 @@ class Coordinator:
     """
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline = hello, channel, deadline
-        self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
+        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
+        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
         self._present = {0: hello.info}
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
@@ -78,7 +78,7 @@ class Coordinator:
         for rank, reason in self._channel.ended.items():
             ended = f"ended before all ranks had connected ({reason or 'it left'}); look at its output"
             self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
-        sentence = self._absence()
+        sentence = self._launch_failure()
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:

@@ -49,8 +49,8 @@ class Handshake:
     """Connects this rank to rank 0."""
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline = hello, channel, deadline
-        self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
+        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
+        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
         self._published: Address | None = None
@@ -83,7 +83,7 @@ class Handshake:
 
     def _find_rank_zero(self) -> None:
         for _ in self._deadline.ticks():
-            sentence = self._absence()
+            sentence = self._launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)

@@ -95,7 +95,7 @@ class GracefulStop:
         self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
 
-    def begin(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
+    def start(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
         """Heed requests from now on: the ranks have begun a job, which has stop points.
 
         Args:

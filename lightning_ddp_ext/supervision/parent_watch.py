@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once, wait_for_delays
+from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
 # The process that started a rank, in the environment of ranks that this package starts.
@@ -82,4 +82,4 @@ def _end_after(pid: int) -> None:
         error = None if event is None else event.to_error()
         reason = sentence if error is None else f"{type(error).__name__}: {error}"
         sentence = f"[rank {context.world.rank}] {reason}"
-    end_at_once(1, f"{sentence}\n")
+    exit_now(1, f"{sentence}\n")
