@@ -8,7 +8,7 @@ import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _sys.platform != "linux":
-    raise ImportError("lightning-ddp-ext runs on Linux; on Windows use it in WSL 2")
+    raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows use WSL 2")
 
 from lightning_ddp_ext import errors as _errors
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm

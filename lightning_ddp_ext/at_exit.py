@@ -62,13 +62,13 @@ class Limit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start counting, if it is not counting yet. Do not call it in a signal handler or during interpreter shutdown.
+        """Start counting, unless it is counting. Do not call it in a signal handler or during interpreter shutdown.
 
         Args:
             seconds: until the exit.
             status: exit status of the process.
-            sentence: returns the text that it prints then.
-            is_void: called when the time is over; if it returns True, the process lives on.
+            sentence: returns the text to print before the exit.
+            is_void: called when the time is over; if it returns True, the process continues.
             after_saves: seconds to wait for an unfinished save; ``None`` to interrupt it.
         """
 
@@ -89,7 +89,7 @@ class Limit:
                 self._thread.start()
 
     def lift(self) -> None:
-        """Let the process live on, until another start."""
+        """Let the process continue, until another start."""
         self._lifted.set()
         thread, self._thread = self._thread, None
         if thread is not None:

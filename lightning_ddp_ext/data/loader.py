@@ -28,7 +28,7 @@ class DistributedLoader:
         source: as given.
         loader: the loader to read: a copy of ``source``, if that is a ``DataLoader`` without a state.
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
-        position: how far training is in it; ``None`` for a loader that is evaluated.
+        position: the position of training in it; ``None`` for a loader that is evaluated.
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
         on_iterator: called when an iterator is made.
 

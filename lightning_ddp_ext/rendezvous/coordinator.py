@@ -76,7 +76,7 @@ class Coordinator:
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
         for rank, reason in self._channel.ended.items():
-            ended = f"ended before all ranks had connected ({reason or 'it left'}); look at its output"
+            ended = f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
             self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
         sentence = self._launch_failure()
         if sentence is not None:

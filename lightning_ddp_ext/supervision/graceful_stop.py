@@ -229,9 +229,9 @@ class GracefulStop:
             silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
             who = f" ({listed(silent)} did not answer)" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
-                f"ended at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a "
-                "longer save_deadline if they only need more time"
+                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} "
+                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a longer "
+                "save_deadline if they only need more time"
             )
 
         self._limit.start(self._seconds, status, sentence, **options)

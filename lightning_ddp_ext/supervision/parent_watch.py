@@ -1,4 +1,4 @@
-"""Exit soon after the process that launched this rank, in any case."""
+"""Exit soon after the process that launched this rank exits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to exit by itself, and again after a save: a launcher may be a rank, whose death has a cause.
+# Seconds until the exit, and again after a save; more than after a rank's death, since the launcher may be a rank.
 _GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
@@ -40,7 +40,7 @@ def watch_launcher(pid: int) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two forgo the save."""
+    """Undo torch's SIGINT at the parent's death: each thread of the parent may cause one, and two prevent a save."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 

@@ -205,7 +205,7 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
     if kind == "silence" or not elsewhere:
         return None
-    places = listed((f"{each.who} is in {each.place or 'no call of yours'}" for each in elsewhere), separator=" and ")
+    places = listed((f"{each.who} is in {each.place or 'no code of yours'}" for each in elsewhere), separator=" and ")
     return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
 
 

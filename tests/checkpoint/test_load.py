@@ -113,7 +113,7 @@ class Raises:
 
 def refused(path: Path, mode: Mode, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
-    with pytest.raises(CheckpointError, match="could not be read, but need not be damaged") as caught:
+    with pytest.raises(CheckpointError, match="could not be read, but may be whole") as caught:
         restored(path, mode, **options)
     assert caught.type is CheckpointError
     return str(caught.value)

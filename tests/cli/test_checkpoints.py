@@ -90,7 +90,7 @@ def test_unreadable_files_get_one_sentence(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/proc/self/mem", "could not be read, but need not be damaged: Input/output error; look at its file system"),
+        ("/proc/self/mem", "could not be read, but may be whole: Input/output error; look at its file system"),
         ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not installed"),
     ],
 )

@@ -131,7 +131,7 @@ NO_STEPS = "every_n_steps must be a whole number, at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),
-    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be on a local file system (got 's3://a')"),
+    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be local (got 's3://a'); give a local path"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),

@@ -264,4 +264,4 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert one == other
     path = tmp_path / "last-preempted.ckpt"
-    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but need not be damaged: ")
+    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but may be whole: ")

@@ -182,7 +182,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "victim", "end", "says"),
     [
-        ("tcp", 1, signal.SIGKILL, r"{} ended before all ranks had connected \(its process ended unexpectedly\)"),
+        ("tcp", 1, signal.SIGKILL, r"{} exited before all ranks had connected \(its process ended unexpectedly\)"),
         ("file", 1, signal.SIGINT, r"{} gave up before all ranks had connected: KeyboardInterrupt"),
         ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after it accepted rank \d \("),
     ],

@@ -69,8 +69,8 @@ def lines_of(stderr: str) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "verdict"),
     [
-        ("ddp_ext", "ended by SIGKILL before all ranks had connected"),
-        pytest.param("ddp_ext_spawn", "died: it was ended by SIGKILL", marks=pytest.mark.nightly),
+        ("ddp_ext", "was killed by SIGKILL before all ranks had connected"),
+        pytest.param("ddp_ext_spawn", "died: it was killed by SIGKILL", marks=pytest.mark.nightly),
     ],
 )
 def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
