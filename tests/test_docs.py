@@ -97,7 +97,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_page_that_is_stopped_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """The page's claim: SIGTERM to any rank, and the same command again."""
     script, found = tmp_path / "train.py", list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])

@@ -59,7 +59,7 @@ def test_hang_watchdog(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp_ext", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_digits(strategy: str, tmp_path: Path) -> None:
     """The example learns the digits with ours and, unchanged, with stock Lightning's strategy, and resumes."""
-    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/meet", "--epochs", "2")
+    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/rank0", "--epochs", "2")
     output = run_on_ranks(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     accuracies = [float(figure) for figure in re.findall(r"test_accuracy ([\d.]+)%", output)]
     assert len(accuracies) == 2
@@ -176,9 +176,9 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
     argv = ("fit", "--config", str(config), "--print_config")
     printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
     strategy = "--trainer.strategy.init_args"
-    options = (f"{strategy}.init_method", f"file://{tmp_path}/meet", f"{strategy}.find_unused_parameters", "true")
+    options = (f"{strategy}.init_method", f"file://{tmp_path}/rank0", f"{strategy}.find_unused_parameters", "true")
     output = run_on_ranks(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, cwd=tmp_path)
-    assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
+    assert f"process group: gloo, 2 ranks, file://{tmp_path}/rank0" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
     assert "resume_data: exact" in (tmp_path / "config.yaml").read_text()

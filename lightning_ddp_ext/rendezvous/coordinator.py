@@ -109,11 +109,11 @@ class Coordinator:
             try:
                 with socket.create_connection((host, address.port), timeout=seconds) as connected:
                     connected.sendall(line)
-                    said = decode(connected.makefile("rb").readline(MAX_MESSAGE))
+                    message = decode(connected.makefile("rb").readline(MAX_MESSAGE))
             except OSError:
                 continue
-            if said is not None and "refused" in said[1]:
-                raise error_in(said[1]["refused"])
+            if message is not None and "refused" in message[1]:
+                raise error_in(message[1]["refused"])
 
     # Messages of other ranks, also after the start.
 
@@ -146,7 +146,7 @@ class Coordinator:
             hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
             self._route = hosts[0]
         self._channel.adopt(info.rank, connection)
-        self._channel.reply(connection, "handshake", {"heard": [self._store.port, hosts]})
+        self._channel.reply(connection, "handshake", {"accepted": [self._store.port, hosts]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})

@@ -106,12 +106,12 @@ class Handshake:
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline, or another address ends this wait.
-        while not self._wait_for("heard", min(self._timeouts.connect, self._deadline.remaining)):
+        while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
-        if "heard" in self._answers:
+        if "accepted" in self._answers:
             return True
         self._obstacle = self._no_answer()
         return False
@@ -156,7 +156,7 @@ class Handshake:
 
     def _open_store(self) -> TCPStore:
         """Open the store as soon as rank 0 replied: the store cannot accept hundreds of ranks simultaneously."""
-        port, hosts = self._answers["heard"]
+        port, hosts = self._answers["accepted"]
         try:
             if self._host != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)

@@ -76,7 +76,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
     assert it.events == expected
 
 
-def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
+def test_training_continues_with_one_snapshot_at_a_time() -> None:
     """A save returns before the write finishes; the next one waits for that, and then takes its copy."""
     x = numbers(5)
     with Disk(held="first") as it:

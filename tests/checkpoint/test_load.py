@@ -85,7 +85,7 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
         (lambda storage, location: None, "cpu", "cpu"),
     ],
 )
-def test_memory_goes_to_the_chosen_device(map_location: Any, location: str, device: str) -> None:
+def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
     """By the device that it was saved from; memory that stays is not copied."""
     storage = numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)

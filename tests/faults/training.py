@@ -42,7 +42,7 @@ class Counting(L.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if self.global_step == 5:
-            say(f"rank {self.global_rank} trains as process {os.getpid()}")
+            print_line(f"rank {self.global_rank} trains as process {os.getpid()}")
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
         loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
@@ -68,10 +68,10 @@ class TellingIO(RankZeroCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
-        say(f"step {checkpoint['global_step']} is saved")
+        print_line(f"step {checkpoint['global_step']} is saved")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

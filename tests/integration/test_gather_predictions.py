@@ -67,7 +67,7 @@ def several(rank: int, world_size: int, directory: Path) -> list[Any]:
     return [predict(trainer, each) for each in (loader(1), loader(7), own)]
 
 
-def test_every_prediction_comes_once_and_in_order(tmp_path: Path) -> None:
+def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
     """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None."""
     ranks = run_ranks(several, 3, tmp_path, env=by_hand_env(3))
     for samples, of_ranks in zip((1, 7, 7), zip(*ranks, strict=True), strict=True):

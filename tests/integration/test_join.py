@@ -167,7 +167,7 @@ def resume(rank: int, world_size: int, directory: Path) -> None:
             assert (kind, resumed["state"], resumed["idle"]) == (kind, whole["state"], whole["idle"][done:])
 
 
-def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
+def test_an_epoch_can_be_resumed_where_a_rank_ended(tmp_path: Path) -> None:
     """All go on with the next batch, and the rank that had none left is still idle."""
     run_ranks(resume, 2, tmp_path, env=by_hand_env(2))
 

@@ -228,7 +228,7 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
     return {"from": states[0]["step"], "to": trainer.global_step, "passed over": passed_over}
 
 
-def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
+def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     """The same command line, run again, resumes from the newest whole file, and rank 0 names one that is not whole.
 
     The stop checkpoint is newer than `last.ckpt`. Rank 0 alone reads both to find out.

@@ -103,6 +103,6 @@ def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
     return difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))
 
 
-def test_a_run_that_had_ended_goes_on_where_training_was(tmp_path: Path) -> None:
+def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
     """Saved after ``validate``."""
     assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2

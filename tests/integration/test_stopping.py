@@ -100,7 +100,7 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
     return wrong
 
 
-def test_the_same_command_goes_on_wherever_it_saves(tmp_path: Path) -> None:
+def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
     """It also resumes if Lightning's directory is new in each run. A finished run leaves no stop checkpoint."""
     assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 

@@ -113,7 +113,7 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.lowest
-def test_a_private_name_that_lightning_has_no_more_is_named() -> None:
+def test_a_private_name_that_lightning_removed_is_named() -> None:
     """The error names the class, the name, the version and the remedy, and nothing is replaced; clocks may lack."""
 
     class Owner:

@@ -41,7 +41,7 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
         ({}, BY_ARGUMENTS, "arguments", False),
     ],
 )
-def test_what_a_lone_rank_cannot_do(env: Environment, options: Options, name: str, is_told: bool) -> None:
+def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, is_told: bool) -> None:
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one.
 
     Without an address from a launcher, each rank would choose its own.
