@@ -92,7 +92,7 @@ class Buffer:
         """The number of bytes that it takes."""
         return self._bytes.numel()
 
-    def take(self, checkpoint: Any) -> Callable[[], Any]:
+    def snapshot(self, checkpoint: Any) -> Callable[[], Any]:
         """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
 
         Returns:
