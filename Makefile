@@ -96,7 +96,7 @@ test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (L
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
 	$(NEXT)/bin/python -m pytest -m lowest $(PARALLEL)
 
-bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (an hour, on a machine without other work)
+bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (40 minutes, on a machine without other work)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
 	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; done
 	$(BIN)/python benchmarks/tables.py

@@ -1,6 +1,6 @@
 """What BatchNorm over all ranks costs, by layer and in a network.
 
-    python benchmarks/batchnorm.py            # about 5 minutes on 2 cores
+    python benchmarks/batchnorm.py            # about 3 minutes on 2 cores
     python benchmarks/batchnorm.py layers     # one table
 
 Layers: a forward and a backward of ours beside torch's plain BatchNorm followed by two all-reduces of as many numbers
@@ -89,7 +89,7 @@ def measure_layers(effort: Effort) -> Table:
             rounds = effort.choose(10 if torch.Size(shape).numel() > 1 << 18 else 100, quick=2)
             kinds = {name: partial(timed, turn, rounds) for name, turn in turns_of(shape, channels_last).items()}
             take_turns(kinds, 1)  # warms up
-            found.append(take_turns(kinds, effort.repeats(9)))
+            found.append(take_turns(kinds, effort.repeats(5)))
         return found
 
     rows = []
@@ -173,7 +173,7 @@ def measure_network(effort: Effort) -> Table:
         turns: dict[str, Callable[[], Figures]] = {
             name: partial(network_step, *kinds[name], batch_size, steps) for name in rows
         }
-        results = take_turns(turns, effort.repeats(9))
+        results = take_turns(turns, effort.repeats(5))
         stock = next(iter(results.values()))["ms"]
         for name, row in rows.items():
             row += [spread(results[name]["ms"]), ratio(results[name]["ms"], stock), spread(results[name]["processor"])]

@@ -1,6 +1,6 @@
 """Launch, end and death of ranks, beside stock Lightning in the same run.
 
-    python benchmarks/launching.py                      # everything, about 30 minutes on 2 cores
+    python benchmarks/launching.py                      # everything, about 11 minutes on 2 cores
     python benchmarks/launching.py start --repeats 1    # one table
 
 Ranks on one machine share its cores: read ratios rather than seconds.
@@ -8,6 +8,7 @@ Ranks on one machine share its cores: read ratios rather than seconds.
 
 from __future__ import annotations
 
+import compileall
 import os
 import signal
 import statistics
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 from measuring import (
@@ -34,14 +36,22 @@ from measuring import (
 )
 from training import Net, make_trainer
 
-import lightning_ddp_ext  # noqa: F401  # for the ranks that are forked from this process
+import lightning_ddp_ext  # also for the ranks that are forked from this process
 
 WORKER = Path(__file__).with_name("worker.py")
+IMPORT = """
+import time, lightning, lightning.pytorch
+from memory import MIB, status
+before, begin = status("RssAnon:", "RssShmem:"), time.process_time()
+import lightning_ddp_ext
+print((time.process_time() - begin) * 1000, (status("RssAnon:", "RssShmem:") - before) / MIB)
+"""
 
-# The strategy, and whether torchrun starts the ranks.
-STARTS = {
+# The strategy, whether torchrun starts the ranks, and an argument of the worker.
+STARTS: dict[str, tuple[Any, ...]] = {
     "stock `ddp`": ("ddp", False),
     "`ddp_ext`": ("ddp_ext", False),
+    "`ddp_ext`, imported before Lightning": ("ddp_ext", False, "first"),
     "stock `ddp_spawn`": ("ddp_spawn", False),
     "`ddp_ext_spawn`": ("ddp_ext_spawn", False),
     "stock `ddp_fork`": ("ddp_fork", False),
@@ -49,6 +59,7 @@ STARTS = {
     "`ddp_ext_forkserver`, safe with CUDA": ("ddp_ext_forkserver", False),
     "stock `ddp`, torchrun": ("ddp", True),
     "`ddp_ext`, torchrun": ("ddp_ext", True),
+    "`ddp_ext`, imported before Lightning, torchrun": ("ddp_ext", True, "first"),
 }
 DEATHS = {
     "plain script": ("ddp_ext", False),
@@ -75,9 +86,9 @@ def first_steps(directory: Path) -> list[list[str]]:
     return [path.read_text().split() for path in sorted(directory.glob("*.step"))]
 
 
-def seconds_to_first_step(strategy: str, by_torchrun: bool, world_size: int) -> Figures:
+def seconds_to_first_step(world_size: int, strategy: str, by_torchrun: bool, *arguments: str) -> Figures:
     begin = time.monotonic()
-    with started(strategy, by_torchrun, world_size) as (run, directory):
+    with started(strategy, by_torchrun, world_size, *arguments) as (run, directory):
         assert run.wait(timeout=180) == 0, f"{strategy} ended with {run.returncode}"
         moments = [float(moment) for moment, _ in first_steps(directory)]
     assert len(moments) == world_size, moments
@@ -86,12 +97,13 @@ def seconds_to_first_step(strategy: str, by_torchrun: bool, world_size: int) -> 
 
 def measure_start(effort: Effort) -> Table:
     """Return seconds from the start of the script until the last rank begins its first training step."""
-    world_sizes = effort.choose((2, 4, 8), quick=(2,))
+    world_sizes = effort.choose((2, 4), quick=(2,))
     names = effort.choose(list(STARTS), quick=["stock `ddp_fork`", "`ddp_ext_fork`"])
     rows: dict[str, list[object]] = {name: [name] for name in names}
+    compile_sources()
     for world_size in world_sizes:
         kinds: dict[str, Callable[[], Figures]] = {
-            name: partial(seconds_to_first_step, *STARTS[name], world_size) for name in names
+            name: partial(seconds_to_first_step, world_size, *STARTS[name]) for name in names
         }
         results = take_turns(kinds, effort.repeats(3))
         for name in names:
@@ -99,6 +111,27 @@ def measure_start(effort: Effort) -> Table:
             rows[name] += [spread(seconds), f"{ratio(seconds, stock).median:.2f}"]
     columns = ["seconds from launch to the first step", *(c for n in world_sizes for c in (f"{n} ranks", "×"))]
     return Table("start", columns, list(rows.values()))
+
+
+def import_once() -> Figures:
+    command = [sys.executable, "-c", IMPORT]
+    ran = subprocess.run(command, cwd=WORKER.parent, capture_output=True, text=True, check=True)
+    milliseconds, mebibytes = map(float, ran.stdout.split())
+    return {"ms": milliseconds, "MiB": mebibytes}
+
+
+def measure_imports(effort: Effort) -> Table:
+    """Return what importing the package takes in a process that has imported Lightning."""
+    compile_sources()
+    found = take_turns({"ours": import_once}, effort.repeats(7))["ours"]
+    row = ["`import lightning_ddp_ext` after `import lightning`", spread(found["ms"]), spread(found["MiB"])]
+    return Table("imports", ["processor time and memory", "ms", "MiB"], [row])
+
+
+def compile_sources() -> None:
+    """Compile what an installation from a wheel would have compiled; each process would do it again otherwise."""
+    for directory in (Path(lightning_ddp_ext.__file__).parent, WORKER.parent):
+        compileall.compile_dir(directory, quiet=1)
 
 
 def seconds_until_exit(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
@@ -130,13 +163,12 @@ def measure_deaths(effort: Effort) -> Table:
     rows = []
     for name in effort.choose(list(DEATHS), quick=["fork"]):
         found = [
-            [seconds_until_exit(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(2))]
+            [seconds_until_exit(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(1))]
             for victim in range(world_size)
         ]
-        longest = max(statistics.median(values) for values in found)
-        rows.append([name, f"{longest:.1f}", f"{max(map(max, found)):.1f}"])
+        rows.append([name, f"{statistics.median(map(max, found)):.1f}", f"{max(map(max, found)):.1f}"])
     title = f"seconds until the last process exits, after SIGKILL of each of {world_size} ranks"
-    return Table("deaths", [title, "longest median", "longest"], rows)
+    return Table("deaths", [title, "median", "longest"], rows)
 
 
 def measure_ends(effort: Effort) -> Table:
@@ -147,10 +179,10 @@ def measure_ends(effort: Effort) -> Table:
         return {"failed": any(statuses(pids))}
 
     kinds = {"stock `ddp`": partial(run, "ddp"), "`ddp_ext`": partial(run, "ddp_ext")}
-    results = take_turns(kinds, effort.repeats(200))
+    results = take_turns(kinds, effort.repeats(40))
     rows = [[name, f"{sum(found['failed']):.0f} of {len(found['failed'])}"] for name, found in results.items()]
     return Table("ends", ["runs of 2 ranks over gloo", "ended with a status other than 0"], rows)
 
 
 if __name__ == "__main__":
-    main(__doc__, {"start": measure_start, "deaths": measure_deaths, "ends": measure_ends})
+    main(__doc__, {"start": measure_start, "imports": measure_imports, "deaths": measure_deaths, "ends": measure_ends})

@@ -1,6 +1,6 @@
 """How ranks find each other: the rendezvous alone, a file that killed ranks left, and the channel at hundreds of ranks.
 
-    python benchmarks/rendezvous.py                     # about 2 minutes on 2 idle cores
+    python benchmarks/rendezvous.py                     # about 1 minute on 2 idle cores
     python benchmarks/rendezvous.py scale --repeats 1   # one table
 
 Every rank is forked from a process that has imported torch. What one host of few cores needs for 512 ranks is more
@@ -100,7 +100,7 @@ def measure_rendezvous(effort: Effort) -> Table:
     rows = []
     for world_size in effort.choose((2, 8, 32), quick=(2,)):
         turns = {kind: partial(milliseconds_to_join, kind, world_size) for kind in kinds}
-        results = take_turns(turns, effort.repeats(7))
+        results = take_turns(turns, effort.repeats(5))
         rows.append([f"{world_size} ranks", *(spread(results[kind]["ms"]) for kind in kinds)])
     return Table("rendezvous", ["milliseconds from the last rank's arrival to a group", *kinds], rows)
 

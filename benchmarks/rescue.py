@@ -1,6 +1,6 @@
 """The death of a rank: how soon a survivor's checkpoint is there, how soon training goes on, and what it costs a step.
 
-    python benchmarks/rescue.py    # about 15 minutes on 2 cores
+    python benchmarks/rescue.py    # about 7 minutes on 2 cores
 
 Each step's cost is that of noting random states and buffers, switched off and on every 20 steps of one run.
 """
@@ -95,7 +95,7 @@ def cost(steps: int, **options: bool) -> Figures:
 
 
 def measure_cost(effort: Effort) -> Table:
-    steps, repeats = effort.choose(3000, quick=200), effort.repeats(7)
+    steps, repeats = effort.choose(1500, quick=200), effort.repeats(5)
     rows = []
     for norm, noise in effort.choose(
         ((False, False), (True, False), (False, True), (True, True)), quick=((True, True),)
@@ -173,7 +173,7 @@ def measure_restart(effort: Effort) -> Table:
     kinds = {"ddp_ext": partial(restart, "ours"), f"stock, a checkpoint every {EVERY} steps": partial(restart, "stock")}
     rows = [
         [name, spread(found["seconds"]), f"{statistics.median(found['lost']):.0f}"]
-        for name, found in take_turns(kinds, effort.repeats(5)).items()
+        for name, found in take_turns(kinds, effort.repeats(3)).items()
     ]
     return Table("restart", ["under torchrun", "seconds from the kill to the next step", "steps trained again"], rows)
 

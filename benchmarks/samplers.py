@@ -1,6 +1,6 @@
 """Our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
 
-    python benchmarks/samplers.py                       # about 3 minutes on 2 cores; takes 8 GiB of memory
+    python benchmarks/samplers.py                       # about 2 minutes on 2 cores; takes 8 GiB of memory
     python benchmarks/samplers.py index --repeats 3     # one table
 
 Every measurement runs in a separate process. Memory is the peak resident size, minus that before.
@@ -77,7 +77,7 @@ def measure_first(effort: Effort) -> Table:
         f"resumed in the middle of {power(longer)}": partial(first_index, ours, longer, longer // 2),
         f"torch's order as we make it, {power(long)}": partial(first_index, TorchOrderSampler, long),
     }
-    results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
+    results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(3))
     rows = [[name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"] for name, found in results.items()]
     return Table("first", ["first index, 8 ranks", "ms", "extra memory a rank, MiB"], rows)
 
@@ -130,7 +130,7 @@ def measure_epoch(effort: Effort) -> Table:
         "torch's order as we make it": TorchOrderSampler,
     }
     kinds = {name: alone(partial(epoch, kind, length)) for name, kind in samplers.items()}
-    results = take_turns(kinds, effort.repeats(7))
+    results = take_turns(kinds, effort.repeats(5))
     rows = [[name, spread(found["s"]), ratio(found["s"], results["torch"]["s"])] for name, found in results.items()]
     return Table(
         "epoch", [f"one epoch of {power(length)} through a `DataLoader` over data in memory", "s", "× torch"], rows

@@ -1,6 +1,6 @@
 """Saving in the foreground and in the background, and verifying, beside stock Lightning.
 
-python benchmarks/save.py    # about 7 minutes on 2 cores; takes 4 GiB of disk
+python benchmarks/save.py    # about 4 minutes on 2 cores; takes 4 GiB of disk
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def measure_save(effort: Effort) -> Table:
             kinds = {
                 name: alone(partial(timed_save, save, size, directory / "it.ckpt")) for name, save in saves.items()
             }
-            results = take_turns(kinds, effort.repeats(7 if size < 1024 else 5))
+            results = take_turns(kinds, effort.repeats(5))
             raw, stock, ours = (results[name]["seconds"] for name in saves)
             memory = [f"{statistics.median(results[name]['peak']):.0f}" for name in list(saves)[1:]]
             ratios = ratio(ours, raw), ratio(ours, stock)
@@ -133,7 +133,7 @@ def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -
 
 def measure_background(effort: Effort) -> Table:
     """Measure the pause of training for a save, and its memory."""
-    size, saves = effort.choose((1024, 20), quick=(1, 2))
+    size, saves = effort.choose((1024, 6), quick=(1, 2))
     with scratch_directory() as directory:
         ios = {"stock `AsyncCheckpointIO`": make_stock_io, "`RankZeroCheckpointIO(background=True)`": make_our_io}
         kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}

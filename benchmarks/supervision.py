@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,17 @@ from measuring import (
     statuses,
     take_turns,
 )
+from torch import Tensor
 from training import WARMING_UP, Net, make_trainer
 
-from lightning_ddp_ext import DDPExtStrategy, HangWatchdog, RankConsistency
+from lightning_ddp_ext import (
+    DDPExtStrategy,
+    HangWatchdog,
+    RankConsistency,
+    RankZeroCheckpoint,
+    SamplerEpochSeeding,
+    SyncBatchNormConversion,
+)
 
 STOCK_TIMEOUT = 20  # seconds
 SIGNALLED_AT = 50
@@ -44,13 +53,14 @@ def step(kind: str, logged: int, steps: int, ranks: int = 2, **options: Any) -> 
     """Return milliseconds of rank 0."""
 
     def work(rank: int, directory: Path) -> Figures:
-        callbacks: list[L.Callback] = []
+        strategy, more = "ddp" if kind == "stock" else "ddp_ext", dict(options)
         if kind == "with all callbacks":
-            callbacks = [HangWatchdog(timeout=600), RankConsistency()]
-        strategy = "ddp" if kind == "stock" else "ddp_ext"
+            saving = RankZeroCheckpoint(directory, save_last=True)
+            callbacks = [HangWatchdog(600), RankConsistency(), SyncBatchNormConversion(), SamplerEpochSeeding(), saving]
+            more |= {"callbacks": callbacks, "enable_checkpointing": True}
         model = Net(logged=logged)
-        make_trainer(strategy, ranks, max_steps=steps + WARMING_UP, callbacks=callbacks, **options).fit(model)
-        return model.milliseconds_a_step(steps)
+        make_trainer(strategy, ranks, max_steps=steps + WARMING_UP, **more).fit(model)
+        return model.milliseconds_a_step()
 
     figures: Figures = on_ranks(work, ranks)[0]
     return figures
@@ -63,11 +73,47 @@ def measure_step(effort: Effort) -> Table:
     for ranks, logged in effort.choose(((2, 0), (2, 1), (2, 10), (2, 20), (4, 0)), quick=((2, 1),)):
         turns: dict[str, Callable[[], Figures]] = {kind: partial(step, kind, logged, steps, ranks) for kind in kinds}
         results = take_turns(turns, effort.repeats(7))
-        stock, *others = (results[kind]["clock"] for kind in kinds)
-        ratios = [cell for other in others for cell in (spread(other), ratio(other, stock))]
-        rows.append([f"{ranks} ranks, {logged or 'none'}", spread(stock), *ratios])
-    columns = ["stock `ddp`, ms a step", "`ddp_ext`", "×", "with all callbacks", "×"]
+        clocks = [results[kind]["clock"] for kind in kinds]
+        ratios = [cell for before, own in pairwise(clocks) for cell in (spread(own), ratio(own, before))]
+        rows.append([f"{ranks} ranks, {logged or 'none'}", spread(clocks[0]), *ratios])
+    columns = ["stock `ddp`, ms a step", "`ddp_ext`", "× stock", "with all callbacks", "× `ddp_ext`"]
     return Table("step", ["values logged in each step", *columns[: 2 * len(kinds) - 1]], rows)
+
+
+class LogsAnEpoch(Net):
+    """Logs values of an epoch, and times how long they are reduced at its end."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.log_dict({f"{number}": loss for number in range(50)}, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.strategy.barrier("the end of the epoch")
+        self.began = time.perf_counter()
+
+    def on_train_end(self) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+
+def epoch_end(kind: str, ranks: int) -> Figures:
+    def work(rank: int, directory: Path) -> Figures:
+        model = LogsAnEpoch()
+        make_trainer("ddp" if kind == "stock" else "ddp_ext", ranks, max_epochs=1, limit_train_batches=1).fit(model)
+        return {"ms": 1000 * model.seconds}
+
+    figures: Figures = on_ranks(work, ranks)[0]
+    return figures
+
+
+def measure_epoch_end(effort: Effort) -> Table:
+    rows = []
+    for ranks in effort.choose((2, 16), quick=(2,)):
+        results = take_turns({kind: partial(epoch_end, kind, ranks) for kind in ("stock", "ours")}, effort.repeats(3))
+        stock, ours = (results[kind]["ms"] for kind in ("stock", "ours"))
+        rows.append([f"{ranks} ranks", spread(stock), spread(ours), ratio(ours, stock)])
+    title = "50 values with `on_epoch=True, sync_dist=True` at the end of an epoch"
+    return Table("epoch_end", [title, "stock `ddp`, ms", "`ddp_ext`", "×"], rows)
 
 
 def measure_max_time(effort: Effort) -> Table:
@@ -159,5 +205,11 @@ def measure_hang(effort: Effort) -> Table:
 if __name__ == "__main__":
     main(
         __doc__,
-        {"step": measure_step, "max_time": measure_max_time, "signals": measure_signals, "hang": measure_hang},
+        {
+            "step": measure_step,
+            "epoch_end": measure_epoch_end,
+            "max_time": measure_max_time,
+            "signals": measure_signals,
+            "hang": measure_hang,
+        },
     )

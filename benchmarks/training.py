@@ -29,11 +29,10 @@ class Net(L.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         self.width = width
         self.names = [f"metric {number}" for number in range(logged)]
-        self.began = self.began_cpu = 0.0
+        self.moments: dict[int, tuple[float, float]] = {}  # by step, since when it ran: the clock and processor time
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
-        if index == WARMING_UP:
-            self.began, self.began_cpu = time.perf_counter(), time.process_time()
+        self.moments[index] = time.perf_counter(), time.process_time()
         loss: Tensor = self.layers(batch).square().mean()
         for name in self.names:
             self.log(name, loss, sync_dist=True)
@@ -45,7 +44,9 @@ class Net(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    def milliseconds_a_step(self, steps: int) -> dict[str, float]:
+    def milliseconds_a_step(self) -> dict[str, float]:
         """Return the time of a step after the first ones: by the clock, and processor time of all threads."""
-        clock, cpu = time.perf_counter() - self.began, time.process_time() - self.began_cpu
-        return {"clock": clock / steps * 1000, "processor": cpu / steps * 1000}
+        steps = max(self.moments) - WARMING_UP
+        moments = zip(self.moments[WARMING_UP], self.moments[max(self.moments)], strict=True)
+        clock, cpu = (1000 * (end - begin) / steps for begin, end in moments)
+        return {"clock": clock, "processor": cpu}

@@ -38,7 +38,7 @@ def step(uneven_inputs: Any, width: int, steps: int) -> Figures:
         model = Net(width)
         trainer = make_trainer(DDPExtStrategy(uneven_inputs=uneven_inputs), 2, max_epochs=1)
         trainer.fit(model, DataLoader(Stream(steps + WARMING_UP, width), batch_size=None))
-        return model.milliseconds_a_step(steps)
+        return model.milliseconds_a_step()
 
     figures: Figures = on_ranks(work, 2)[0]
     return figures

@@ -11,6 +11,8 @@ if _sys.platform != "linux":
     raise ImportError(f"lightning-ddp-ext needs Linux (got {_sys.platform}); on Windows use WSL 2")
 
 from lightning_ddp_ext import errors as _errors
+from lightning_ddp_ext import trees as _trees  # first: it imports torch and Lightning
+from lightning_ddp_ext.at_exit import exclude_imports_from_collections as _exclude_imports_from_collections
 from lightning_ddp_ext.batchnorm.conversion import convert_sync_batchnorm, restore_batchnorm
 from lightning_ddp_ext.batchnorm.layer import SyncBatchNorm
 from lightning_ddp_ext.data.samplers import ExactDistributedSampler, ScalableDistributedSampler
@@ -20,8 +22,6 @@ from lightning_ddp_ext.rank_logger import rank_logger
 from lightning_ddp_ext.rendezvous.init_method import Env, File, Tcp
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.parent_watch import watch_own_launcher as _watch_own_launcher
-from lightning_ddp_ext.trees import adapter as _adapter
-from lightning_ddp_ext.trees import register_names as _register_names
 from lightning_ddp_ext.version import __version__ as __version__
 from lightning_ddp_ext.world import World
 
@@ -29,7 +29,7 @@ if _TYPE_CHECKING:
     from lightning_ddp_ext.integration import public as _public
     from lightning_ddp_ext.integration.public import *  # noqa: F403
 else:
-    _public = _adapter("public")
+    _public = _trees.adapter("public")
     globals().update({name: getattr(_public, name) for name in _public.__all__})
 
 __all__ = [
@@ -49,5 +49,6 @@ __all__ = [
 __all__ += _errors.__all__
 __all__ += _public.__all__
 
-_register_names()
+_trees.register_names()
 _watch_own_launcher()
+_exclude_imports_from_collections()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -22,6 +23,16 @@ def at_exit(action: Callable[[], None]) -> None:
     """Run ``action`` when the process exits; children of multiprocessing skip ``atexit`` and run finalisers instead."""
     atexit.register(action)
     multiprocessing.util.Finalize(None, action, exitpriority=100)
+
+
+def exclude_imports_from_collections() -> None:
+    """Exclude all present objects from garbage collection if a launcher started this process as a rank.
+
+    Its script has imported its libraries by then, and nothing else. To collect what they made takes 0.2 s each time,
+    and a second at the exit, for which the other ranks or the restart of all ranks wait.
+    """
+    if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
+        gc.freeze()
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ T = TypeVar("T")
 _LONGEST_REASON = 2000
 # Bytes of one broadcast: this size is about the fastest, and limits device memory.
 _PIECE = 64 << 20
+# Bytes of a pickled value that travel in one collective with its length; longer ones need a second collective.
+_ROOM, _LENGTH = 1 << 10, 8
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,13 @@ class Ranks:
         """Return the values of all ranks, by rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+
+        def all_gather(own: Tensor) -> list[Tensor]:
+            rows = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(rows, own, group=self.group)
+            return rows
+
+        return self._exchange(pickle.dumps(value), all_gather)
 
     def to_rank_zero(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks, by rank, on rank 0, and ``None`` on the others."""
@@ -55,20 +62,45 @@ class Ranks:
         """Return rank 0's value."""
         if self.world_size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.group)
-        return values[0]
 
-    def broadcast(self, data: Tensor) -> None:
-        """Fill ``data``, bytes in CPU memory, with rank 0's."""
-        if self.world_size == 1:
-            return
-        wire = torch.device("cpu") if is_gloo("cpu", self.group) else self.device
-        for piece in data.split(_PIECE):
-            sent = piece.to(wire)
-            dist.broadcast(sent, src=0, group=self.group)
-            if sent is not piece and self.rank != 0:
-                piece.copy_(sent)
+        def broadcast(own: Tensor) -> list[Tensor]:
+            dist.broadcast(own, src=0, group=self.group)
+            return [own]
+
+        return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
+
+    def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+        """Run a collective on the first bytes of each pickled value, and again where they are not all of one."""
+
+        def exchange(data: bytes, size: int) -> list[bytes]:
+            own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._wire)
+            return [row.cpu().numpy().tobytes() for row in collective(own)]
+
+        heads = exchange(len(pickled).to_bytes(_LENGTH, "little") + pickled[:_ROOM], _LENGTH + _ROOM)
+        lengths = [int.from_bytes(head[:_LENGTH], "little") for head in heads]
+        more = max(lengths) - _ROOM
+        tails = exchange(pickled[_ROOM:], more) if more > 0 else [b""] * len(heads)
+        return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
+
+    def broadcast(self, buffers: Iterable[Tensor]) -> None:
+        """Fill buffers, bytes in CPU memory, with rank 0's; the next one is made while the last one travels."""
+        finish: Callable[[], None] = lambda: None  # noqa: E731
+        for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
+            sent = piece.to(self._wire)
+            work = dist.broadcast(sent, src=0, group=self.group, async_op=True)
+            finish()
+            finish = partial(self._receive, work, sent, piece)
+        finish()
+
+    def _receive(self, work: Any, sent: Tensor, piece: Tensor) -> None:
+        work.wait()
+        if sent is not piece and self.rank != 0:
+            piece.copy_(sent)
+
+    @property
+    def _wire(self) -> torch.device:
+        """The device whose tensors the group can send."""
+        return torch.device("cpu") if is_gloo("cpu", self.group) else self.device
 
     def on_rank_zero(self, work: Callable[[], T], what: str, settle: Callable[[], object] = lambda: None) -> T:
         """Run ``work`` on rank 0 and give every rank its result, or raise its error on every rank.

@@ -8,6 +8,7 @@ control channel and the errors, exists once.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,22 @@ def _choose() -> str:
     return (imported or installed or ["lightning.pytorch"])[0]
 
 
+def _import_quickly(tree: str) -> None:
+    """Import a tree, and torch with it, without garbage collection: it takes a fifth of the time and finds nothing."""
+    if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count():
+        return
+    gc.disable()
+    try:
+        with suppress(ImportError):  # the adapter raises it again
+            import_module(tree)
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # into the oldest generation; otherwise the next collection would look at all of it
+        gc.enable()
+
+
 _chosen = _choose()
+_import_quickly(_chosen)
 
 
 def _register(tree: str) -> None:

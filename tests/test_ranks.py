@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_ddp_ext.ranks import Ranks
 from tests.harness.ranks import run_ranks
-from tests.harness.training import At, Net
+from tests.harness.training import At, Kind, Net, on_ranks
 from tests.supervision.model import boom, by_hand, make_trainer, throw
 
 
@@ -55,3 +61,31 @@ def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
     assert all(notes == ["raised on rank 0 during a test"] for *_, notes in other[1:])
     assert all(not notes for *_, notes in first[1:])
     assert "in boom\n" in other[1][1]
+
+
+def exchange(kind: Kind, directory: Path, length: int) -> tuple[list[str], str, int]:
+    """Return what the ranks have exchanged, texts of which rank 1's is twice as long, and the number of collectives."""
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    own = str(ranks.rank) * length * (ranks.rank + 1)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        values, first = ranks.gather(own), ranks.from_rank_zero(own)
+    return values, first, Counter(event.name.partition(":")[0] for event in recorded.events())["gloo"]
+
+
+def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
+    """A longer one takes two, also if it is long on one rank alone."""
+    for length, collectives in ((10, 2), (600, 3), (2000, 4)):
+        expected = (["0" * length, "1" * length * 2], "0" * length, collectives)
+        assert on_ranks("stock", exchange, tmp_path, length) == [expected] * 2
+
+
+def fill(kind: Kind, directory: Path) -> list[Any]:
+    """Fill buffers that are made one after another, the last of them empty."""
+    own = [torch.full((size,), dist.get_rank() + 5, dtype=torch.uint8) for size in (3, 1000, 0)]
+    Ranks(dist.get_rank(), dist.get_world_size()).broadcast(iter(own))
+    return [each.tolist() for each in own]
+
+
+def test_buffers_are_filled(tmp_path: Path) -> None:
+    """All ranks have rank 0's bytes."""
+    assert on_ranks("stock", fill, tmp_path) == [[[5] * 3, [5] * 1000, []]] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,10 @@ def end_together(
 ) -> Iterator[T]:
     """Yield equally many items on all ranks: as many as the shortest iterator has, or with ``"join"`` the longest.
 
-    One item is drawn ahead. Before each item the ranks exchange which of them have another one. With
-    ``"stop_at_shortest"`` it is dropped if some rank does not. With ``"join"`` a rank that has no more items repeats
-    its last one; if its iterator was empty, it gets one from another rank, pickled.
+    Two items are drawn ahead: for each the ranks exchange which of them have one, and the answer arrives while the
+    item before is in use. With ``"stop_at_shortest"`` an item is dropped if some rank does not have one. With
+    ``"join"`` a rank that has no more items repeats its last one; if its iterator was empty, it gets one from another
+    rank, pickled.
 
     Collective: every rank must draw equally many items. A rank whose iterator raises leaves the others waiting in a
     collective, until this rank's failure releases them.
@@ -46,31 +47,36 @@ def end_together(
         >>> dist.destroy_process_group()
     """
     needed = any if mode == "join" else all
+    ahead = _Drawn(items, group)
+    after = _Drawn(items if ahead.item else iter(()), group)
+    has_item = ahead.by_rank()
     current: list[T] = []
-    ahead = list(islice(items, 1))
-    found = _found_by_rank(ahead, current, group)
-    while needed(state == _HAS_NEXT for state in found):
-        current = ahead or current
-        if _HAS_NOTHING in found:
-            lent = [current[0] if current else None]
-            dist.broadcast_object_list(lent, src=found.index(_HAS_NEXT), group=group)
-            current = current or lent  # type: ignore[assignment]
-        idle_ranks = [rank for rank, state in enumerate(found) if state != _HAS_NEXT]
-        ahead = list(islice(items, 1)) if ahead else []
-        found = _found_by_rank(ahead, current, group)
-        if not needed(state == _HAS_NEXT for state in found):
+    if needed(has_item) and not all(has_item):  # an iterator was empty
+        current = [ahead.item[0] if ahead.item else None]  # type: ignore[list-item]
+        dist.broadcast_object_list(current, src=has_item.index(True), group=group)
+    while needed(has_item):
+        current = ahead.item or current
+        idle_ranks = [rank for rank, has in enumerate(has_item) if not has]
+        ahead, has_item = after, after.by_rank()
+        if needed(has_item):
+            after = _Drawn(items if ahead.item else iter(()), group)
+        else:
             on_last()
         on_item(idle_ranks)
         # An item that is repeated is copied, because a step may change its batch.
-        yield copy.deepcopy(current[0]) if mode == "join" and not ahead else current[0]
+        yield copy.deepcopy(current[0]) if mode == "join" and not ahead.item else current[0]
 
 
-_HAS_NOTHING, _CAN_REPEAT, _HAS_NEXT = range(3)
+class _Drawn(Generic[T]):
+    """The next item of an iterator, if there is one, and which ranks have one. Collective, without a wait."""
 
+    def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
+        self.item = list(islice(items, 1))
+        self._found = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
+        self._found[dist.get_rank(group)] = len(self.item)
+        self._exchange = dist.all_reduce(self._found, group=group, async_op=True)
 
-def _found_by_rank(ahead: list[T], current: list[T], group: dist.ProcessGroup | None) -> list[int]:
-    """Return by rank whether it has another item, can repeat one, or has never had any. Collective."""
-    states = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    states[dist.get_rank(group)] = _HAS_NEXT if ahead else _CAN_REPEAT if current else _HAS_NOTHING
-    dist.all_reduce(states, group=group)
-    return states.tolist()
+    def by_rank(self) -> list[bool]:
+        """Wait for the other ranks, and return which of them have an item."""
+        self._exchange.wait()
+        return self._found.bool().tolist()

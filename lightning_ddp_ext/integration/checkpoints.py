@@ -126,7 +126,7 @@ class Checkpoints:
         Each rank resolves ``"last"``, ``"best"`` and the like on its own disk, before the ranks connect. A rank
         that finds nothing would skip the restore, and with it the collectives inside.
         """
-        restore(self._strategy.broadcast(None if path is None else os.fspath(path)), *args, **kwargs)
+        restore(self._ranks.from_rank_zero(None if path is None else os.fspath(path)), *args, **kwargs)
 
     def load(
         self, path: PathLike, map_location: MapLocation = None, weights_only: bool | None = None

@@ -1,9 +1,9 @@
-"""Set up DDP's comm hook, rebuild DDP for unfrozen parameters, and name parameters in its error about unused ones."""
+"""Set up how DDP averages gradients, and name parameters in its error about unused ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,41 +11,75 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .lightning_tree import pl, rank_zero_info
+from .lightning_tree import rank_zero_info
 
 CommHook = Callable[..., Any]
 
 _SHOWN = 10  # parameters in a message
 
 
-def register_on_cpu(
-    model: DistributedDataParallel, hook: CommHook | None, state: object | None, wrapper: Callable[..., Any] | None
-) -> None:
-    """Register the comm hook; Lightning only does that on GPUs."""
-    if hook is not None:
-        model.register_comm_hook(state=state, hook=hook if wrapper is None else wrapper(hook))
+class GradientAveraging:
+    """Has DDP average the gradients of a strategy's ranks, with a comm hook, if there is one, also on CPU.
 
+    On a single rank DDP is left out of the training step.
 
-def form_anew(strategy: pl.strategies.DDPStrategy, frozen: Iterable[nn.Parameter]) -> None:
-    """Rebuild DDP if a parameter was unfrozen: DDP does not average gradients of parameters that were frozen before.
-
-    See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+    Attributes:
+        is_needless: whether DDP has nothing to do, since there is one rank, and no hook or option changes gradients.
     """
-    unfrozen = [parameter for parameter in frozen if parameter.requires_grad]
-    if not unfrozen:
-        return
-    rank_zero_info(f"rebuilt DDP, because {len(unfrozen)} parameters are no longer frozen")
-    for parameter in unfrozen:
-        dist.broadcast(parameter.data, src=0)
-    if strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(strategy.root_device)  # Lightning forms DDP on a separate stream
-    _forget_buckets(strategy._ddp_comm_state)
-    strategy.model = strategy.lightning_module
-    strategy._pl_static_graph_delay_done = False
-    before = strategy._ddp_kwargs
-    strategy._ddp_kwargs = {**before, "init_sync": False}  # otherwise every rank gets rank 0's running statistics
-    strategy.configure_ddp()
-    strategy._ddp_kwargs = before
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.on_ddp_formed()
+
+    def on_ddp_formed(self) -> None:
+        """Register the comm hook, which Lightning only does on GPUs; record parameters that are frozen."""
+        strategy, model, self.is_needless = self._strategy, self._strategy.model, False
+        self._frozen = [] if model is None else [each for each in model.parameters() if not each.requires_grad]
+        hook, wrapper = strategy._ddp_comm_hook, strategy._ddp_comm_wrapper
+        if model is not None and hook is not None and strategy.root_device.type == "cpu":
+            model.register_comm_hook(strategy._ddp_comm_state, hook if wrapper is None else wrapper(hook))
+
+    def on_train_start(self) -> None:
+        """Leave DDP out of the steps of a single rank, unless a user has changed what it does."""
+        model, options = self._strategy.model, self._strategy._ddp_kwargs.keys() - {"find_unused_parameters"}
+        if self._strategy.world_size > 1 or type(model) is not DistributedDataParallel:
+            return
+        if options or model._get_ddp_logging_data().get("comm_hook"):
+            return
+        if any(getattr(module, "sparse", False) for module in model.modules()):
+            return  # DDP would also coalesce their gradients
+        self.is_needless = True
+        model.require_backward_grad_sync = False
+
+    def on_train_batch_start(self) -> None:
+        """Rebuild DDP if a parameter was unfrozen: DDP does not average gradients of parameters that were frozen.
+
+        See https://github.com/Lightning-AI/pytorch-lightning/issues/20340.
+        """
+        unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if not unfrozen:
+            return
+        strategy = self._strategy
+        rank_zero_info(f"rebuilt DDP, because {len(unfrozen)} parameters are no longer frozen")
+        for parameter in unfrozen:
+            dist.broadcast(parameter.data, src=0)
+        if strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(strategy.root_device)  # Lightning forms DDP on a separate stream
+        _forget_buckets(strategy._ddp_comm_state)
+        strategy.model = strategy.lightning_module
+        strategy._pl_static_graph_delay_done = False
+        before = strategy._ddp_kwargs
+        strategy._ddp_kwargs = {**before, "init_sync": False}  # otherwise every rank gets rank 0's running statistics
+        strategy.configure_ddp()
+        strategy._ddp_kwargs = before
+        self.on_train_start()
+
+    def training_step(self, as_lightning: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step as Lightning does, or without DDP's forward pass where that is needless."""
+        if not self.is_needless:
+            return as_lightning(*args, **kwargs)
+        with self._strategy.precision_plugin.train_step_context():
+            return self._strategy.lightning_module.training_step(*args, **kwargs)
 
 
 def _forget_buckets(state: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning_ddp_ext.batchnorm import sync_context
@@ -35,7 +35,7 @@ class IdleSteps:
     @property
     def is_idle(self) -> bool:
         """Whether this rank's current batch does not count."""
-        return self._strategy.global_rank in self._idle_ranks
+        return bool(self._batches) and self._strategy.global_rank in self._idle_ranks
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -45,25 +45,31 @@ class IdleSteps:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Keep a step of an idle rank's module out of metrics and of synchronised BatchNorm."""
-        module = self._strategy.lightning_module
-        kept = preserve_metric_state(results_of(module.trainer), module) if self.is_idle else nullcontext()
         self._is_in_step = True
         try:
-            with self.idle_layers(), kept:
+            if not self.is_idle:
+                yield
+                return
+            module = self._strategy.lightning_module
+            with self.idle_layers(), preserve_metric_state(results_of(module.trainer), module):
                 yield
         finally:
             self._is_in_step = False
 
-    @contextmanager
-    def idle_layers(self) -> Iterator[None]:
+    def idle_layers(self) -> AbstractContextManager[None]:
         """Have an idle rank's synchronised BatchNorm layers take part in a pass with an empty batch."""
-        before = sync_context.is_idle()
-        sync_context.set_idle(self.is_idle)
-        try:
-            yield
-        finally:
-            sync_context.set_idle(before)
+        return _idle_layers() if self.is_idle else nullcontext()
 
     def _by_rank(self, value: Any) -> tuple[Any, ...]:
         """Return the values of all ranks, by rank. Collective: every rank must call it."""
         return tuple(ranks_of(self._strategy).gather(value))
+
+
+@contextmanager
+def _idle_layers() -> Iterator[None]:
+    before = sync_context.is_idle()
+    sync_context.set_idle(True)
+    try:
+        yield
+    finally:
+        sync_context.set_idle(before)

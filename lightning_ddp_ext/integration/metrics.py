@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,22 +14,23 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import DTYPES, OPS, Value, reduce_batch
+from lightning_ddp_ext.reductions.batched import DTYPES, MOST_COMMON, OPS, Value, reduce_batch, reduce_common
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
 
-from .compat import calling_result
+from .compat import calling_result, results_of
+from .named_calls import report_step
 
 
 class BatchedMetrics:
     """Implements ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
 
     In a step such values are queued, and the queue is reduced at the step's end; until then readers get this rank's
-    own value. Everything else, such as the values of an epoch, is reduced immediately.
+    own value. The first value of an epoch is reduced together with all others. Everything else is reduced immediately.
 
-    If ranks log different values, all raise. After a first training step, and after one that follows a step
-    with values, all ranks reduce. Elsewhere they wait for each other first, to name a rank without values.
+    If ranks log different values, all raise. After a training step that follows one with values, all ranks reduce.
+    Elsewhere they wait for each other first, to name a rank without values.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -38,11 +40,14 @@ class BatchedMetrics:
     def start(self) -> None:
         """Reset the state after an earlier run, which may have stopped anywhere."""
         self._queue: list[Value] | None = None  # a list within a step
-        self._is_expected = True  # all ranks reduce after the next training step, even those without logged values
+        self._is_expected = False  # all ranks reduce after the next training step, even those without logged values
+        self._ahead: deque[tuple[Tensor, Tensor]] = deque()  # results that are requested next, each with its source
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
         """Reduce the values that the block logs at its end. Collective, if it logs any."""
+        if is_training:
+            report_step()
         queue: list[Value] = []
         self._queue = queue
         try:
@@ -54,6 +59,8 @@ class BatchedMetrics:
             for value, result in zip(queue, self._reduce(queue, is_expected=is_expected), strict=True):
                 value.tensor.copy_(result)
             self._is_expected = bool(queue)
+        if is_training:
+            report_step()  # so that a rank without values is named where others reduce theirs
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce immediately; values of a step later and in place. Collective."""
@@ -62,22 +69,62 @@ class BatchedMetrics:
         logged, is_update = calling_result()
         if logged is None or not self._can_batch(tensor, group, reduce_op):
             return all_reduce(tensor, group, reduce_op, idle_ranks=self._strategy.data.idle_ranks)
-        value = Value(f"{logged.meta.fx}.{logged.meta.name}", reduce_op, tensor)
-        if is_update and self._queue is not None:
+        if not is_update:
+            return self._reduce_epoch(logged)
+        value = Value(_name_of(logged), reduce_op, tensor)
+        if self._queue is not None:
             self._queue.append(value)
             return tensor
         return self._reduce([value], is_expected=False)[0]
 
+    def _reduce_epoch(self, logged: Any) -> Tensor:
+        """Reduce a number of an epoch's result, together with those of all results that Lightning computes next."""
+        if not (self._ahead and self._ahead[0][0] is logged.value):
+            due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
+            due = due if due and due[0] is logged else [logged]
+            numbers = [(each, number) for each in due[: MOST_COMMON // 2] for number in _numbers_of(each)]
+            values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
+            self._enter(values)
+            results = reduce_common(values, device=self._device, idle_ranks=self._strategy.data.idle_ranks)
+            self._ahead = deque((each.value, result) for (each, _), result in zip(numbers, results, strict=False))
+        return self._ahead.popleft()[1]
+
+    def _is_due(self, result: Any) -> bool:
+        """Whether Lightning computes a result of the epoch soon, and reduces it over all ranks."""
+        meta, sync = result.meta, result.meta.sync
+        is_computed = result.has_reset or result._computed is not None or not (result.is_tensor and meta.on_epoch)
+        if is_computed or not sync.should or sync.rank_zero_only:
+            return False
+        return all(self._can_batch(number, sync.group, sync.op) for number in _numbers_of(result))
+
     def _reduce(self, values: list[Value], *, is_expected: bool) -> list[Tensor]:
+        if not is_expected:
+            self._enter(values)
+        return reduce_batch(values, device=self._device, idle_ranks=self._strategy.data.idle_ranks)
+
+    def _enter(self, values: list[Value]) -> None:
+        """Wait until all ranks reduce logged values; the reduction itself compares the names."""
         context = current()
-        if not is_expected and context is not None:
-            name = "a reduction of logged values"  # the reduction itself compares the names
+        if context is not None:
+            what, name = f"the reduction of {listed(dict.fromkeys(map(str, values)))}", "a reduction of logged values"
             check = context.component(Survey).check_that_all_answer  # finds a stopped process before the timeout
-            context.barriers.enter(f"the reduction of {listed(values)}", call_site(), name=name, check=check)
-        root_device = self._strategy.root_device
-        device = torch.device("cpu") if is_gloo(root_device) else root_device
-        return reduce_batch(values, device=device, idle_ranks=self._strategy.data.idle_ranks)
+            context.barriers.enter(what, call_site(), name=name, check=check)
+
+    @property
+    def _device(self) -> torch.device:
+        """The device of messages."""
+        device: torch.device = self._strategy.root_device
+        return torch.device("cpu") if is_gloo(device) else device
 
     def _can_batch(self, tensor: Tensor, group: Any, op: Any) -> bool:
         is_scalar = tensor.ndim == 0 and tensor.dtype in DTYPES
         return is_scalar and op in OPS and group is None and self._strategy.world_size > 1
+
+
+def _name_of(logged: Any) -> str:
+    return f"{logged.meta.fx}.{logged.meta.name}"
+
+
+def _numbers_of(logged: Any) -> list[Tensor]:
+    """Return the numbers of an epoch's result that Lightning reduces, in its order."""
+    return [logged.value, logged.cumulated_batch_size] if logged.meta.is_mean_reduction else [logged.value]

@@ -89,9 +89,10 @@ class Rescue:
         self._close()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
-        self._is_on_gpu = strategy.root_device.type != "cpu"
-        is_off = self.name is None or (self.name == AUTO and (self._is_on_gpu or not trainer.checkpoint_callbacks))
-        if is_off or context is None or strategy.world_size == 1 or not is_fit:
+        if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
+            return
+        self._is_on_gpu = strategy.root_device.type != "cpu" or context.groups.uses_nccl
+        if self.name == AUTO and (self._is_on_gpu or not trainer.checkpoint_callbacks):
             return
         self._trainer, self._peers = trainer, context.peers
         self._path = str(self.place(trainer))

@@ -8,14 +8,12 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
-from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
@@ -25,7 +23,7 @@ from .callbacks.rank_debugger import debugged_rank
 from .checkpoint_io import RankZeroCheckpointIO
 from .checkpoints import Checkpoints
 from .data_path import DataPath, Order
-from .ddp import CommHook, form_anew, name_unused, register_on_cpu
+from .ddp import CommHook, GradientAveraging, name_unused
 from .devices import RankDevicesStrategy
 from .environment import environment_beside, world_of
 from .joining import HEARTBEAT_TIMEOUT, INIT_TIMEOUT, Rendezvous
@@ -33,8 +31,8 @@ from .launchers import ProcessesLauncher, ScriptLauncher
 from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .metrics import BatchedMetrics
-from .named_calls import report_call, report_step
-from .options import check_choice, refuse_unknown
+from .named_calls import report_call
+from .options import check_choice, check_positive, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import AUTO, Rescue
 from .resume import ResumeData
@@ -142,8 +140,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
-        if devices_per_rank < 1:
-            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
+        check_positive("devices_per_rank", devices_per_rank)
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
@@ -164,25 +161,17 @@ class DDPExtStrategy(RankDevicesStrategy):
         read_world({}, **self._rank_arguments)  # raises if arguments contradict each other
         self.devices_per_rank = devices_per_rank
         self.rendezvous = Rendezvous(
-            init_method,
-            init_timeout=init_timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            nccl=nccl,
-            interface=interface,
+            init_method, init_timeout=init_timeout, heartbeat_timeout=heartbeat_timeout, nccl=nccl, interface=interface
         )
         self.stop_checkpoint = stop_checkpoint
         self.checkpoints = Checkpoints(self)
         self.data = DataPath(
-            self,
-            order=sampler,
-            exact_evaluation=exact_evaluation,
-            uneven_inputs=uneven_inputs,
-            resume_data=resume_data,
+            self, order=sampler, exact_evaluation=exact_evaluation, uneven_inputs=uneven_inputs, resume_data=resume_data
         )
         self.metrics = BatchedMetrics(self)
         self.stops = StopController(self.checkpoints, to_timedelta(save_deadline, field="save_deadline"))
         self.rescue = Rescue(self, rescue_checkpoint)
-        self._frozen: list[torch.nn.Parameter] = []
+        self.averaging = GradientAveraging(self)
         self._replaced = ReplacedMethods()
 
     @property
@@ -225,9 +214,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         self._checkpoint_io = io
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any = None) -> None:
         self.data.training.save_to(checkpoint, f"saving {os.fspath(filepath)}")
         self.checkpoints.save(checkpoint, filepath, storage_options)
 
@@ -258,18 +245,20 @@ class DDPExtStrategy(RankDevicesStrategy):
         refuse_other_tree(self.checkpoint_io, *trainer.callbacks)
         super().setup_environment()
         self._replaced.restore_by(trainer, self.checkpoints.restore)
+        self._replaced.exchange_profiler(trainer)
         self.data.attach(trainer, self._replaced)
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
 
     def _start(self) -> None:
-        self._report_phase()
+        self.data.uneven.report_phase()
         self.stops.on_start()
 
     @override
     def on_train_start(self) -> None:
         self._start()
         self.data.training.resume.on_train_start()
+        self.averaging.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
@@ -281,13 +270,13 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._report_phase()
+        self.data.uneven.report_phase()
         self.data.training.on_train_end()
         self.stops.at_end()
 
     def _end_evaluation(self) -> None:
         self.data.evaluation.end()
-        self._report_phase()
+        self.data.uneven.report_phase()
         self.stops.at_end_of_evaluation()
 
     @override
@@ -321,10 +310,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def configure_ddp(self) -> None:
         super().configure_ddp()
-        assert isinstance(self.model, DistributedDataParallel)
-        if self.root_device.type == "cpu":
-            register_on_cpu(self.model, self._ddp_comm_hook, self._ddp_comm_state, self._ddp_comm_wrapper)
-        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        self.averaging.on_ddp_formed()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -336,17 +322,16 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        form_anew(self, self._frozen)
+        self.averaging.on_train_batch_start()
         self.rescue.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        report_step()
         self.stops.on_training_step()
         self.rescue.on_step()
         with self.data.uneven.step(), self.metrics.step(is_training=True):
-            return super().training_step(*args, **kwargs)
+            return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -430,8 +415,3 @@ class DDPExtStrategy(RankDevicesStrategy):
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
         return self.checkpoints.on_rank_zero(work, what)  # type: ignore[no-any-return]
-
-    def _report_phase(self) -> None:
-        """Report a step, unless the ranks have different numbers of batches, so that their phases differ in steps."""
-        if self.data.uneven.are_even:
-            report_step()

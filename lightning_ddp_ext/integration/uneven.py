@@ -24,7 +24,7 @@ from lightning_ddp_ext.supervision.checksum import checksum
 from .compat import combined_loader_of, end_epoch_after, fetcher_of, is_read_in_step
 from .idle_steps import IdleSteps
 from .lightning_tree import rank_zero_warn
-from .named_calls import refuse
+from .named_calls import refuse, report_step
 from .resume import positions_of
 
 
@@ -90,6 +90,11 @@ class UnevenInputs(IdleSteps):
         trainer = self._strategy.current_trainer
         if len(combined_loader_of(trainer.fit_loop).flattened) == 1:
             end_epoch_after(trainer, fetcher_of(trainer.fit_loop).fetched + 1)
+
+    def report_phase(self) -> None:
+        """Report a step, unless the ranks have different numbers of batches, so that their phases differ in steps."""
+        if self.are_even:
+            report_step()
 
     # Idle ranks.
 

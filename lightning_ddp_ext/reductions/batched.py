@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import DivergenceError
 from lightning_ddp_ext.rank_lists import grouped, listed, ranks_in_words
 
-DTYPES = (torch.float32, torch.float64)
+DTYPES = (torch.float32, torch.float64, torch.int64)
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda rows: rows.mean(0),
     "sum": lambda rows: rows.sum(0),
@@ -28,7 +28,9 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda rows: rows.amax(0),
 }
 
-_ROOM = 64  # values in the first message
+_LENGTH = 256  # numbers in a message
+MOST_COMMON = _LENGTH // 2
+"""How many values ``reduce_common`` takes."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +58,50 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
     Raises:
         DivergenceError: ranks have different values; on every rank.
     """
-    own = torch.zeros(max(_ROOM, len(values)), dtype=torch.float64, device=device)
-    if values:
-        own[: len(values)] = torch.stack([value.tensor.to(own) for value in values])
-    received = _all_gather(torch.cat([own.new_tensor([_digest(values)]), own[:_ROOM]]))
+    numbers = [torch.tensor(_digest(values)), *(value.tensor for value in values)]
+    own = torch.zeros(max(_LENGTH, len(numbers)), dtype=torch.float64, device=device)
+    own[: len(numbers)] = torch.stack([number.to(own) for number in numbers])
+    received = _all_gather(own[:_LENGTH])
     if bool((received[:, 0] != received[0, 0]).any()):
         raise _mismatch(values)
-    rows = received[:, 1:]
-    if len(values) > _ROOM:
-        rows = torch.cat([rows, _all_gather(own[_ROOM:])], dim=1)
+    if len(own) > _LENGTH:
+        received = torch.cat([received, _all_gather(own[_LENGTH:])], dim=1)
+    return _results(values, received[:, 1:], idle_ranks)
+
+
+def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
+    """Reduce the first values, as many as every rank has, and return their results.
+
+    Args:
+        values: 1 to ``MOST_COMMON``, in the same order on every rank; some ranks may have more than others.
+        device: see :func:`reduce_batch`.
+        idle_ranks: see :func:`reduce_batch`.
+
+    Raises:
+        DivergenceError: ranks have different values in one place; on every rank.
+    """
+    own = torch.zeros(2, MOST_COMMON, dtype=torch.float64, device=device)
+    own[0, : len(values)] = own.new_tensor([1 + _digest([value]) for value in values])  # 0: no value
+    own[1, : len(values)] = torch.stack([value.tensor.to(own) for value in values])
+    digests, rows = _all_gather(own.flatten()).view(-1, 2, MOST_COMMON).unbind(1)
+    common = int((digests != 0).all(0).sum())
+    if not common or bool((digests[:, :common] != digests[0, :common]).any()):
+        raise _mismatch(values[: max(1, common)])
+    return _results(values[:common], rows, idle_ranks)
+
+
+def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
+    """Return the results of values, which have a column each; rows are those of ranks."""
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
-    return [by_op[value.op][column].to(value.tensor) for column, value in enumerate(values)]
+    return [by_op[value.op][column].to(value.tensor.device, _dtype_of(value)) for column, value in enumerate(values)]
+
+
+def _dtype_of(value: Value) -> torch.dtype:
+    """Return the type of a result: that of the value, but a mean of integers is a float, as of ``all_reduce``."""
+    is_float = value.op == "mean" and not value.tensor.is_floating_point()
+    return torch.get_default_dtype() if is_float else value.tensor.dtype
 
 
 def _digest(values: Sequence[Value]) -> int:
@@ -104,4 +137,4 @@ def _mismatch(values: Sequence[Value]) -> DivergenceError:
 def _deviation(names: tuple[str, ...], usual: tuple[str, ...]) -> str:
     more, less = Counter(names) - Counter(usual), Counter(usual) - Counter(names)
     parts = [f"logged {listed(more)}"] * bool(more) + [f"did not log {listed(less)}"] * bool(less)
-    return " and ".join(parts) or f"logged in a different order: {listed(names)}"
+    return " and ".join(parts) or f"logged in a different order: {listed(dict.fromkeys(names))}"

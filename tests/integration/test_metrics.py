@@ -10,12 +10,13 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from lightning_ddp_ext import DDPExtError, DivergenceError
+from lightning_ddp_ext.errors import RankAbsentError
 from tests.harness.training import Batch, Kind, Net, assert_same, data, make_strategy, make_trainer, on_both, on_ranks
 
 
@@ -160,9 +161,65 @@ def test_a_step_makes_one_collective(tmp_path: Path) -> None:
     ours, stock = (by_rank[0] for by_rank in on_both(collectives, tmp_path))
     assert stock["two steps"] - ours["two steps"] == {"broadcast": 2}
     assert stock["step"] == {"barrier": 40, "all_reduce": 40}
-    # Of the first step there is one that tells whether anything is logged, even if nothing is.
-    assert ours["step"] == ours["more"] == {"all_gather": 3}
-    assert ours["epoch"] == {"all_gather": 10, "all_reduce": 5}  # of a mean also the batch size
+    assert ours["step"] == ours["more"] == {"all_gather": 4}
+    assert ours["epoch"] == {"all_gather": 1}
+    assert stock["epoch"] == {"barrier": 15, "all_reduce": 15}  # of a mean also the batch size
+
+
+class Counts(Net):
+    """Logs nothing, and counts the collectives of each step, from the training step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))  # no buffers, which DDP broadcasts
+        self.recorder = profile(activities=[ProfilerActivity.CPU])
+        self.steps: list[list[str]] = []
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        self.recorder = profile(activities=[ProfilerActivity.CPU])
+        self.recorder.start()
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.recorder.stop()
+        self.steps.append([event.name for event in self.recorder.events() if "gloo:" in event.name])
+
+
+def count_in_steps(kind: Kind, directory: Path) -> list[list[str]]:
+    model = Counts()
+    make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(model)
+    return model.steps
+
+
+def test_a_step_without_logged_values_makes_only_the_exchanges_of_ddp(tmp_path: Path) -> None:
+    """One all-reduce of gradients; and in the second step DDP broadcasts how it has arranged them."""
+    for by_rank in on_both(count_in_steps, tmp_path):
+        for steps in by_rank:
+            assert len(steps) == 8
+            assert [Counter(step)["gloo:all_reduce"] for step in steps] == [1] * 8
+            assert [set(step) for number, step in enumerate(steps) if number != 1] == [{"gloo:all_reduce"}] * 7
+
+
+class Alone(Net):
+    """Logs nothing, and then a value on one rank alone."""
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        if index == 2 and self.global_rank == 1:
+            self.log("a", 1.0, sync_dist=True)
+        return self.loss(batch)
+
+
+def log_alone(kind: Kind, directory: Path) -> str:
+    with pytest.raises(RankAbsentError) as error:
+        make_trainer(make_strategy(kind, directory), limit_val_batches=0).fit(Alone())
+    return str(error.value)
+
+
+def test_a_rank_that_logs_nothing_where_another_one_does_is_named_immediately(tmp_path: Path) -> None:
+    """Although none has logged before, so that no rank expects a value; all ranks raise."""
+    for message in on_ranks("ours", log_alone, tmp_path):
+        assert "rank 1 began the reduction of training_step.a (mean)" in message
+        assert "and rank 0 (host" in message
 
 
 class Reads(Net):
@@ -209,7 +266,7 @@ NOT_LOGGED = "rank 1 did not log training_step.a (mean)"
 EPOCH = {"on_step": False, "on_epoch": True}
 CASES: list[tuple[list[str], int, dict[str, Any], type[DDPExtError], str]] = [
     (["a", "b"], 2, {}, DivergenceError, "rank 1 logged training_step.b (mean) (compared with rank 0); every rank"),
-    ([], 0, {}, DivergenceError, NOT_LOGGED),
+    ([], 0, {}, RankAbsentError, "rank 0 began the reduction of training_step.a (mean)"),
     ([f"{n}" for n in range(70)], 0, {}, DivergenceError, "training_step.7 (mean) and 62 more and did not log"),
     ([], 3, {}, DivergenceError, NOT_LOGGED),
     (["b"], 0, EPOCH, DivergenceError, "rank 1 logged training_step.b (mean) and did not log training_step.a"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
@@ -132,6 +133,37 @@ def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
         names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
         assert names == [set()] * 5 + [deferred] * 3 + [set()] * 2, changes
         assert all("ddpx-signals" not in changed and "ddpx-stop-deadline" not in changed for changed in changes)
+
+
+class Profiles(Net):
+    """Profiles a part of its step, as users do."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        assert isinstance(self.trainer.profiler, (PassThroughProfiler, SimpleProfiler))
+        with self.trainer.profiler.profile("a part") as name:
+            assert name == "a part"
+        return super().training_step(batch, index)
+
+
+def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
+    """Return what runs leave of profilers that the user made, and whether the Trainer still has them."""
+    found: dict[str, Any] = {}
+    for profiler in (PassThroughProfiler(str(directory), "times"), SimpleProfiler(), None):
+        trainer = make_trainer(make_strategy(kind, directory), profiler=profiler, max_epochs=1)
+        before = trainer.profiler
+        for run in (trainer.fit, trainer.test):
+            run(Profiles())
+            assert trainer.profiler is before
+        calls = {name: len(times) for name, times in getattr(before, "recorded_durations", {}).items()}
+        found[str(type(profiler))] = (sorted(vars(before)), before.local_rank, calls.get("a part"))
+    return found
+
+
+def test_a_profiler_of_the_users_works_and_stays_the_trainers(tmp_path: Path) -> None:
+    """A part that the module profiles is counted, and after a run the Trainer has the object that it was given."""
+    ours, stock = on_both(profile_runs, tmp_path)
+    assert ours == stock
+    assert [calls for *_, calls in ours[0].values()] == [None, 4, None]
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda each: pickle.loads(pickle.dumps(each))}

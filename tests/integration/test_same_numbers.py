@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from tests.harness.training import (
+    KINDS,
+    At,
     Batch,
     Kind,
     Net,
@@ -21,6 +23,7 @@ from tests.harness.training import (
     make_strategy,
     make_trainer,
     on_both,
+    on_ranks,
     weights,
 )
 
@@ -52,6 +55,21 @@ class HalfUsed(Net):
 
     def loss(self, batch: Batch) -> Tensor:
         return super().loss(batch) + self.branches[self.global_rank](batch[1]).square().mean()
+
+
+class Sparse(Net):
+    """Has sparse gradients, in which a row occurs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 1, sparse=True)
+
+    def loss(self, batch: Batch) -> Tensor:
+        rows = batch[0].mul(7).long().abs() % 3
+        return super().loss(batch) + self.table(rows).sub(batch[0].unsqueeze(2)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class TwoOptimizers(Net):
@@ -139,3 +157,29 @@ def test_numbers_are_those_of_stock_ddp(tmp_path: Path) -> None:
         assert_same(first["trained"], second["trained"])
         assert first["step"] > 2, name
         assert len(first["metrics"]) > 4, name
+
+
+ON_OTHER_RANKS: dict[str, tuple[type[Net], dict[str, Any]]] = {
+    **{name: CASES[name][:2] for name in ("plain", "accumulation", "manual optimisation", "bf16-mixed")},
+    "sparse": (Sparse, {}),
+}
+
+
+def train_on_ranks(kind: Kind, directory: Path, ranks: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, (make_model, options) in ON_OTHER_RANKS.items():
+        L.seed_everything(7)
+        model = make_model()
+        wrapper: list[Any] = []
+        keep = At("on_train_batch_end", lambda trainer, wrapper=wrapper: wrapper.append(trainer.strategy.model))
+        make_trainer(make_strategy(kind, directory), devices=ranks, callbacks=[keep], **options).fit(model)
+        found[name] = weights(model)
+        assert isinstance(wrapper[0], nn.parallel.DistributedDataParallel)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_numbers_of_ranks_learn_what_they_learn_with_stock_ddp(ranks: int, tmp_path: Path) -> None:
+    """One rank, which has nothing to average, and three, for which the division by their number is not exact."""
+    ours, stock = (on_ranks(kind, train_on_ranks, tmp_path, ranks, world_size=ranks) for kind in KINDS)
+    assert_same(ours, stock)
