@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ConvNet(L.LightningModule):
-    """Two convolutions, each with BatchNorm, and a linear layer. Nothing in it knows how many ranks there are."""
+    """Two convolutions, each with BatchNorm, and a linear layer. Nothing in it depends on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()

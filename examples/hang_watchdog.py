@@ -1,4 +1,4 @@
-"""Let rank 1 get stuck on purpose: the watchdog says which rank it is and where, and ends both.
+"""Let rank 1 get stuck on purpose: the watchdog names the rank and its line, and stops both ranks.
 
 Run it: python examples/hang_watchdog.py
 """

@@ -94,7 +94,7 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or may not survive a loss of power; says what is at the path now.
+    """A checkpoint could not be written, or may not survive a loss of power; the message describes the path.
 
     Attributes:
         path: the path of the checkpoint.

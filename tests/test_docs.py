@@ -172,7 +172,7 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
 
 
 def test_examples_in_docstrings_are_right() -> None:
-    """Each example prints what the docstring says."""
+    """Each example prints what the docstring shows."""
     names = [module.name for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     results = [doctest.testmod(module) for module in modules]

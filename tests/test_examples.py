@@ -49,7 +49,7 @@ def test_scripts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_hang_watchdog(tmp_path: Path) -> None:
-    """Both ranks end, and the report says which one was stuck, in which function and line."""
+    """Both ranks end, and the report names the stuck one, its function and line."""
     output = run_on_ranks(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, returncode=1)
     stuck = r"rank 0 stopped: rank 1 .* never entered all_reduce .* training_step, \S+/hang_watchdog\.py:\d+"
     assert re.search(stuck, output), output
@@ -131,7 +131,7 @@ exit $status
 
 @pytest.mark.nightly
 def test_slurm(tmp_path: Path) -> None:
-    """A task is warned as the job asks for: both stop, saved; SLURM requeues the job, and it goes on from there."""
+    """A task gets the warning that the job requests: both save and stop; SLURM requeues the job, which continues."""
     asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
     assert {"--requeue", "--signal=SIGUSR1@120", "--ntasks-per-node=2"} <= set(asked)
     program(tmp_path / "bin/srun", SRUN)
@@ -187,7 +187,7 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
 
 @pytest.mark.nightly
 def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
-    """In a real kernel: the second cell that trains has other ranks, and goes on from the first one's checkpoint."""
+    """In a real kernel: the second cell that trains has other ranks, and continues from the first one's checkpoint."""
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()

@@ -158,7 +158,7 @@ class Rescue:
     def _write(self, kind: Kind, batches: int, *parts: Any) -> None:
         try:
             self._notes[self._strategy.global_rank].write(kind, batches, *parts)
-        except OSError as error:  # training goes on
+        except OSError as error:  # training continues
             self._own, self._refusal = None, f"the states of ranks are not recorded any longer ({error})"
 
     def on_iterator_start(self) -> None:

@@ -118,7 +118,7 @@ def _all_gather(message: Tensor) -> Tensor:
 
 
 def _mismatch(values: Sequence[Value]) -> DivergenceError:
-    """Return an error that says how the ranks differ. Collective."""
+    """Return an error that describes how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
     with suppress(RuntimeError):  # this rank also raises the error if another one closed its group

@@ -1,4 +1,4 @@
-"""A checkpoint is read as torch reads it, to where ``map_location`` says, into memory of the process's own."""
+"""A checkpoint is read as torch reads it, to the devices of ``map_location``, into the process's own memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bo
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
-    """The error says who has to be allowed to read it."""
+    """The error names the user who must be allowed to read it."""
     path, user = tmp_path / "it.ckpt", os.geteuid()
     saved(path, kinds())
     path.chmod(0)

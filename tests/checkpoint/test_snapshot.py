@@ -86,7 +86,7 @@ def as_saved(content: Any) -> Any:
 
 
 def test_the_buffer_is_used_again() -> None:
-    """New memory is asked for only for a snapshot that is larger than all before; views share one piece of it."""
+    """New memory is allocated only for a snapshot that is larger than all before; views share one piece of it."""
     buffer, sizes = Buffer(), list[int]()
     for length in (1000, 1000, 10, 999, 2000, 1000, 0):
         base = numbers(length)

@@ -1,4 +1,4 @@
-"""`checkpoint verify` and `clean`: what they find, and what they say of files that they cannot read."""
+"""`checkpoint verify` and `clean`: their findings, and their errors for files that they cannot read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
 
 
 def test_objects_of_a_store_are_verified(path: Path) -> None:
-    """A URL that fsspec knows is fetched."""
+    """A URL that fsspec supports is fetched."""
     store = MemoryFileSystem()
     store.pipe_file("/cli/good.ckpt", save(path).read_bytes())
     store.pipe_file("/cli/bad.ckpt", flip(path, "data/0").read_bytes())

@@ -40,7 +40,7 @@ def test_a_position_has_every_image_over_the_epochs(length: int) -> None:
 
 @pytest.mark.parametrize("length", [JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59])
 def test_pairs_of_one_epoch_are_independent(length: int) -> None:
-    """Positions side by side, one row apart or far apart have images that know nothing of each other."""
+    """Positions side by side, one row apart or far apart have independent images."""
     order, some = Permutation(length, mix(6, length)), np.arange(60_000)
     values = order.apply(some)
     for lag in (1, 2, isqrt(length - 1) + 1, length // 2):

@@ -108,7 +108,7 @@ def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during:
     train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
 
 
-def go_on(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
+def run_again(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
     """Run the same command again, to the end of an epoch; return how often samples were seen, and the steps."""
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)

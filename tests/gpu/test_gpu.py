@@ -115,7 +115,7 @@ def test_two_ranks_on_one_gpu_learn_as_on_the_cpu(sync: bool, tmp_path: Path) ->
 
 
 class Parts(Net):
-    """Has its parameters, all of one type of device as DDP asks, on its rank's first device; computes on both."""
+    """Has its parameters, all on one type of device as DDP requires, on its rank's first device; computes on both."""
 
     def configure_model(self) -> None:
         self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def resume_dropout(rank: int, world_size: int, directory: Path) -> dict[str, str
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(world_size: int, tmp_path: Path) -> None:
-    """Dropout goes on, so that weights are those of a run without a stop."""
+    """Dropout continues, so that weights are those of a run without a stop."""
     assert on_ranks(resume_dropout, world_size, tmp_path) == [{}] * world_size
 
 

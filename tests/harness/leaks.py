@@ -30,7 +30,7 @@ _SECONDS_TO_END = 60.0  # an interpreter with torch needs some to end, on a busy
 
 
 class Snapshot:
-    """What there is before a test; afterwards ``leaks`` says what has been added, and undoes it where that is safe."""
+    """The state before a test; afterwards ``leaks`` lists additions, and undoes them where that is safe."""
 
     def __init__(self) -> None:
         self._directory = Path.cwd()

@@ -116,7 +116,7 @@ def test_a_subclass_may_take_further_arguments() -> None:
 
 
 def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer refuses processes that are not as many as its devices and nodes, and says who counts otherwise."""
+    """The Trainer refuses processes that do not match its devices and nodes, and names the source of the number."""
     with pytest.raises(ConfigurationError, match=r"^devices \* num_nodes must equal world_size .*=4, from arguments\)"):
         make_trainer(DDPExtStrategy(TCP, rank=0, world_size=4))
     with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):

@@ -37,7 +37,7 @@ def structured(x: Tensor) -> Any:
 
 
 class Predicts(L.LightningModule):
-    """Returns what it is told to make of a batch, and knows which samples it has seen."""
+    """Returns a given function of a batch, and records the samples that it has seen."""
 
     def __init__(self, predict: Callable[[Tensor], Any] = torch.clone) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Every rank raises the same error, which says what was found and what to return instead."""
+    """Every rank raises the same error, with the value that was found and the remedy."""
     first, second = run_ranks(refuse, 2, tmp_path, env=by_hand_env(2))
     assert first == second
     starts = [

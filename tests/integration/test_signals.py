@@ -124,7 +124,7 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
 
 
 def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
-    """One that has begun, or goes on in the background; with ``stop_checkpoint=None`` there is nothing to save."""
+    """One that has begun, or continues in the background; with ``stop_checkpoint=None`` there is nothing to save."""
     for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3

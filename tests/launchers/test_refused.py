@@ -1,4 +1,4 @@
-"""Pairs of launcher and init method that make no sense: the error says why, on a rank that is still alone."""
+"""Pairs of launcher and init method that cannot work: the error has the reason, on a rank that is still alone."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
 
 
 def test_arguments_that_contradict_the_launcher() -> None:
-    """Torchrun says who is who; ``rank=`` beside it is a mistake, and the error names both."""
+    """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names both."""
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
         "ConfigurationError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave "
         "the arguments out, or start the processes by hand"

@@ -24,7 +24,7 @@ def fail(body: Message) -> None:
 
 
 def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplog: pytest.LogCaptureFixture) -> None:
-    """Earlier ones come first; a listener that raises, and a long message, do not close the channel."""
+    """Earlier ones arrive first; a listener that raises, and a long message, do not close the channel."""
     with listen("127.0.0.1", 0) as listener:
         sockets = socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]
     zero, other = Channel(heartbeat=30.0), Channel(heartbeat=30.0)

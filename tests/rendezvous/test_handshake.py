@@ -1,4 +1,4 @@
-"""The handshake between rank 0 and others: who is welcome, and what all are told otherwise."""
+"""The handshake between rank 0 and others: accepted ranks, and the error that all raise otherwise."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_other_connections_do_not_disturb_a_start() -> None:
-    """Port scanners, say, ranks beyond their own world, and however many that say nothing.
+    """Port scanners, say, ranks beyond their own world, and any number that send nothing.
 
     At a loopback address only those of this host reach rank 0 and its store.
     """

@@ -1,4 +1,4 @@
-"""Processes join: they form one group and leave it in good order, or every one that is there names the reason."""
+"""Processes join: they form one group and leave it in good order, or each of them names the reason."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
-    """The others say where they have looked, what they found there, and what to check."""
+    """The others name the address that they tried, what they found there, and what to check."""
     where = place(kind, tmp_path)
     (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)

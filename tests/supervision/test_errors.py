@@ -107,7 +107,7 @@ def leave_a_thread() -> None:
 
 @pytest.mark.parametrize("faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"])
 def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, ...], url: str) -> None:
-    """Whatever its hooks, or threads of its script, wait for; and it is said where."""
+    """Whatever its hooks, or threads of its script, wait for; the message has the line."""
     for outcome in launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3):
         assert outcome.exit_code == 1, outcome.story()
         assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), outcome.story()
@@ -170,7 +170,7 @@ def raise_a_book() -> None:
     ],
 )
 def test_unusual_exceptions_reach_the_other_ranks(action: Callable[[], None], reason: str, url: str) -> None:
-    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are told like any other."""
+    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are reported like any other."""
     told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
     assert told.error is not None
     assert told.error.type_name == "RankFailedError", told.story()
@@ -196,7 +196,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
-    """Ranks that wait in the second one are told of an exception outside of any Trainer call, and of an early end."""
+    """Ranks that wait in the second one raise for an exception outside of any Trainer call, and of an early end."""
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     gone, needy = outcomes[culprit], outcomes[1 - culprit]
     assert needy.error is not None, needy.story()
