@@ -1,4 +1,4 @@
-"""Run rank 0's part of the handshake: wait for every rank, and welcome or refuse all of them together."""
+"""Run rank 0's part of the handshake: wait for every rank, and accept or refuse all of them together."""
 
 from __future__ import annotations
 

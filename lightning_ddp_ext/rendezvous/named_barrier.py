@@ -2,7 +2,7 @@
 
 No collective is used: each rank reports the start of a call to rank 0 over the channel, and rank 0 opens the
 barrier for all when the last rank has reported. So a rank that is elsewhere, even in another collective, is named, and
-data do not get mixed up.
+data are not mixed up.
 
 Each call has an ordinal, and the number of steps that its rank has started before. In a correct program all ranks
 make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name

@@ -33,8 +33,8 @@ class PeerFailure:
         channel: to rank 0, or on rank 0 to all others.
         timeouts: of the control channel.
         arrived: notified at each event; other waits for the channel's messages also use it.
-        cause: the first death or failure, also of this rank, or call that a rank did not make; the ranks no longer
-            agree then.
+        cause: the first event that separates the ranks: a death, a failure (also this rank's own), or a call that was
+            skipped.
         has_raised: whether the main thread got the cause, and raises it.
     """
 

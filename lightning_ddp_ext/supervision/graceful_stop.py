@@ -67,7 +67,7 @@ class GracefulStop:
     """This rank's part in stopping together; one for the process, as the ranks count over all Trainers.
 
     Attributes:
-        is_active: whether a Trainer of this process heeds requests.
+        is_active: whether a Trainer of this process handles requests.
     """
 
     def __init__(self, context: ProcessContext) -> None:
@@ -96,7 +96,7 @@ class GracefulStop:
         self._remote.call([0], "accept", asdict(request))
 
     def start(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
-        """Heed requests from now on: the ranks have begun a job, which has stop points.
+        """Handle requests from now on: the ranks have begun a job, which has stop points.
 
         Args:
             deadline: the time from the first signal, or from an exception, until ranks that did not stop are killed.

@@ -1,8 +1,8 @@
 """Collect a report from every rank: after a collective timed out, or when a watchdog finds that nothing moves.
 
 Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, even if
-its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. It may
-just be returning from the collective that timed out on others, so a second request precedes the verdict.
+its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. Such a
+rank may just be returning from the collective that timed out on others, so a second request precedes the verdict.
 """
 
 from __future__ import annotations
