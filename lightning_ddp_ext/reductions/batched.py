@@ -91,7 +91,7 @@ def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: 
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
-    """Return the results of values, which have a column each; rows are those of ranks."""
+    """Return the results of values; ``rows`` has a row for each rank and a column for each value."""
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
