@@ -1,4 +1,4 @@
-"""Data-parallel training with PyTorch Lightning that starts, fails and stops as it should.
+"""A replacement for PyTorch Lightning's ``ddp`` that exits when a rank fails, and saves when it is stopped.
 
 Importing the package registers the strategy names ``ddp_ext``, ``ddp_ext_spawn``, ``ddp_ext_fork``,
 ``ddp_ext_notebook`` and ``ddp_ext_forkserver``, in ``lightning`` and in ``pytorch_lightning``.
