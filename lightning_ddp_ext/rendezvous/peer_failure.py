@@ -123,7 +123,7 @@ class PeerFailure:
         error, seconds = event.to_error(), self.timeouts.grace[event.kind]
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
-            # Outside of a run the process lives on; from Python 3.12 on no thread can start during shutdown.
+            # Outside of a run the process continues; from Python 3.12 on no thread can start during shutdown.
             if not self.has_raised and current_run() is not None:
                 self._limit.start(
                     seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds

@@ -199,7 +199,7 @@ def report_of(who: RankInfo, **more: Any) -> Report:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event for the rank that others waited for in vain."""
+    """Return the event for the rank that the others wait for."""
     silences, elsewhere = findings.silences, findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
