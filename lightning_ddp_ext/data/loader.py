@@ -184,7 +184,7 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return the parameters that decide, besides the data, which samples a loader reads; workers only without indices."""
+    """Return the parameters that decide which samples a loader reads; workers matter only without indices."""
     sampler = index_sampler_of(loader)
     workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
     batch_size = getattr(loader, "batch_size", None)
