@@ -1,4 +1,4 @@
-"""Find out whether every rank raised an exception, so that no rank waits for another, and all can continue together."""
+"""Determine whether every rank raised an exception: then no rank waits for another, and all can continue together."""
 
 from __future__ import annotations
 
