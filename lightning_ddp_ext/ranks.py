@@ -201,7 +201,7 @@ class RemoteTraceback(Exception):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text, or its two ends with a note on the length of what was left out."""
+    """Return the text, or its two ends with the number of characters left out."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text

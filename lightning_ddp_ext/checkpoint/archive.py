@@ -158,7 +158,7 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether it is a system error, which torch raises as a ``RuntimeError`` with the system's text."""
+    """Whether this is a system error, which torch raises as a ``RuntimeError`` with the system's text."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 

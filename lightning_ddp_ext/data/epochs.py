@@ -138,7 +138,7 @@ def all_below(root: object) -> list[object]:
 
 
 def samplers_below(root: object) -> list[Any]:
-    """Return the samplers at or below one, each before those in it: what is iterated over, and not indexed."""
+    """Return a sampler and those inside it, outer ones first: objects that are iterated over, and not indexed."""
     below = reversed(all_below(root))
     return [each for each in below if isinstance(each, Sampler) or not hasattr(type(each), "__getitem__")]
 

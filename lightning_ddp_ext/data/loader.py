@@ -76,7 +76,7 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return the loader that a Trainer was given for one that it shows; other loaders are returned as is."""
+    """Return the loader that the user gave for one that the Trainer shows; return other loaders unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -169,7 +169,7 @@ _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replac
 
 
 def identity_of(sampler: object) -> str:
-    """Return the classes and parameters of a sampler and of those in it, which are equal where they yield the same.
+    """Return classes and parameters of a sampler and of those inside it; equal ones yield the same items.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))

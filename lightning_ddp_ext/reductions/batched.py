@@ -99,7 +99,7 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
 
 
 def _dtype_of(value: Value) -> torch.dtype:
-    """Return the type of a result: that of the value, but a mean of integers is a float, as of ``all_reduce``."""
+    """Return the type of a result: the value's, but float for a mean of integers, as in ``all_reduce``."""
     is_float = value.op == "mean" and not value.tensor.is_floating_point()
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 

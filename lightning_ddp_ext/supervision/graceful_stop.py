@@ -2,8 +2,8 @@
 
 A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, the end
 of training. Each rank counts those that it has passed. A request goes to rank 0 over the control channel, and rank 0
-pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies how
-many it has passed. So the ranks agree on the first one that none of them has passed.
+pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies with
+the number that it has passed. So the ranks agree on the first one that none of them has passed.
 
 Only these threads have to reply, so ranks that are in a collective meanwhile always complete it. Until a signal
 arrives, a stop point costs an addition and a look at a bool.
@@ -64,7 +64,7 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers.
+    """This rank's part in stopping together; one per process, since the ranks count over all Trainers.
 
     Attributes:
         is_active: whether a Trainer of this process handles requests.

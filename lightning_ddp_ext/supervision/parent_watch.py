@@ -58,7 +58,7 @@ def watch_parent() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it may be a launcher: in a container that is often process 1, which also adopts orphans."""
+    """Whether a process may be a launcher, as process 1 of a container often is, which also adopts orphans."""
     try:
         return any("python" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
