@@ -52,7 +52,7 @@ def ring_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
         pass_on(ours, part, group)
         theirs += part
 
-    # All-gather: each whole sum goes round, and replaces what was there.
+    # All-gather: each whole sum circulates, and replaces the chunk there.
     for step in range(world_size - 1):
         ours, theirs = chunks[(rank - step + 1) % world_size], chunks[(rank - step) % world_size]
         pass_on(ours, theirs, group)
