@@ -56,7 +56,7 @@ nightly: venv ## The long tests that `make test` leaves out, and 60 faults; SEED
 fast: venv ## Tests without processes, and one run of each main promise (a minute)
 	$(BIN)/python -m pytest -m "unit or lowest" $(PARALLEL) --durations 10
 
-gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there is none
+gpu: venv ## Tests that need CUDA, and the benchmarks of a GPU; reports if there is none
 	$(BIN)/python -m pytest -m gpu
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/python benchmarks/batchnorm.py layers collectives; fi
@@ -64,7 +64,7 @@ gpu: venv ## What needs CUDA, and the benchmarks of a GPU; says so where there i
 soak: venv ## 300 faults in real runs, one after another, and as many killed saves and ranks (an hour); SEED= of the first one, COUNT=
 	SOAK_SEED=$(SEED) SOAK_COUNT=$(COUNT) $(BIN)/python -m pytest tests/faults tests/integration/test_killed_saves.py tests/integration/test_rescue.py -k 'survived or killed' --verbose
 
-coverage: venv ## All tests, and which lines they reach
+coverage: venv ## All tests, with line coverage
 	$(BIN)/python -m pytest --cov -m "not gpu" $(PARALLEL)
 
 lint: venv ## Style and formatting
@@ -74,7 +74,7 @@ lint: venv ## Style and formatting
 types: venv ## Types, strictly
 	$(BIN)/mypy
 
-api: venv ## Record the public API in tests/public-api.txt, after a change that is meant
+api: venv ## Record the public API in tests/public-api.txt, after an intended change
 	$(BIN)/python -m tests.public_api
 
 dist: venv ## Build the wheel and the sdist into dist/, and check them
@@ -83,7 +83,7 @@ dist: venv ## Build the wheel and the sdist into dist/, and check them
 	$(BIN)/python -m twine check --strict dist/*
 
 # The tests are those of the sdist, without its package, so that it is the wheel that they import.
-test-wheel: dist $(WHEEL)/$(INSTALLED) ## The fast tests on the wheel, installed into an environment of its own
+test-wheel: dist $(WHEEL)/$(INSTALLED) ## The fast tests on the wheel, installed into a new environment
 	$(WHEEL)/bin/python $(PIP) --no-deps --force-reinstall dist/*.whl
 	rm -rf $(WHEEL)/tests && mkdir $(WHEEL)/tests
 	tar -xzf dist/*.tar.gz -C $(WHEEL)/tests --strip-components 1 --exclude 'lightning_ddp_ext-*/lightning_ddp_ext'
@@ -96,13 +96,13 @@ test-next: $(NEXT)/$(INSTALLED) ## The same subset on Lightning's main branch (L
 	$(NEXT)/bin/python $(PIP) -c $(NEXT)/constraints.txt --upgrade '$(LIGHTNING_NEXT)'
 	$(NEXT)/bin/python -m pytest -m lowest $(PARALLEL)
 
-bench: venv ## Measure all that benchmarks/README.md publishes, and renew its tables (40 minutes, on a machine without other work)
+bench: venv ## Measure all figures of benchmarks/README.md, and renew its tables (40 minutes, on an otherwise idle machine)
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; \
 	    $(BIN)/python benchmarks/$$script.py --json benchmarks/results/$$script.json; done
 	$(BIN)/python benchmarks/tables.py
 	$(BIN)/python docs/charts.py
 
-bench-quick: venv ## Run each benchmark once and as short as it can be: shows that it works, measures nothing
+bench-quick: venv ## Run each benchmark once, as short as possible: shows that it works, measures nothing
 	@set -e; for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python benchmarks/$$script.py --quick; done
 
 clean: ## Remove what tests and builds leave behind; keeps the environments

@@ -134,7 +134,7 @@ def compile_sources() -> None:
         compileall.compile_dir(directory, quiet=1)
 
 
-def seconds_until_gone(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
+def seconds_until_exit(strategy: str, by_torchrun: bool, world_size: int, victim: int) -> float:
     """Measure the time from SIGKILL to one rank in training until the last process exited."""
     with started(strategy, by_torchrun, world_size, "endless") as (run, directory):
         while len(first_steps(directory)) < world_size:
@@ -163,7 +163,7 @@ def measure_deaths(effort: Effort) -> Table:
     rows = []
     for name in effort.choose(list(DEATHS), quick=["fork"]):
         found = [
-            [seconds_until_gone(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(1))]
+            [seconds_until_exit(*DEATHS[name], world_size, victim) for _ in range(effort.repeats(1))]
             for victim in range(world_size)
         ]
         rows.append([name, f"{statistics.median(map(max, found)):.1f}", f"{max(map(max, found)):.1f}"])

@@ -112,7 +112,7 @@ class Free(torch.utils.data.Dataset[Any]):
 
 
 class Resumed(Tiny):
-    """Notes when its data are asked for, and when its first step begins."""
+    """Records when its data are requested, and when its first step begins."""
 
     def __init__(self, length: int, batch_size: int) -> None:
         super().__init__()

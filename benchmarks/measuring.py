@@ -65,7 +65,7 @@ def power(number: int) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of results; the first column's name says what is measured, and in which unit."""
+    """A table of results; the first column's name has the quantity and its unit."""
 
     name: str
     columns: Sequence[str]
@@ -90,7 +90,7 @@ class Effort:
 
 
 def main(description: str | None, measurements: dict[str, Callable[[Effort], Table]]) -> None:
-    """Measure what the command line asks for, print the tables, and write them to `--json`."""
+    """Measure what the command line selects, print the tables, and write them to `--json`."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("which", nargs="*", help=f"of {', '.join(measurements)} (default: all)")
     parser.add_argument("--repeats", type=int, help="instead of each measurement's own number")

@@ -18,7 +18,7 @@ class Peak:
     """The most that this process has had for itself while the block ran, over what it had before; sampled."""
 
     def __enter__(self) -> Peak:
-        self.before = self.most = status("RssAnon:", "RssShmem:")
+        self.before = self.highest = status("RssAnon:", "RssShmem:")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -26,7 +26,7 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self.most = max(self.most, status("RssAnon:", "RssShmem:"))
+            self.highest = max(self.highest, status("RssAnon:", "RssShmem:"))
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -34,7 +34,7 @@ class Peak:
 
     @property
     def mebibytes(self) -> float:
-        return (self.most - self.before) / MIB
+        return (self.highest - self.before) / MIB
 
 
 def reset_peak() -> int:

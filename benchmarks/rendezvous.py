@@ -161,7 +161,7 @@ def handshake_barriers_and_a_death(world_size: int) -> Figures:
         found["barrier cpu"] = (cpu_seconds() - cpu) / BARRIERS
         if rank < world_size - 1:
             assert context.peers.wait(LIMIT) is not None
-        found["end"] = time.monotonic()  # of the last rank; the others hear of it
+        found["end"] = time.monotonic()  # of the last rank; the others are notified
         return found
 
     found = on_ranks(work, world_size)

@@ -1,4 +1,4 @@
-"""The death of a rank: how soon a survivor's checkpoint is there, how soon training goes on, and what it costs a step.
+"""Measure a rank's death: the time to a survivor's checkpoint and to the next step, and the cost of a step.
 
     python benchmarks/rescue.py    # about 7 minutes on 2 cores
 
@@ -44,7 +44,7 @@ EVERY = 20  # steps between checkpoints of stock
 
 
 class Mixed(Net):
-    """With BatchNorm, and with noise from NumPy, if asked for."""
+    """With BatchNorm, and with noise from NumPy, on request."""
 
     def __init__(self, width: int = 64, *, norm: bool = False, noise: bool = False) -> None:
         super().__init__(width)

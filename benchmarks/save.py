@@ -112,7 +112,7 @@ def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -
     """Measure each call that begins a save, beside a copy in memory, and its memory."""
     content, io = content_of(mebibytes), make_io()
     twin = {name: torch.zeros_like(tensor) for name, tensor in content["state_dict"].items()}
-    seconds, copies, most = [], [], []
+    seconds, copies, peaks = [], [], []
     for _ in range(saves):
         begin = time.perf_counter()
         for name, tensor in content["state_dict"].items():
@@ -123,11 +123,11 @@ def stalls(make_io: Callable[[], Any], mebibytes: int, saves: int, path: Path) -
             io.save_checkpoint(content, path)
             seconds.append(time.perf_counter() - begin)
             wait(io)
-        most.append((peak.before, peak.most))
+        peaks.append((peak.before, peak.highest))
     io.teardown()
     path.unlink()
     first, later = seconds[0], statistics.median(seconds[1:])
-    taken = (max(peak for _, peak in most) - most[0][0]) / MIB
+    taken = (max(peak for _, peak in peaks) - peaks[0][0]) / MIB
     return {"first": first, "later": later, "own": later / statistics.median(copies[1:]), "memory": taken / mebibytes}
 
 

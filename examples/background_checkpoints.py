@@ -1,4 +1,4 @@
-"""Save in the background, and go on where the last run ended: the script for clusters that preempt jobs.
+"""Save in the background, and continue where the last run stopped, as on clusters that preempt jobs.
 
 Run it: python examples/background_checkpoints.py; stop it with Ctrl-C or SIGTERM and run it again.
 """
@@ -24,7 +24,7 @@ class Report(L.Callback):
 
 
 if __name__ == "__main__":
-    L.seed_everything(1)  # a run that goes on within an epoch needs the same data
+    L.seed_everything(1)  # a run that continues within an epoch needs the same data
     trainer = L.Trainer(
         strategy=ddpx.DDPExtStrategy(save_deadline=60),  # seconds from a signal to the end, the save included
         accelerator="cpu",

@@ -1,4 +1,4 @@
-"""Everything from a configuration file, with LightningCLI.
+"""Configure everything from a file, with LightningCLI.
 
     python examples/cli.py fit --config examples/config.yaml
     python examples/cli.py fit --config examples/config.yaml --trainer.strategy.init_args.find_unused_parameters true

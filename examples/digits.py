@@ -1,6 +1,6 @@
 """Train a small convolutional network on the UCI digits with two ranks, test, save, and resume for one epoch more.
 
-python examples/digits.py                                    # starts its own ranks, which meet over file://
+python examples/digits.py                                    # starts its own ranks, which connect by file://
 python examples/digits.py --init-method tcp://127.0.0.1:29500
 torchrun --nproc-per-node 2 examples/digits.py               # uses the ranks that torchrun started
 python examples/digits.py --strategy ddp                     # the same file with stock Lightning's strategy
@@ -27,7 +27,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ConvNet(L.LightningModule):
-    """Two convolutions, each with BatchNorm, and a linear layer. Nothing in it knows how many ranks there are."""
+    """Two convolutions, each with BatchNorm, and a linear layer. Nothing in it depends on the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Train on a stream of which one rank has more than the other, without padding and without a hang.
+"""Train on streams of different lengths, without padding and without a hang.
 
 Run it: python examples/iterable_uneven.py
 """

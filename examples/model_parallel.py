@@ -3,7 +3,7 @@
 Run it: python examples/model_parallel.py (2 ranks of 2 devices: four GPUs if available, else the CPU)
 
 While the second part computes one micro-batch, the first part computes the next one: on two GPUs that takes up to a
-third off a step. On the CPU both parts share the same cores, so nothing is gained, and the table says so.
+third off a step. On the CPU both parts share the same cores, so nothing is gained, as the table shows.
 """
 
 import time

@@ -34,7 +34,7 @@ class Model(BoringModel):
 
 
 def train(checkpoint: Path, *, devices: int, epochs: int) -> None:
-    """Train, and resume if the checkpoint is there. It may come from GPUs that this machine does not have."""
+    """Train, and resume if the checkpoint is there. The file may be from GPUs that this machine lacks."""
     trainer = L.Trainer(
         strategy="ddp_ext_fork",
         accelerator="cpu",

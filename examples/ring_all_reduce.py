@@ -36,7 +36,7 @@ def ring_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Add up a flat tensor over the ranks of a group, in place, and return it.
 
     With N ranks the tensor is cut into N chunks. Each rank sends to its right neighbour and receives from its left one,
-    N - 1 times while sums form (scatter-reduce) and N - 1 times while they go round (all-gather), so each rank sends
+    N - 1 times while sums form (scatter-reduce) and N - 1 times while they circulate (all-gather), so each rank sends
     2 (N - 1) / N of the tensor, however many ranks there are.
 
     Source: P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
@@ -52,7 +52,7 @@ def ring_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
         pass_on(ours, part, group)
         theirs += part
 
-    # All-gather: each whole sum goes round, and replaces what was there.
+    # All-gather: each whole sum circulates, and replaces the chunk there.
     for step in range(world_size - 1):
         ours, theirs = chunks[(rank - step + 1) % world_size], chunks[(rank - step) % world_size]
         pass_on(ours, theirs, group)

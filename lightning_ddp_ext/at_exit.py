@@ -28,8 +28,8 @@ def at_exit(action: Callable[[], None]) -> None:
 def exclude_imports_from_collections() -> None:
     """Exclude all present objects from garbage collection if a launcher started this process as a rank.
 
-    By then a script has usually imported its libraries, and made nothing else. To collect what they made takes 0.2 s
-    each time, and a second at the exit, for which the other ranks or the restart of all ranks wait.
+    At that moment a script has usually only imported libraries. A collection of their objects takes 0.2 s each time, and a
+    second at the exit, which delays the other ranks or a restart of all ranks.
     """
     if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
         gc.freeze()
@@ -73,13 +73,13 @@ class Limit:
         is_void: Callable[[], bool] = lambda: False,
         after_saves: float | None = None,
     ) -> None:
-        """Start counting, if it is not counting yet. Do not call it in a signal handler or during interpreter shutdown.
+        """Start counting, unless it is counting. Do not call it in a signal handler or during interpreter shutdown.
 
         Args:
             seconds: until the exit.
             status: exit status of the process.
-            sentence: returns the text that it prints then.
-            is_void: called when the time is over; if it returns True, the process lives on.
+            sentence: returns the text to print before the exit.
+            is_void: called when the time is over; if it returns True, the process continues.
             after_saves: seconds to wait for an unfinished save; ``None`` to interrupt it.
         """
 
@@ -91,7 +91,7 @@ class Limit:
                 wait_for_delays()
                 if lifted.wait(after_saves):
                     return
-            end_at_once(status, f"{sentence()}\n")
+            exit_now(status, f"{sentence()}\n")
 
         with _changed:
             if self._thread is None:
@@ -100,14 +100,14 @@ class Limit:
                 self._thread.start()
 
     def lift(self) -> None:
-        """Let the process live on, until another start."""
+        """Let the process continue, until another start."""
         self._lifted.set()
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(timeout=1.0)
 
 
-def end_at_once(status: int, sentence: str = "") -> NoReturn:
+def exit_now(status: int, sentence: str = "") -> NoReturn:
     """Exit from any thread, and end daemonic children, such as stuck loader workers.
 
     It first prints the sentence and flushes earlier output.

@@ -21,7 +21,7 @@
         ├── RankAbsentError                  a rank did not make the call that the others made
         └── RankHungError                    no rank makes progress, because of a rank that is stuck
 
-A message says field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
+A message gives field, rule, value and remedy, in this order where all four exist. A traceback ends with the address of
 the error's description.
 """
 
@@ -94,7 +94,7 @@ class CheckpointError(DDPExtError, RuntimeError):
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A checkpoint could not be written, or may not survive a loss of power; says what is at the path now.
+    """A checkpoint could not be written, or may not survive a loss of power; the message describes the path.
 
     Attributes:
         path: the path of the checkpoint.

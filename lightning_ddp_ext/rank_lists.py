@@ -54,10 +54,10 @@ def grouped(activities: Mapping[Any, Any]) -> list[tuple[Any, list[Any]]]:
     return sorted(ranks.items(), key=lambda entry: len(entry[1]))
 
 
-def who_does_what(activities: Mapping[object, str], verb: str) -> str:
+def activities_in_words(activities: Mapping[object, str], verb: str) -> str:
     """Return the ranks by activity in words.
 
-    >>> who_does_what({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
+    >>> activities_in_words({"rank 0": "save", "rank 1": "load", "rank 2": "save"}, "began")
     'rank 1 began load; rank 0, rank 2 began save'
     """
     return listed((f"{listed(who)} {verb} {activity}" for activity, who in grouped(activities)), separator="; ")

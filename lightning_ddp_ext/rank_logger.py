@@ -1,4 +1,4 @@
-"""Loggers whose lines come from some ranks only."""
+"""Log on some ranks only."""
 
 from __future__ import annotations
 

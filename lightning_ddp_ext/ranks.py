@@ -70,7 +70,7 @@ class Ranks:
         return self._exchange(pickle.dumps(value) if self.rank == 0 else b"", broadcast)[0]
 
     def _exchange(self, pickled: bytes, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Run a collective on the first bytes of each pickled value, and again where they are not all of one."""
+        """Run a collective on the first bytes of the pickled values, and another one on the rest if any is longer."""
 
         def exchange(data: bytes, size: int) -> list[bytes]:
             own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._wire)
@@ -201,7 +201,7 @@ class RemoteTraceback(Exception):
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text, or its two ends with a note on the length of what was left out."""
+    """Return the text, or its two ends with the number of characters left out."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text

@@ -74,7 +74,7 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place."""
+    """The variables in which a launcher passes a process its place."""
 
     source: str
     rank: str

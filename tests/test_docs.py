@@ -97,7 +97,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_page_that_is_stopped_goes_on_when_it_is_run_again(tmp_path: Path) -> None:
+def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
     """The page's claim: SIGTERM to any rank, and the same command again."""
     script, found = tmp_path / "train.py", list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])
@@ -172,7 +172,7 @@ def test_site_builds_strictly_and_loads_nothing_from_the_network(tmp_path: Path)
 
 
 def test_examples_in_docstrings_are_right() -> None:
-    """Each example prints what the docstring says."""
+    """Each example prints what the docstring shows."""
     names = [module.name for module in pkgutil.walk_packages(lightning_ddp_ext.__path__, "lightning_ddp_ext.")]
     modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
     results = [doctest.testmod(module) for module in modules]

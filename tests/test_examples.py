@@ -49,7 +49,7 @@ def test_scripts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_hang_watchdog(tmp_path: Path) -> None:
-    """Both ranks end, and the report says which one was stuck, in which function and line."""
+    """Both ranks end, and the report names the stuck one, its function and line."""
     output = run_on_ranks(EXAMPLES / "hang_watchdog.py", cwd=tmp_path, returncode=1)
     stuck = r"rank 0 stopped: rank 1 .* never entered all_reduce .* training_step, \S+/hang_watchdog\.py:\d+"
     assert re.search(stuck, output), output
@@ -59,7 +59,7 @@ def test_hang_watchdog(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp_ext", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_digits(strategy: str, tmp_path: Path) -> None:
     """The example learns the digits with ours and, unchanged, with stock Lightning's strategy, and resumes."""
-    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/meet", "--epochs", "2")
+    argv = ("--strategy", strategy, "--init-method", f"file://{tmp_path}/rank0", "--epochs", "2")
     output = run_on_ranks(EXAMPLES / "digits.py", *argv, cwd=tmp_path)
     accuracies = [float(figure) for figure in re.findall(r"test_accuracy ([\d.]+)%", output)]
     assert len(accuracies) == 2
@@ -131,7 +131,7 @@ exit $status
 
 @pytest.mark.nightly
 def test_slurm(tmp_path: Path) -> None:
-    """A task is warned as the job asks for: both stop, saved; SLURM requeues the job, and it goes on from there."""
+    """A task gets the warning that the job requests: both save and stop; SLURM requeues the job, which continues."""
     asked = re.findall(r"^#SBATCH (\S+)$", (EXAMPLES / "slurm.sbatch").read_text(), re.MULTILINE)
     assert {"--requeue", "--signal=SIGUSR1@120", "--ntasks-per-node=2"} <= set(asked)
     program(tmp_path / "bin/srun", SRUN)
@@ -176,9 +176,9 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
     argv = ("fit", "--config", str(config), "--print_config")
     printed.write_text(run_on_ranks(EXAMPLES / "cli.py", *argv, cwd=tmp_path, world_size=1))
     strategy = "--trainer.strategy.init_args"
-    options = (f"{strategy}.init_method", f"file://{tmp_path}/meet", f"{strategy}.find_unused_parameters", "true")
+    options = (f"{strategy}.init_method", f"file://{tmp_path}/rank0", f"{strategy}.find_unused_parameters", "true")
     output = run_on_ranks(EXAMPLES / "cli.py", "fit", "--config", str(printed), *options, cwd=tmp_path)
-    assert f"process group: gloo, 2 ranks, file://{tmp_path}/meet" in output
+    assert f"process group: gloo, 2 ranks, file://{tmp_path}/rank0" in output
     assert "SyncBatchNorm: 1 of 1 layers, statistics over 2 ranks" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
     assert "resume_data: exact" in (tmp_path / "config.yaml").read_text()
@@ -187,7 +187,7 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
 
 @pytest.mark.nightly
 def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
-    """In a real kernel: the second cell that trains has other ranks, and goes on from the first one's checkpoint."""
+    """In a real kernel: the second cell that trains has other ranks, and continues from the first one's checkpoint."""
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()

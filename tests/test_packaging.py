@@ -1,4 +1,4 @@
-"""What an installed copy says about itself."""
+"""Metadata of an installed copy."""
 
 import re
 from importlib import metadata, resources

@@ -1,4 +1,4 @@
-"""Sentences follow the rules of CONTRIBUTING.md, in messages, docstrings, comments and pages."""
+"""Messages, docstrings, comments, pages, and names of functions and classes follow the rules of CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("lightning_ddp_ext", "tests", "benchmarks", "examples", "docs")
 OLD = r"(c[ao]m(e|es|ing)|me(e|et)ts?|met|asks?|asked|hears?|heard|says?|said|kn[eo]ws?|go|goes|went)"
-WORDS = "gone|any more|alike|affair|stood|at once|whoever|somebody|nobody|so many|has to be told"
+WORDS = "gone|any more|alike|affair|stood|at once|whoever|(some|no|every)body|so many|has to be told|go(es)? on"
 RULES = {
     rf"\branks? ([\w{{}}']+ ){{0,2}}{OLD}\b": "ranks connect, call, wait, fail and exit",
     r"\b(is|are|was|were|be) (no(?! longer| \w+er than)|(?-i:none))\b": "is not a",
@@ -30,13 +30,15 @@ ALLOWED = {"tests/test_prose.py": "", "tests/checkpoint/test_save.py": "let user
 
 
 def python_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string, and of each block of comments."""
+    """Yield line and text of each string, name of a function or class, and block of comments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
             yield node.lineno, "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.lineno, node.name.replace("_", " ")
     block, last = "", 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -86,7 +86,7 @@ def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
     return [before, within, logger.isEnabledFor(logging.WARNING)]
 
 
-def test_a_process_group_knows_better_than_variables(tmp_path: Any) -> None:
+def test_a_process_group_overrides_variables(tmp_path: Any) -> None:
     """A logger that was made before there is a group follows it, and what was before it afterwards."""
     env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
     assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [[False, True, False], [True, False, True]]

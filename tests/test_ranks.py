@@ -26,11 +26,11 @@ class Growing(Exception):
 
 
 LOCK = "TypeError: cannot pickle '_thread.lock' object"
-# Work of rank 0, and type and text of what it and others raise; an error that pickle spoils is told in words.
+# Work of rank 0, and type and text of what it and others raise; an error that pickle spoils is sent as text.
 WORKS: list[tuple[Callable[[], Any], str, str]] = [
     (boom, "BoomError: no such layer", "BoomError: no such layer"),
     (lambda: throw(Growing("layer3")), "Growing: no layer layer3", "RuntimeError: Growing: no layer layer3"),
-    (threading.Lock, LOCK, LOCK),  # rank 0 does not go on alone with a result that the others cannot have
+    (threading.Lock, LOCK, LOCK),  # rank 0 does not continue alone with a result that the others cannot have
 ]
 
 

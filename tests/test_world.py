@@ -58,7 +58,7 @@ def without(environ: dict[str, str], name: str) -> dict[str, str]:
 
 @given(st.integers(1, 64), st.integers(1, 64), st.data())
 def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int, data: st.DataObject) -> None:
-    """However a world is told, its node and local rank lead back to its rank."""
+    """Whatever the source of a world, its node and local rank lead back to its rank."""
     size = nodes * per_node
     rank = data.draw(st.integers(0, size - 1))
     plain = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node)}
@@ -88,8 +88,8 @@ def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int,
         ([SLURM, {"PMI_RANK": "3", "PMI_SIZE": "4"}], "SLURM"),
     ],
 )
-def test_the_innermost_launcher_is_believed(layers: list[dict[str, str]], source: str) -> None:
-    """Each says the same in its own words, and what an outer one has left behind does not overrule the inner one."""
+def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], source: str) -> None:
+    """Each describes the same world with its own variables, and those of an outer one do not override the inner one."""
     assert read(dict(itertools.chain.from_iterable(layer.items() for layer in layers))) == world(source=source)
 
 
@@ -103,7 +103,7 @@ def test_the_innermost_launcher_is_believed(layers: list[dict[str, str]], source
         ({"devices": 8}, {}, 3, 4, 0),
     ],
 )
-def test_arguments_go_before_launchers_and_are_completed(
+def test_arguments_override_launchers_and_are_completed(
     arguments: dict[str, int], environ: dict[str, str], local_rank: int, local_world_size: int, node_rank: int
 ) -> None:
     """Arguments set local rank and node, else variables, else the Trainer's devices."""
@@ -125,7 +125,7 @@ def test_arguments_go_before_launchers_and_are_completed(
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     ],
 )
-def test_leftovers_are_no_launcher(environ: dict[str, str]) -> None:
+def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> None:
     """Variables that do not make a whole world, interactive jobs and single MPI processes leave it to Lightning."""
     assert read_world(environ) is None
 
@@ -140,8 +140,8 @@ def test_leftovers_are_no_launcher(environ: dict[str, str]) -> None:
         ({"SLURM_NODEID": "0"}, 7),
     ],
 )
-def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_world_size: int) -> None:
-    """The step's nodes go before the job's, then comes what was asked for, then all tasks, or the Trainer's devices."""
+def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], local_world_size: int) -> None:
+    """The step's nodes precede the job's, then the requested number, then all tasks, or the Trainer's devices."""
     job = without(SLURM, "SLURM_NNODES")
     assert read({**job, "SLURM_NTASKS": "7", **changes}).local_world_size == local_world_size
     assert read(job, devices=2) == world(source="SLURM")
@@ -177,7 +177,7 @@ def test_slurm_tells_the_processes_of_a_node(changes: dict[str, str], local_worl
     ],
 )
 def test_a_world_that_cannot_be_is_refused(make: Callable[[], object], expected: str) -> None:
-    """Field, rule, value, who said so, and what to do, whether it comes from arguments, variables or the Trainer."""
+    """Field, rule, value, source and remedy, for arguments, variables and the Trainer."""
     with pytest.raises(ConfigurationError) as refused:
         make()
     assert str(refused.value) == expected

@@ -13,7 +13,7 @@ Ranks = str | int | dist.ProcessGroup | None
 
 
 def check_ranks(ranks: Ranks) -> None:
-    """Raise a ``ConfigurationError`` unless it is ``None``, ``"node"``, a number from 1 on, or a process group."""
+    """Raise a ``ConfigurationError`` unless this is ``None``, ``"node"``, a positive number, or a process group."""
     is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
     # Ranks outside of a group get torch's NON_GROUP_MEMBER instead; each of them is alone.
     is_group = isinstance(ranks, dist.ProcessGroup) or ranks == dist.GroupMember.NON_GROUP_MEMBER
@@ -48,8 +48,8 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup | None:
 def batchnorm_group() -> dist.ProcessGroup | None:
     """Return a group of all ranks for BatchNorm alone, or ``None`` for the default group. Collective.
 
-    With gloo, DDP's gradients and the layers' numbers then do not wait for each other, and a rank in another layer does
-    not take the ones for the others.
+    With gloo, DDP's gradients and the layers' numbers then do not wait for each other, and a rank in another layer
+    cannot confuse them.
     """
     context = current()
     if context is None or not is_gloo("cuda"):  # beside NCCL for GPUs, gloo is not worth a group

@@ -1,1 +1,1 @@
-"""Checkpoints: written once, whole, and read once."""
+"""Write each checkpoint once, as a whole, and read it once for all ranks."""

@@ -86,7 +86,7 @@ class Archive:
         return hashlib.sha256(repr((self.size, facts)).encode()).hexdigest()
 
     def check(self, tensors: Iterable[ZipInfo] | None = None) -> None:
-        """Check these tensors, or all of them, and all other records; one without a checksum is passed over.
+        """Check these tensors, or all of them, and all other records; skip records without a checksum.
 
         The file is read, not mapped: a mapped file that is cut off meanwhile would kill the process with SIGBUS.
 
@@ -154,11 +154,11 @@ def unreadable(name: str, error: Exception) -> CheckpointError:
         remedy = "look at its file system"
     else:
         remedy = "make the classes of its objects importable, and correct the one that raises"
-    return CheckpointError(f"checkpoint {name} could not be read, but need not be damaged: {reason}; {remedy}")
+    return CheckpointError(f"checkpoint {name} could not be read, but may be whole: {reason}; {remedy}")
 
 
 def is_of_system(error: Exception) -> bool:
-    """Whether it is a system error, which torch raises as a ``RuntimeError`` with the system's words."""
+    """Whether this is a system error, which torch raises as a ``RuntimeError`` with the system's text."""
     return isinstance(error, (OSError, MemoryError)) or bool(_SYSTEMS.search(str(error)))
 
 

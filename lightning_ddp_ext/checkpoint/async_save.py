@@ -64,7 +64,7 @@ class Saver:
             self.join()
             self._last_save_failed = True  # until it succeeds
             try:
-                content = self._buffer.take(checkpoint)
+                content = self._buffer.snapshot(checkpoint)
                 self._start(partial(self.save, path, lambda: write(content())))
             except Exception as error:
                 raise unwritable(checkpoint, path, error) from error

@@ -144,7 +144,7 @@ def _is_only_copied(name: str, value: Any) -> bool:
 
 
 def load(archive: Archive, place: Placement, weights_only: bool | None, *, mmap: bool) -> Any:
-    """Call ``torch.load`` with errors that say what to do; a file from before torch 1.6 is never mapped.
+    """Call ``torch.load``, and raise errors with a remedy; a file from before torch 1.6 is never mapped.
 
     Raises:
         DamagedCheckpointError: it cannot be unpickled because its bytes are wrong.

@@ -1,7 +1,7 @@
 """Keep notes of each rank in a file of its host for surviving ranks, and choose the survivor that saves.
 
-The file is mapped, and the page cache keeps what a killed process has written. The file has no name: ranks of a host
-open each other's files and remove the names, so the kernel frees it after the last of them, and no other run finds it.
+The file is mapped, and the page cache keeps the data of a killed process. The ranks of a host open each other's files
+and remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
 """
 
 from __future__ import annotations

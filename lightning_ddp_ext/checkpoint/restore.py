@@ -182,5 +182,5 @@ def _blocks(sizes: list[int]) -> Iterator[list[int]]:
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:
-    """Return the tensors of a file that one of the ranks that read it has to check."""
+    """Return the tensors that one of the ranks that read a file must check."""
     return sorted(archive.tensors, key=lambda record: record.file_size, reverse=True)[index::count]

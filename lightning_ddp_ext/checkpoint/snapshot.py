@@ -95,7 +95,7 @@ class Buffer:
         """The number of bytes that it takes."""
         return self._bytes.numel()
 
-    def take(self, checkpoint: Any) -> Callable[[], Any]:
+    def snapshot(self, checkpoint: Any) -> Callable[[], Any]:
         """Copy ``checkpoint``, whose tensors may be on any device, as it is now.
 
         Returns:
@@ -160,7 +160,7 @@ def _copy(pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
 
 
 def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
-    """Return slices of these sizes, one behind the other; an empty one is not a slice: it has no address."""
+    """Return consecutive slices of these sizes; an empty one is a separate storage without an address."""
     ends = accumulate(map(aligned, sizes))
     begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
     # An empty slice would have the address of the next one, and torch.save would confuse them.

@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command, by default with the arguments of this process, and exit.
 
     Raises:
-        SystemExit: status 0: all is well; 1: a file, a directory or the ranks are not as they should be; 2: the command
-            was not understood; 3: ``checkpoint verify`` found a file without checksums, and none that is damaged.
+        SystemExit: status 0: success; 1: a damaged file, an unusable directory, or ranks that fail; 2: wrong usage;
+            3 and 4: ``checkpoint verify`` found a file without checksums, or one that it could not read.
     """
     options = vars(_parser().parse_args(arguments))
     run = options.pop("run")

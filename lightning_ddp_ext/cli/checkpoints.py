@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ddp_ext.checkpoint.archive import Archive
 from lightning_ddp_ext.checkpoint.atomic_file import find_leftovers, remove_leftovers
 from lightning_ddp_ext.checkpoint.location import locate, on_local_disk
-from lightning_ddp_ext.cli.output import fail, say, size_text
+from lightning_ddp_ext.cli.output import fail, print_line, size_text
 from lightning_ddp_ext.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 
@@ -48,9 +48,9 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["error"] is not None:
         fail(facts["error"])
     elif facts["whole"]:
-        say(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
+        print_line(f"{facts['path']} is whole: {facts['records']} records with the checksums that were written")
     else:
-        say(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
+        print_line(f"{facts['path']} has no checksums, so altered numbers cannot be detected")
 
 
 def clean(directory: str, *, remove: bool) -> int:
@@ -61,10 +61,10 @@ def clean(directory: str, *, remove: bool) -> int:
     except OSError as error:
         return fail(f"cannot clean {directory}: {error.strerror or error}; give the local directory of the checkpoints")
     for each in removed:
-        say(f"{each.path} ({size_text(each.size)}) is removed")
+        print_line(f"{each.path} ({size_text(each.size)}) is removed")
     for each in left:
         why = "was left by a killed save; --yes removes it" if each.is_left_behind else "is not an hour old: kept"
-        say(f"{each.path} ({size_text(each.size)}) {why}")
+        print_line(f"{each.path} ({size_text(each.size)}) {why}")
     if not removed and not left:
-        say(f"nothing to clean in {directory}: no save was killed there")
+        print_line(f"nothing to clean in {directory}: no save was killed there")
     return 0

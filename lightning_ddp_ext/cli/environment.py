@@ -13,7 +13,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_ext.cli.output import say_columns
+from lightning_ddp_ext.cli.output import print_columns
 from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.rendezvous.init_method import choose
 from lightning_ddp_ext.world import read_world
@@ -55,7 +55,7 @@ def env(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(facts))
     else:
-        say_columns([[name, _text(value)] for name, value in facts.items()])
+        print_columns([[name, _text(value)] for name, value in facts.items()])
     return 0 if facts["error"] is None else 1
 
 

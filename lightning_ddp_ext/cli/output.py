@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TextIO
 
 
-def say(text: str, file: TextIO | None = None) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     r"""Print a line, with characters escaped that could control a terminal or cannot be printed.
 
-    >>> say("weight\x1b[2J")
+    >>> print_line("weight\x1b[2J")
     weight\x1b[2J
     """
     shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -20,15 +20,15 @@ def say(text: str, file: TextIO | None = None) -> None:
 def fail(error: object) -> int:
     """Print an error to stderr, and return the exit status 1."""
     for line in str(error).splitlines():
-        say(line, sys.stderr)
+        print_line(line, sys.stderr)
     return 1
 
 
-def say_columns(rows: Sequence[Sequence[str]]) -> None:
+def print_columns(rows: Sequence[Sequence[str]]) -> None:
     """Print rows of cells, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def size_text(size: int) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_ddp_ext import DDPExtStrategy
 from lightning_ddp_ext.cli.checkpoints import check
-from lightning_ddp_ext.cli.output import fail, say
+from lightning_ddp_ext.cli.output import fail, print_line
 from lightning_ddp_ext.errors import DDPExtError
 from lightning_ddp_ext.trees import adapter
 from lightning_ddp_ext.world import read_world
@@ -51,7 +51,7 @@ def test(*, devices: int, accelerator: str, init_method: str | None) -> int:
 
     def report(done: str) -> None:
         if trainer.is_global_zero:
-            say(f"{time.perf_counter() - began:6.2f} s  {done}")
+            print_line(f"{time.perf_counter() - began:6.2f} s  {done}")
 
     with tempfile.TemporaryDirectory(prefix="rank-test-") as directory:
         trainer = train(_STEPS)

@@ -1,1 +1,1 @@
-"""Who reads which sample, and when."""
+"""Determine which rank reads which sample, and when."""

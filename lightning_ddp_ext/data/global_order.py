@@ -1,4 +1,4 @@
-"""Shard one global order of an epoch among the ranks, from any position of it on."""
+"""Shard the global order of an epoch among the ranks, from any position."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class DistributedLoader:
         source: as given.
         loader: the loader to read: a copy of ``source``, if that is a ``DataLoader`` without a state.
         length: the number of batches in place of the loader's own; ``None`` for the loader's own.
-        position: how far training is in it; ``None`` for a loader that is evaluated.
+        position: the position of training in it; ``None`` for a loader that is evaluated.
         balance: by rank, how many batches are evaluated, where these numbers differ; else ``None``.
         on_iterator: called when an iterator is made.
 
@@ -76,7 +76,7 @@ class LazyIterator(Iterator[Any]):
 
 
 def source_of(loader: Any) -> Any:
-    """Return the loader that a Trainer was given for one that it shows; other loaders are returned as is."""
+    """Return the loader that the user gave for one that the Trainer shows; return other loaders unchanged."""
     distributed = iterable_of(loader)
     return distributed.source if isinstance(distributed, DistributedLoader) else loader
 
@@ -169,7 +169,7 @@ _PARAMETERS = ("batch_size", "drop_last", "_num_samples", "num_samples", "replac
 
 
 def identity_of(sampler: object) -> str:
-    """Return the classes and parameters of a sampler and of those in it, which are equal where they yield the same.
+    """Return classes and parameters of a sampler and of those inside it; equal ones yield the same items.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> identity_of(BatchSampler(SequentialSampler(range(3)), 2, drop_last=False))
@@ -184,7 +184,7 @@ def identity_of(sampler: object) -> str:
 
 
 def parameters_of(loader: Any) -> dict[str, Any]:
-    """Return what decides, besides the data, which samples a loader reads: its workers unless it reads indices."""
+    """Return the parameters that decide which samples a loader reads; workers matter only without indices."""
     sampler = index_sampler_of(loader)
     workers = getattr(loader, "num_workers", None) if sampler is None or is_stateful(loader) else None
     batch_size = getattr(loader, "batch_size", None)

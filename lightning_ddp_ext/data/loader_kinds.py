@@ -1,8 +1,8 @@
 """Start an iterator in the middle of an epoch, in the quickest way that the loader allows.
 
-There are four, from quick to slow: a sampler of ours starts at a position of the global order, on any number of ranks;
-another sampler leaves out indices; a loader that has a state is given that state; and batches of
-everything else are read and dropped, see ``position``.
+There are four ways, from quick to slow: a sampler of ours starts at a position of the global order, on any number of
+ranks; another sampler skips indices; a loader with a state restores that state; and batches of everything else are
+read and dropped, see ``position``.
 """
 
 from __future__ import annotations
@@ -141,11 +141,11 @@ class StatePosition(LoaderPosition):
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # from the state of their end, some loaders start anew
+        if self._starts and self._drawn is not None:  # after its end, some loaders start anew
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)
-        start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint is of a batch before
+        start.states = [each for each in start.states if each[0] >= drawn]  # no later checkpoint needs an older state
         return {**super().state_dict(done), "own": {"state": state, "dropped": batches - drawn}}
 
     @override

@@ -1,4 +1,4 @@
-"""Run a step without a trace in any metric: metrics count the same before and after it."""
+"""Run a step without changing any metric."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Track how far the Trainer has read one training loader, and start iterators where another run left it."""
+"""Track the Trainer's position in one training loader, and start iterators at the position of an earlier run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class IteratorStart:
         after: batches of the epoch that the loader gave before this iterator was made.
         at: the position at which it started; 0 at the beginning.
         random: the random states in which it drew numbers, recorded just before.
-        own: what a resumed run has saved for this kind of loader alone.
+        own: data that a resumed run saved for this kind of loader alone.
         states: states that the loader has given, each with the number of batches that had been drawn by then.
     """
 
@@ -56,7 +56,7 @@ class LoaderPosition:
     Attributes:
         name: the data's name in errors.
         epoch: the epoch that is read.
-        given: batches of the epoch that the Trainer has been given, or that a resumed run was given before.
+        given: the number of batches of the epoch that the Trainer got, here or in the run that is resumed.
         generators: the generators of the loader and its samplers, besides the global ones.
     """
 
@@ -134,7 +134,7 @@ class LoaderPosition:
         return [(start.number, start.random) for start in self._starts]
 
     def state_dict(self, done: int) -> dict[str, Any]:
-        """Return where this rank is after ``done`` batches of the epoch."""
+        """Return this rank's position after ``done`` batches of the epoch."""
         start, batches = self._start_before(done)
         return {
             "epoch": self.epoch,
@@ -145,9 +145,9 @@ class LoaderPosition:
         }
 
     def _start_before(self, done: int) -> tuple[IteratorStart, int]:
-        """Return the iterator that a batch belongs to, and how many batches it had given by then.
+        """Return the iterator that a batch belongs to, and the number of batches that it had given by then.
 
-        After the last batch of an iterator that is the iterator itself, and not the one that follows.
+        The last batch of an iterator belongs to that iterator, and not to the next one.
         """
         if not self._starts:
             return IteratorStart(), 0
@@ -157,7 +157,7 @@ class LoaderPosition:
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state is of other data, or of a number of ranks that cannot shard these.
+        """Raise if the state is of other data, or of a number of ranks that does not fit the present one.
 
         Raises:
             ResumeError: the state differs; the error names the difference.
@@ -172,7 +172,7 @@ class LoaderPosition:
                 )
 
     def left_after(self, position: int) -> float:
-        """Return how many batches this rank reads from a position to the end of the data."""
+        """Return the number of batches that this rank reads from a position to the end of the data."""
         return batches_of(self.loader) - position
 
     # Overridden for each kind of loader.
@@ -191,7 +191,7 @@ class LoaderPosition:
         return self._redraw(start, start.at)
 
     def _redraw(self, start: IteratorStart, dropped: int) -> Iterator[Any]:
-        """Make an iterator that draws what the one of another run drew, without its first batches."""
+        """Repeat an iterator of another run, with its random numbers, without its first batches."""
         self._restore(start.random[:1])
         batches: Iterator[Any] = iter(self.loader)
         self._restore(start.random[1:])
@@ -210,7 +210,7 @@ class LoaderPosition:
         return start.at + batches
 
     def _description(self) -> dict[str, Any]:
-        """Return what must be the same for a position to mean the same batch."""
+        """Return the properties that must be equal for a position to mean the same batch."""
         dataset = getattr(self.loader, "dataset", None)
         samples = float("inf") if dataset is None else batches_of(dataset)
         return {"loader": self.kind, "ranks": self._world_size, "samples": samples, **self._parameters}

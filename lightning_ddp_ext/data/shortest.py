@@ -69,7 +69,7 @@ def end_together(
 
 
 class _Drawn(Generic[T]):
-    """The next item of an iterator, if there is one, and which ranks have one. Collective, without a wait."""
+    """The next item of an iterator, if any, and the ranks that have one. Collective, without a wait."""
 
     def __init__(self, items: Iterator[T], group: dist.ProcessGroup | None) -> None:
         self.item = list(islice(items, 1))

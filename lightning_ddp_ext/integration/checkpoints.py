@@ -157,7 +157,7 @@ class Checkpoints:
 
     @property
     def _world_size(self) -> int:
-        """The strategy's ranks; it may be for one device in a process that is one of several ranks elsewhere."""
+        """The strategy's ranks; a strategy of one rank may run in a process that is one of several ranks elsewhere."""
         world_size: int = getattr(self._strategy, "world_size", 1)
         return world_size if torch.distributed.is_initialized() else 1
 

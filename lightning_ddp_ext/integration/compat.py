@@ -141,7 +141,7 @@ def results_of(trainer: Any) -> dict[str, Any]:
 
 
 def calling_result() -> tuple[Any, bool]:
-    """Return the result object of the value that ``Strategy.reduce`` was called for, if any; and whether to update it.
+    """Return the result object that called ``Strategy.reduce``, if any, and whether that call updates it.
 
     A user may call ``reduce`` with the same arguments and needs the result immediately: only the calling frame differs.
     """

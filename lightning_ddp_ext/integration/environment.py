@@ -16,7 +16,7 @@ from .lightning_tree import ClusterEnvironment, LightningEnvironment, SLURMEnvir
 
 
 class WorldEnvironment(LightningEnvironment):
-    """The environment of processes whose launcher Lightning does not know: by hand, or MPI without mpi4py."""
+    """The environment of processes whose launcher Lightning does not detect: by hand, or MPI without mpi4py."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

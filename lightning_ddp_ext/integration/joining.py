@@ -120,7 +120,7 @@ class Rendezvous:
             init_timeout=self._init_timeout,
             variables=variables_of(self._nccl, self._interface),
             versions=_versions(),
-            absence=started.failure if started is not None else lambda: None,
+            launch_failure=started.failure if started is not None else lambda: None,
             timeouts=self.timeouts,
         )
 

@@ -187,7 +187,7 @@ class _Results:
     """A file with the results of rank 0, in place of the queue of Lightning's launcher.
 
     Lightning reads that queue after all processes exited. It is a pipe of 64 KiB: with some 300 logged metrics rank 0
-    would wait for a reader for ever.
+    would wait for a reader without end.
     """
 
     path: str

@@ -27,7 +27,7 @@ class BatchedMetrics:
     """Implements ``Strategy.reduce``, which Lightning calls for each value that is logged with ``sync_dist=True``.
 
     In a step such values are queued, and the queue is reduced at the step's end; until then readers get this rank's
-    own value. The first value of an epoch is reduced together with all others. Everything else is reduced immediately.
+    own value. At the end of an epoch all its values are reduced together. Everything else is reduced immediately.
 
     If ranks log different values, all raise. After a training step that follows one with values, all ranks reduce.
     Elsewhere they wait for each other first, to name a rank without values.
@@ -45,7 +45,7 @@ class BatchedMetrics:
 
     @contextmanager
     def step(self, *, is_training: bool) -> Iterator[None]:
-        """Reduce the values that the block logs at its end. Collective, if it logs any."""
+        """Reduce, after the block, the values that it logged. Collective, if it logged any."""
         if is_training:
             report_step()
         queue: list[Value] = []
@@ -63,7 +63,7 @@ class BatchedMetrics:
             report_step()  # so that a rank without values is named where others reduce theirs
 
     def reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce immediately; values of a step later and in place. Collective."""
+        """Reduce a tensor immediately, or queue a value of a step, which is reduced in place later. Collective."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
         logged, is_update = calling_result()

@@ -16,7 +16,7 @@ def report_call(what: str, *, is_waiting: bool = False) -> bool:
     """
     context = current()
     if context is not None:
-        call = context.barriers.begin(what, call_site())
+        call = context.barriers.start_call(what, call_site())
         if is_waiting:
             context.barriers.wait(call)
     return context is not None

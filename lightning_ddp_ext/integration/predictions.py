@@ -27,7 +27,7 @@ _NO_PREDICTIONS = (
 def gather_predictions(trainer: Any) -> Any:
     """Gather the ranks' predictions after ``trainer.predict``. Collective: every rank must call it.
 
-    Works with any strategy, and on one process. If a sampler repeats samples, the first prediction of each is
+    Works with any strategy, and in one process. If a sampler repeats samples, the first prediction of each is
     used; if batches were limited, only predictions of batches that were read are joined. They are sent in CPU memory.
 
     Args:

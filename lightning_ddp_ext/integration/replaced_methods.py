@@ -1,6 +1,6 @@
 """Replace methods of single Lightning objects during a run: at most four, which the strategy's ``teardown`` restores.
 
-No class and no module is changed. The Trainer's profiler, if it measures nothing, is exchanged for a faster one.
+No class and no module is changed. If the Trainer's profiler measures nothing, a faster one replaces it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ReplacedMethods:
             trainer.profiler = trainer.profiler.original
 
     def exchange_profiler(self, trainer: Any) -> None:
-        """Exchange the Trainer's profiler, unless the user has chosen one."""
+        """Replace the Trainer's profiler, unless the user has chosen one."""
         if type(trainer.profiler) is pl.profilers.PassThroughProfiler:
             trainer.profiler, self._trainer = IdleProfiler(trainer.profiler), trainer
 

@@ -166,7 +166,7 @@ class Rescue:
             return
         try:
             self._own.write(kind, batches, *parts)
-        except OSError as error:  # training goes on
+        except OSError as error:  # training continues
             self._own, self._refusal = None, f"the states of ranks are not recorded any longer ({error})"
 
     def on_iterator_start(self) -> None:

@@ -184,8 +184,8 @@ class Resume:
         """Count the batches that are done on this number of ranks, up to an optimiser step, and those until the end.
 
         Loops assume equally many batches in all epochs. So on another number of ranks, or with batches of another
-        size, the count of done batches differs. What is left is not counted in a loader that restarts within the epoch:
-        the longest one, which ends the epoch, is read once.
+        size, the count of done batches differs. Remaining batches are not counted in a loader that restarts within the
+        epoch: the longest one, which ends the epoch, is read once.
         """
         pairs = list(zip(positions_of(self._trainer), self.states, strict=True))
         combine = min if mode_of(combined_loader_of(self._trainer.fit_loop)) == "min_size" else max

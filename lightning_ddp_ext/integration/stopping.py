@@ -85,7 +85,7 @@ class StopController:
             return  # set up by hand, or inside a hook of another Trainer, which handles stops
         self.detach()  # from a run that was not torn down
         self._stopping = context.component(GracefulStop)
-        self._stopping.begin(self.deadline, self._acknowledge)
+        self._stopping.start(self.deadline, self._acknowledge)
         self._signals.install(signal.SIGTERM, signal.SIGINT, *self._warnings)
 
     @property
@@ -115,10 +115,10 @@ class StopController:
             defer_sigterm()
         self._stopping.end()
         self._stopping = None
-        noted = self._signals.noted
-        is_due = noted == signal.SIGTERM if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
-        if noted is not None and is_due and not self._signals.has_passed_on:
-            os.kill(os.getpid(), noted)  # too late for any stop point: pass it to the current handler
+        received = self._signals.received
+        is_due = received == signal.SIGTERM if has_failed else self._trainer.state.status != TrainerStatus.INTERRUPTED
+        if received is not None and is_due and not self._signals.has_passed_on:
+            os.kill(os.getpid(), received)  # too late for any stop point: pass it to the current handler
 
     def _request_stop(self, signum: int) -> None:
         if self._stopping is not None and current_run() is not None:
@@ -179,12 +179,12 @@ class StopController:
         """Save and stop, if the ranks agreed on this stop point."""
         if self._stopping is None:
             return
-        if self._signals.noted is not None:
-            self._request_stop(self._signals.noted)  # in case the listening thread was not woken
+        if self._signals.received is not None:
+            self._request_stop(self._signals.received)  # in case the listening thread was not woken
         request = decide(self._stopping)
         if request is None:
             return
-        self._signals.noted = None
+        self._signals.received = None
         self.stopped = where
         saved = self._save(request) if self._has_trained else "nothing to save yet"
         rank_zero_info(f"{request}: all ranks stop {self._where()}; {saved}")

@@ -62,7 +62,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         timeout: seconds or ``timedelta`` that a collective may take; ``None`` for the backend's own limit.
         devices_per_rank: how many of the Trainer's devices each rank has. The module puts its parts on
             ``self.trainer.strategy.rank_devices`` in ``configure_model``; Lightning puts batches on the first of them.
-        start_method: how further ranks are started: ``"popen"`` runs the script again, the others start functions.
+        start_method: how further ranks start: ``"popen"`` runs the script again; the others start functions.
         sampler: the order of training samples, if Lightning puts a sampler into a loader: ``"torch"`` for that of
             stock Lightning, or ``"scalable"`` for a :class:`~lightning_ddp_ext.ScalableDistributedSampler`.
         exact_evaluation: whether validation and test count each sample exactly once, if Lightning puts a sampler
@@ -75,12 +75,12 @@ class DDPExtStrategy(RankDevicesStrategy):
             random states; ``"epoch"``: at the epoch's start, for data that changed; ``"stock"``: as Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
-            save nothing. ``ckpt_path="last"`` finds it in the next run of the same command.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: likewise. ``"auto"``:
-            ``"last-rescued.ckpt"`` on CPU ranks of a Trainer that saves checkpoints; on GPUs each step would wait for
-            the end of its backward pass. ``None`` to save nothing. It is removed when a resumed run finishes.
-        save_deadline: seconds or ``timedelta`` from such a signal, or an exception, until ranks are killed without
-            saving; ``None`` for 25 s under torchrun, which kills after 30, and else 10 minutes.
+            save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: a path or file name,
+            as for ``stop_checkpoint``, or ``None``. ``"auto"``: ``"last-rescued.ckpt"`` on CPU ranks of a Trainer that
+            saves checkpoints. On GPUs a name makes each step wait for the end of its backward pass.
+        save_deadline: seconds or ``timedelta`` from a signal or an exception until ranks are killed without saving;
+            ``None`` for 25 s under torchrun, which kills them after 30 s, and 10 minutes elsewhere.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
         interface: the network interface for NCCL and gloo, ``"eth1"``.
         process_group_backend: ``"gloo"``, ``"nccl"``, ...; ``None`` chooses by the device.

@@ -91,7 +91,7 @@ def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: 
 
 
 def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int]) -> list[Tensor]:
-    """Return the results of values, which have a column each; rows are those of ranks."""
+    """Return the results of values; ``rows`` has a row for each rank and a column for each value."""
     if idle_ranks:
         rows = rows[[rank for rank in range(len(rows)) if rank not in idle_ranks]]
     by_op = {op: OPS[op](rows) for op in {value.op for value in values}}
@@ -99,7 +99,7 @@ def _results(values: Sequence[Value], rows: Tensor, idle_ranks: Collection[int])
 
 
 def _dtype_of(value: Value) -> torch.dtype:
-    """Return the type of a result: that of the value, but a mean of integers is a float, as of ``all_reduce``."""
+    """Return the type of a result: the value's, but float for a mean of integers, as in ``all_reduce``."""
     is_float = value.op == "mean" and not value.tensor.is_floating_point()
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 
@@ -118,7 +118,7 @@ def _all_gather(message: Tensor) -> Tensor:
 
 
 def _mismatch(values: Sequence[Value]) -> DivergenceError:
-    """Return an error that says how the ranks differ. Collective."""
+    """Return an error that describes how the ranks differ. Collective."""
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, tuple(map(str, values)))
     with suppress(RuntimeError):  # this rank also raises the error if another one closed its group

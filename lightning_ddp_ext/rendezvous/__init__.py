@@ -1,1 +1,1 @@
-"""How do the ranks find each other?"""
+"""Connect the ranks, and exchange messages between them."""

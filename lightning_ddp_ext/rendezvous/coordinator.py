@@ -1,4 +1,4 @@
-"""Run rank 0's part of the handshake: wait for every rank, and welcome or refuse all of them together."""
+"""Run rank 0's part of the handshake: wait for every rank, and accept or refuse all of them together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Coordinator:
     """
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline = hello, channel, deadline
-        self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
+        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
+        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
         self._present = {0: hello.info}
         self._table: tuple[RankInfo, ...] = ()
         self._error: RendezvousError | None = None
@@ -76,9 +76,9 @@ class Coordinator:
     def _check_conditions(self) -> None:
         """Check the conditions that end the wait without a message."""
         for rank, reason in self._channel.ended.items():
-            ended = f"ended before all ranks had connected ({reason or 'it left'}); look at its output"
+            ended = f"exited before all ranks had connected ({reason or 'it left'}); look at its output"
             self._refuse(RendezvousError(f"{self._present[rank]} {ended}"))
-        sentence = self._absence()
+        sentence = self._launch_failure()
         if sentence is not None:
             self._refuse(RendezvousError(sentence))
         if self._deadline.expired:
@@ -109,11 +109,11 @@ class Coordinator:
             try:
                 with socket.create_connection((host, address.port), timeout=seconds) as connected:
                     connected.sendall(line)
-                    said = decode(connected.makefile("rb").readline(MAX_MESSAGE))
+                    message = decode(connected.makefile("rb").readline(MAX_MESSAGE))
             except OSError:
                 continue
-            if said is not None and "refused" in said[1]:
-                raise error_in(said[1]["refused"])
+            if message is not None and "refused" in message[1]:
+                raise error_in(message[1]["refused"])
 
     # Messages of other ranks, also after the start.
 
@@ -146,7 +146,7 @@ class Coordinator:
             hosts.sort(key=is_loopback)  # a tunnel may end at a loopback address
             self._route = hosts[0]
         self._channel.adopt(info.rank, connection)
-        self._channel.reply(connection, "handshake", {"heard": [self._store.port, hosts]})
+        self._channel.reply(connection, "handshake", {"accepted": [self._store.port, hosts]})
         if len(self._present) == self._hello.world_size:
             self._table = tuple(self._present[rank] for rank in range(self._hello.world_size))
             self._channel.send("handshake", {"welcome": list(map(astuple, self._table)), "route": self._route})

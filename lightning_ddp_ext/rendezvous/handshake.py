@@ -49,8 +49,8 @@ class Handshake:
     """Connects this rank to rank 0."""
 
     def __init__(self, request: Request, hello: Hello, channel: Channel, deadline: Deadline) -> None:
-        self._hello, self._channel, self._deadline = hello, channel, deadline
-        self._endpoint, self._timeouts, self._absence = request.endpoint, request.timeouts, request.absence
+        self._hello, self._channel, self._deadline, self._endpoint = hello, channel, deadline, request.endpoint
+        self._timeouts, self._launch_failure = request.timeouts, request.launch_failure
         self._answers: Message = {}
         self._obstacle: OSError | str = "not tried"
         self._published: Address | None = None
@@ -83,7 +83,7 @@ class Handshake:
 
     def _find_rank_zero(self) -> None:
         for _ in self._deadline.ticks():
-            sentence = self._absence()
+            sentence = self._launch_failure()
             if sentence is not None:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)
@@ -106,12 +106,12 @@ class Handshake:
         self._channel.connect(0, connected)
         self._channel.send("hello", {"nonce": address.nonce, "hello": asdict(self._hello)})
         # Rank 0 may be busy, so only a closed connection, the deadline, or another address ends this wait.
-        while not self._wait_for("heard", min(self._timeouts.connect, self._deadline.remaining)):
+        while not self._wait_for("accepted", min(self._timeouts.connect, self._deadline.remaining)):
             if self._deadline.expired or self._endpoint.look_up(self._deadline) != address:
                 break
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
-        if "heard" in self._answers:
+        if "accepted" in self._answers:
             return True
         self._obstacle = self._no_answer()
         return False
@@ -156,7 +156,7 @@ class Handshake:
 
     def _open_store(self) -> TCPStore:
         """Open the store as soon as rank 0 replied: the store cannot accept hundreds of ranks simultaneously."""
-        port, hosts = self._answers["heard"]
+        port, hosts = self._answers["accepted"]
         try:
             if self._host != hosts[0]:
                 self._find_store(sorted(dict.fromkeys([*hosts, self._host]), key=is_loopback), port)

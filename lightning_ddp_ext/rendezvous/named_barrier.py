@@ -2,7 +2,7 @@
 
 No collective is used: each rank reports the start of a call to rank 0 over the channel, and rank 0 opens the
 barrier for all when the last rank has reported. So a rank that is elsewhere, even in another collective, is named, and
-data do not get mixed up.
+data are not mixed up.
 
 Each call has an ordinal, and the number of steps that its rank has started before. In a correct program all ranks
 make the same calls in the same order, between the same steps. So a rank whose call of the same ordinal has another name
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from lightning_ddp_ext.rank_lists import listed, who_does_what
+from lightning_ddp_ext.rank_lists import activities_in_words, listed
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.peer_failure import PeerFailure
 from lightning_ddp_ext.rendezvous.remote_calls import RemoteCalls
@@ -97,7 +97,7 @@ class NamedBarriers:
         earliest = min(waiting, key=lambda call: call.steps, default=None)
         return earliest if earliest is not None and self._steps > earliest.steps else None
 
-    def begin(self, what: str, where: str = "", *, name: str = "") -> Call:
+    def start_call(self, what: str, where: str = "", *, name: str = "") -> Call:
         """Report that this rank starts a call that every rank must make. No wait is needed if the call itself waits.
 
         Args:
@@ -121,14 +121,14 @@ class NamedBarriers:
         check: Callable[[], None] = lambda: None,
         is_patient: bool = False,
     ) -> None:
-        """Report a call with :meth:`begin` and :meth:`wait` for it. Collective."""
-        self.wait(self.begin(what, where, name=name), check=check, is_patient=is_patient)
+        """Report a call with :meth:`start_call` and :meth:`wait` for it. Collective."""
+        self.wait(self.start_call(what, where, name=name), check=check, is_patient=is_patient)
 
     def wait(self, call: Call, *, check: Callable[[], None] = lambda: None, is_patient: bool = False) -> None:
         """Wait until every rank has started this call. Collective.
 
         Args:
-            call: the result of :meth:`begin`.
+            call: the result of :meth:`start_call`.
             check: called after each collective timeout; it may raise a better error.
             is_patient: whether to continue waiting after that; if not, a rank that has not started the call is absent.
 
@@ -196,7 +196,7 @@ class NamedBarriers:
         names = Counter(call.name for call in calls)
         odd = min(calls, key=lambda call: (names[call.name], call.name, call.rank))
         table = self._peers.table
-        places = who_does_what({table[call.rank]: str(call) for call in calls}, "began")
+        places = activities_in_words({table[call.rank]: str(call) for call in calls}, "began")
         remedy = "let every rank make the same calls in the same order"
         sentence = f"ranks wait for each other in different places: {places}; {remedy}"
         self._peers.report(event_of("absent", table[odd.rank], sentence))

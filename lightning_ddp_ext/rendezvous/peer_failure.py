@@ -33,8 +33,8 @@ class PeerFailure:
         channel: to rank 0, or on rank 0 to all others.
         timeouts: of the control channel.
         arrived: notified at each event; other waits for the channel's messages also use it.
-        cause: the first death or failure, also of this rank, or call that a rank did not make; the ranks no longer
-            agree then.
+        cause: the first event that separates the ranks: a death, a failure (also this rank's own), or a call that was
+            skipped.
         has_raised: whether the main thread got the cause, and raises it.
     """
 
@@ -123,7 +123,7 @@ class PeerFailure:
         error, seconds = event.to_error(), self.timeouts.grace[event.kind]
         sentence = f"[rank {self.rank}] {type(error).__name__}: {error}"
         with self.arrived:
-            # Outside of a run the process lives on; from Python 3.12 on no thread can start during shutdown.
+            # Outside of a run the process continues; from Python 3.12 on no thread can start during shutdown.
             if not self.has_raised and current_run() is not None:
                 self._limit.start(
                     seconds, 1, lambda: sentence, is_void=lambda: current_run() is None, after_saves=seconds

@@ -49,7 +49,7 @@ class Request:
         is_explicit: whether the user chose the init method.
         variables: environment variables to set while the process group is open.
         versions: of the packages that must be the same on all ranks.
-        absence: returns a sentence if a rank exited and cannot connect.
+        launch_failure: returns a sentence if a rank exited and cannot connect.
         timeouts: of the control channel.
     """
 
@@ -63,5 +63,5 @@ class Request:
     is_explicit: bool = True
     variables: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    absence: Callable[[], str | None] = lambda: None
+    launch_failure: Callable[[], str | None] = lambda: None
     timeouts: Timeouts = field(default_factory=Timeouts)

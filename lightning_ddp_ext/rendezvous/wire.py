@@ -14,7 +14,7 @@ MAX_UNSENT = 8 << 20
 
 CLOSED = "its process ended unexpectedly"
 SILENT = "no sign of life from its host"
-NOT_READING = "it has not read what was sent to it"
+NOT_READING = "it stopped reading messages"
 MALFORMED = "it sent a malformed message"
 
 Message = dict[str, Any]

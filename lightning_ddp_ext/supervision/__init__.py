@@ -1,1 +1,1 @@
-"""How the failure of one rank reaches the others: causes, last words, orphans, and work that rank 0 does for all."""
+"""Report the failure of one rank to the others: exceptions, signals, hangs, and processes without a launcher."""

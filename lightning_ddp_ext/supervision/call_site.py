@@ -31,7 +31,7 @@ def called_by_lightning() -> bool:
 
 
 def call_site_of(frame: FrameType | None) -> str:
-    """Return the same for a frame and its callers."""
+    """Return file and line of the innermost such call in a frame and its callers."""
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,4 +1,4 @@
-"""Find out whether every rank raised an exception, so that no rank waits for another, and all can continue together."""
+"""Determine whether every rank raised an exception: then no rank waits for another, and all can continue together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOKS = 3  # at a rank that waits for others: it may be about to return from a 
 
 
 class CommonEnd:
-    """This rank's part in that. All ranks must create theirs before one of them raises."""
+    """Determines whether every rank raises. All ranks must create theirs before one of them raises."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context, self._peers = context, context.peers

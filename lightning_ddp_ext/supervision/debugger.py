@@ -39,6 +39,6 @@ def wait_for_debugger(rank: int, port: int) -> None:
     try:
         debugpy.listen((_HOST, port))
     except (OSError, RuntimeError) as error:
-        raise ConfigurationError(f"rank {rank} cannot wait for a debugger at port {port}: {error}") from error
+        raise ConfigurationError(f"rank {rank} cannot listen at port {port}: {error}; pass another port=") from error
     print(f"[rank {rank}] waits for a debugger at {_HOST}:{port} without a time limit", file=sys.stderr, flush=True)
     debugpy.wait_for_client()

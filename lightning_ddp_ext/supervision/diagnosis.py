@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ddp_ext.rank_lists import listed, ranks_in_words, who_does_what
+from lightning_ddp_ext.rank_lists import activities_in_words, listed, ranks_in_words
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.flight import Flight
@@ -147,7 +147,7 @@ def _mismatched(number: int, inside: Sequence[tuple[Report, Flight]]) -> PeerEve
     calls = {report.who: flight.describe(number) for report, flight in inside}
     frequency = Counter(calls.values())
     odd = min(calls, key=lambda who: (frequency[calls[who]], -who.rank))
-    places = who_does_what({report.who: f"{calls[report.who]}, {report.where}" for report, _ in inside}, "in")
+    places = activities_in_words({report.who: f"{calls[report.who]}, {report.where}" for report, _ in inside}, "in")
     return event_of("hung", odd, f"ranks are in different collectives: {places}; let every rank make the same calls")
 
 

@@ -59,7 +59,7 @@ def _excepthook(kind: type[BaseException], exception: BaseException, trace: Trac
         _write_for_torchrun(exception)
         print_as_before(kind, exception, trace)
         sys.stderr.flush()
-    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise a prompt follows, and the process lives on
+    if not (hasattr(sys, "ps1") or sys.flags.inspect):  # otherwise a prompt follows
         context.component(GracefulStop).limit_exit()
 
 

@@ -40,7 +40,7 @@ def supervised(
     """Call ``function``; if it raises, report to the other ranks, or find the rank that caused it.
 
     Every rank runs its part of a job through this. A rank's own exception is announced and raised unchanged,
-    immediately, whether or not the process lives on. One that only echoes another rank's exit is replaced by that
+    immediately, also if the process continues. One that only echoes another rank's exit is replaced by that
     cause. ``harmless`` ones, which all ranks raise as a signal to their caller, pass unchanged.
     ``rescue`` is called with an exception that another rank caused, before this rank's groups are closed.
 

@@ -105,7 +105,7 @@ def flights_in(trace: Mapping[str, Any]) -> list[Flight]:
 
 def _flight(group: str, entries: Mapping[int, Mapping[str, Any]]) -> Flight:
     label = str(entries[max(entries)]["process_group"][1])
-    pending = [number for number, entry in entries.items() if not _has_ended(entry)]
+    pending = [number for number, entry in entries.items() if not _is_finished(entry)]
     latest = sorted(entries)[-_RECENT:]
     return Flight(
         group,
@@ -116,7 +116,7 @@ def _flight(group: str, entries: Mapping[int, Mapping[str, Any]]) -> Flight:
     )
 
 
-def _has_ended(entry: Mapping[str, Any]) -> bool:
+def _is_finished(entry: Mapping[str, Any]) -> bool:
     return bool(entry.get("retired")) or entry.get("state") == "completed"
 
 

@@ -2,8 +2,8 @@
 
 A stop point is passed by every rank in the same order: the end of a training step, a step of an evaluation, the end
 of training. Each rank counts those that it has passed. A request goes to rank 0 over the control channel, and rank 0
-pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies how
-many it has passed. So the ranks agree on the first one that none of them has passed.
+pauses all ranks: the main thread of each waits at its next stop point, and the channel's thread of each replies with
+the number that it has passed. So the ranks agree on the first one that none of them has passed.
 
 Only these threads have to reply, so ranks that are in a collective meanwhile always complete it. Until a signal
 arrives, a stop point costs an addition and a look at a bool.
@@ -64,10 +64,10 @@ def next_common(positions: Sequence[Position]) -> tuple[int, int]:
 
 
 class GracefulStop:
-    """This rank's part in stopping together; one for the process, as the ranks count over all Trainers.
+    """This rank's part in stopping together; one per process, since the ranks count over all Trainers.
 
     Attributes:
-        is_active: whether a Trainer of this process heeds requests.
+        is_active: whether a Trainer of this process handles requests.
     """
 
     def __init__(self, context: ProcessContext) -> None:
@@ -95,8 +95,8 @@ class GracefulStop:
         self._limit_stop(request)
         self._remote.call([0], "accept", asdict(request))
 
-    def begin(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
-        """Heed requests from now on: the ranks have begun a job, which has stop points.
+    def start(self, deadline: timedelta, on_request: Callable[[StopRequest], object] = lambda request: None) -> None:
+        """Handle requests from now on: the ranks have begun a job, which has stop points.
 
         Args:
             deadline: the time from the first signal, or from an exception, until ranks that did not stop are killed.
@@ -229,9 +229,9 @@ class GracefulStop:
             silent = [info for info in self._context.table if is_agreeing and info.rank not in self._replies]
             who = f" ({listed(silent)} did not answer)" if silent else ""
             return (
-                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} is "
-                f"ended at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a "
-                "longer save_deadline if they only need more time"
+                f"[rank {self._rank}] {finding} within save_deadline {self._seconds:g} s{who}, so rank {self._rank} "
+                f"exits at {call_site_of(main_frame())}; earlier checkpoints are intact. Give the ranks a longer "
+                "save_deadline if they only need more time"
             )
 
         self._limit.start(self._seconds, status, sentence, **options)

@@ -1,4 +1,4 @@
-"""Exit soon after the process that launched this rank, in any case."""
+"""Exit soon after the process that launched this rank exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import psutil
 
-from lightning_ddp_ext.at_exit import end_at_once, wait_for_delays
+from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
 # The process that started a rank, in the environment of ranks that this package starts.
@@ -18,7 +18,7 @@ LAUNCHER_PID = "DDPX_LAUNCHER_PID"
 # The file in which rank 0 of this host publishes its address, where the ranks were started without one.
 PRIVATE_FILE = "DDPX_PRIVATE_FILE"
 
-# Seconds that a rank has to exit by itself, and again after a save: a launcher may be a rank, whose death has a cause.
+# Seconds until the exit, and again after a save; more than after a rank's death, since the launcher may be a rank.
 _GRACE = 3.2
 _LOOK_EVERY = 0.25
 _PR_SET_PDEATHSIG = 1  # of prctl.h
@@ -40,7 +40,7 @@ def watch_launcher(pid: int) -> None:
 
 
 def _refuse_parent_death_signal() -> None:
-    """Undo torch's SIGINT at the parent's death: each of its threads may cause one, and two forgo the save."""
+    """Undo torch's SIGINT at the parent's death: each thread of the parent may cause one, and two prevent a save."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
 
@@ -58,7 +58,7 @@ def watch_parent() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether it may be a launcher: in a container that is often process 1, which also adopts orphans."""
+    """Whether a process may be a launcher, as process 1 of a container often is, which also adopts orphans."""
     try:
         return any("python" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -82,4 +82,4 @@ def _end_after(pid: int) -> None:
         error = None if event is None else event.to_error()
         reason = sentence if error is None else f"{type(error).__name__}: {error}"
         sentence = f"[rank {context.world.rank}] {reason}"
-    end_at_once(1, f"{sentence}\n")
+    exit_now(1, f"{sentence}\n")

@@ -49,7 +49,7 @@ class ChildScripts:
             status = child.poll()
             if status is not None:
                 return (
-                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) ended {_in_words(status)} "
+                    f"local rank {local_rank} (host {socket.gethostname()}, pid {child.pid}) {_in_words(status)} "
                     "before all ranks had connected; look at its output"
                 )
         return None
@@ -143,7 +143,7 @@ class RankProcesses:
         if failed:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
-            what = "ended with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
+            what = "exited with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
             raise self._error(RankFailedError, 0, what)  # Lightning would wait for its results for ever
         return True
 
@@ -211,7 +211,7 @@ class RankProcesses:
     def _raise(self, index: int) -> None:
         process = self.processes[index]
         if process.exitcode < 0 and self._error_file(index) is None:
-            what = f"died: it was ended {_in_words(process.exitcode)}; the other ranks were stopped"
+            what = f"died: it {_in_words(process.exitcode)}; the other ranks were stopped"
             raise self._error(RankDiedError, index, what)
         self._context.sentinels.clear()
         self._context.sentinels[process.sentinel] = index
@@ -224,8 +224,8 @@ class RankProcesses:
 
 def _in_words(status: int) -> str:
     if status >= 0:
-        return f"with status {status}"
+        return f"exited with status {status}"
     try:
-        return f"by {signal.Signals(-status).name}"
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
-        return f"by signal {-status}"
+        return f"was killed by signal {-status}"

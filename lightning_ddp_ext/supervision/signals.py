@@ -34,12 +34,12 @@ class StopSignals:
         is_over: whether the earlier handlers get the signals; called in the main thread.
 
     Attributes:
-        noted: the last signal that the main thread received.
+        received: the last signal that the main thread received.
         has_passed_on: whether an earlier handler was called.
     """
 
     def __init__(self, on_signal: Callable[[int], None], is_over: Callable[[], bool] = lambda: False) -> None:
-        self.noted: int | None = None
+        self.received: int | None = None
         self.has_passed_on = False
         self._on_signal, self._is_over = on_signal, is_over
         self._before: dict[int, Any] = {}
@@ -50,7 +50,7 @@ class StopSignals:
 
     def install(self, *signals: signal.Signals) -> None:
         """Install handlers for these signals, except ignored ones. Does nothing outside of the main thread."""
-        self.noted, self.has_passed_on, self._is_interrupted = None, False, False
+        self.received, self.has_passed_on, self._is_interrupted = None, False, False
         if threading.current_thread() is not threading.main_thread():
             return
         reader, self._writer = socket.socketpair()
@@ -105,7 +105,7 @@ class StopSignals:
         if signum == signal.SIGINT and self._is_interrupted:
             signal.default_int_handler(signum, frame)
         self._is_interrupted = self._is_interrupted or signum == signal.SIGINT
-        self.noted = signum
+        self.received = signum
         if callable(before) and before is not signal.default_int_handler:
             self.has_passed_on = True
             before(signum, frame)

@@ -1,8 +1,8 @@
 """Collect a report from every rank: after a collective timed out, or when a watchdog finds that nothing moves.
 
 Rank 0 requests the reports, on behalf of any rank, in a thread; each rank replies from the channel's thread, even if
-its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. It may
-just be returning from the collective that timed out on others, so a second request precedes the verdict.
+its main thread is blocked. A rank that does not reply is named, or else one that does not wait for the others. Such a
+rank may just be returning from the collective that timed out on others, so a second request precedes the verdict.
 """
 
 from __future__ import annotations
@@ -199,13 +199,13 @@ def report_of(who: RankInfo, **more: Any) -> Report:
 
 
 def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
-    """Return the event for the rank that others waited for in vain."""
+    """Return the event for the rank that the others wait for."""
     silences, elsewhere = findings.silences, findings.elsewhere
     if silences:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
     if kind == "silence" or not elsewhere:
         return None
-    places = listed((f"{each.who} is in {each.place or 'no call of yours'}" for each in elsewhere), separator=" and ")
+    places = listed((f"{each.who} is in {each.place or 'no code of yours'}" for each in elsewhere), separator=" and ")
     return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
 
 

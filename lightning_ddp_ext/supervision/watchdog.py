@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from lightning_ddp_ext.at_exit import end_at_once, print_in_time
+from lightning_ddp_ext.at_exit import exit_now, print_in_time
 from lightning_ddp_ext.rendezvous.rank_table import RankInfo
 from lightning_ddp_ext.supervision.call_site import main_frame
 from lightning_ddp_ext.supervision.diagnosis import Findings, Report
@@ -90,7 +90,7 @@ class Watchdog:
         if self._survey is not None:
             self._survey.after_standstill()
         elif self._publish(Findings([self._report()])):
-            end_at_once(1)  # nothing unblocks the main thread
+            exit_now(1)  # nothing unblocks the main thread
 
     def _publish(self, findings: Findings) -> bool:
         diagnosis = findings.diagnosis

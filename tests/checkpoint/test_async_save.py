@@ -54,7 +54,7 @@ class Disk:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
 def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
-    """All is done in the order of the calls; removals wait for a save that succeeds; the first error is told."""
+    """All is done in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
     failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
     expected, postponed, has_failed = list[str](), list[str](), False
     with Disk(failing=failing) as it:
@@ -76,7 +76,7 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
     assert it.events == expected
 
 
-def test_training_goes_on_with_one_snapshot_at_a_time() -> None:
+def test_training_continues_with_one_snapshot_at_a_time() -> None:
     """A save returns before the write finishes; the next one waits for that, and then takes its copy."""
     x = numbers(5)
     with Disk(held="first") as it:

@@ -44,7 +44,7 @@ class Versioned(nn.Linear):
 
 
 def test_the_versions_of_modules_survive_a_change_of_names() -> None:
-    """A layer that converts what an earlier version has saved is told that this is its own version."""
+    """A layer that converts the state of an earlier version gets its own version as that of the file."""
     model, other = nn.Sequential(Versioned(2, 2)), nn.Sequential(Versioned(2, 2))
     saved = nn.Sequential(OrderedDict(module=model)).state_dict()
     other.load_state_dict(renamed(saved, names_in_model(saved, model.state_dict())))

@@ -1,4 +1,4 @@
-"""A checkpoint is read as torch reads it, to where ``map_location`` says, into memory of the process's own."""
+"""A checkpoint is read as torch reads it, to the devices of ``map_location``, into the process's own memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
         (lambda storage, location: None, "cpu", "cpu"),
     ],
 )
-def test_memory_goes_to_the_chosen_device(map_location: Any, location: str, device: str) -> None:
+def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
     """By the device that it was saved from; memory that stays is not copied."""
     storage = numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
@@ -113,7 +113,7 @@ class Raises:
 
 def refused(path: Path, mode: Mode, **options: Any) -> str:
     """Return the text of the error for a file that may be whole."""
-    with pytest.raises(CheckpointError, match="could not be read, but need not be damaged") as caught:
+    with pytest.raises(CheckpointError, match="could not be read, but may be whole") as caught:
         restored(path, mode, **options)
     assert caught.type is CheckpointError
     return str(caught.value)
@@ -134,7 +134,7 @@ def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bo
 
 
 def test_a_file_of_another_user_is_not_called_damaged(tmp_path: Path) -> None:
-    """The error says who has to be allowed to read it."""
+    """The error names the user who must be allowed to read it."""
     path, user = tmp_path / "it.ckpt", os.geteuid()
     saved(path, kinds())
     path.chmod(0)

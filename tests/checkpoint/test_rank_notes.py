@@ -88,7 +88,7 @@ def test_buffers_that_are_not_noted_are_told_from_those_that_are() -> None:
     assert not buffers.restore(noted)
 
 
-def test_who_is_further_saves(tmp_path: Path) -> None:
+def test_the_rank_that_is_further_saves(tmp_path: Path) -> None:
     path, saves = str(tmp_path / "it.ckpt"), []
     for run, batches, rank in (("a", 4, 1), ("a", 4, 2), ("a", 3, 3), ("a", 5, 4), ("b", 1, 5)):
         save_if_furthest(path, run, batches, lambda rank=rank: saves.append(rank), 1)

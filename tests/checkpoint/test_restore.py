@@ -80,8 +80,8 @@ def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]
     ]
 
 
-def test_all_ranks_raise_the_error_of_a_bad_file(tmp_path: Path) -> None:
-    """Rank 0's is everybody's; with ``restore="map"`` so is that of a rank without the file or with another one."""
+def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
+    """All raise rank 0's; with ``restore="map"`` so is that of a rank without the file or with another one."""
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""A checkpoint is written to a path or URL whole, or the error says what to do and what was there is untouched."""
+"""A checkpoint is written to a path or URL whole, or the error names a remedy and an existing file is untouched."""
 
 from __future__ import annotations
 

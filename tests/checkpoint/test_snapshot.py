@@ -57,7 +57,7 @@ def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
     """Whatever is in the checkpoint and the buffer, it is equal, and shares what was shared."""
     buffer = Buffer()
     for content in (first, second):
-        expected, taken = copy.deepcopy(content), buffer.take(content)
+        expected, taken = copy.deepcopy(content), buffer.snapshot(content)
         for tensor in tensors_of(content):
             tensor.fill_(-1)
         if isinstance(content, (list, dict)):
@@ -70,7 +70,7 @@ def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
 def test_every_kind_of_tensor_is_taken() -> None:
     """Whatever a save in the foreground takes is taken, and torch saves it as it would have saved the original."""
     original, expected = kinds() | unusual(), kinds() | unusual()
-    taken = Buffer().take(original)
+    taken = Buffer().snapshot(original)
     for name, tensor in kinds().items():
         if tensor.layout == torch.strided and name != "expanded":
             original[name].detach().zero_()
@@ -86,12 +86,12 @@ def as_saved(content: Any) -> Any:
 
 
 def test_the_buffer_is_used_again() -> None:
-    """New memory is asked for only for a snapshot that is larger than all before; views share one piece of it."""
+    """New memory is allocated only for a snapshot that is larger than all before; views share one piece of it."""
     buffer, sizes = Buffer(), list[int]()
     for length in (1000, 1000, 10, 999, 2000, 1000, 0):
         base = numbers(length)
         content = {"a": base, "again": base, "part": base[length // 2 :], "b": numbers(length // 2)}
-        assert same(buffer.take(content)(), content)
+        assert same(buffer.snapshot(content)(), content)
         sizes.append(buffer.size)
     small, large = aligned(4000) + aligned(2000), aligned(8000) + aligned(4000)
     assert sizes == [small] * 4 + [large] * 3

@@ -1,4 +1,4 @@
-"""`checkpoint verify` and `clean`: what they find, and what they say of files that they cannot read."""
+"""`checkpoint verify` and `clean`: their findings, and their errors for files that they cannot read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_files_are_verified(path: Path, tmp_path: Path) -> None:
 
 
 def test_objects_of_a_store_are_verified(path: Path) -> None:
-    """A URL that fsspec knows is fetched."""
+    """A URL that fsspec supports is fetched."""
     store = MemoryFileSystem()
     store.pipe_file("/cli/good.ckpt", save(path).read_bytes())
     store.pipe_file("/cli/bad.ckpt", flip(path, "data/0").read_bytes())
@@ -90,7 +90,7 @@ def test_unreadable_files_get_one_sentence(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("/proc/self/mem", "could not be read, but need not be damaged: Input/output error; look at its file system"),
+        ("/proc/self/mem", "could not be read, but may be whole: Input/output error; look at its file system"),
         ("nosuch://bucket/it.ckpt", "'nosuch://bucket/it.ckpt' needs a file system that is not installed"),
     ],
 )

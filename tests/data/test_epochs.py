@@ -17,7 +17,7 @@ from lightning_ddp_ext.data.epochs import set_epoch, start_epoch
 
 
 class Taker(Dataset[int]):
-    """A dataset and sampler that writes down the epochs it is told; may hold anything.
+    """A dataset and sampler that records its epochs; may hold anything.
 
     Each looks the same to the search, whether it is a dataset, a sampler or a loader of one's own.
     """
@@ -140,6 +140,6 @@ def test_the_users_own_start_runs_first() -> None:
 
 
 def test_workers_stay_where_nothing_takes_epochs() -> None:
-    """Persistent workers are started anew for those datasets alone that have to be told."""
+    """Persistent workers start anew only for datasets that take epochs."""
     first, second = read(os.getpid)
     assert set(first) == set(second)

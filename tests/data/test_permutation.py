@@ -29,7 +29,7 @@ def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None
 
 
 @pytest.mark.parametrize("length", [1000, JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59, 2**62])
-def test_a_position_goes_everywhere_over_the_epochs(length: int) -> None:
+def test_a_position_has_every_image_over_the_epochs(length: int) -> None:
     """The images of the first, a middle and the last position, over epochs, fill the order evenly."""
     positions = np.array([0, length // 2, length - 1])
     values = np.array([Permutation(length, mix(5, epoch)).apply(positions) for epoch in range(2000)])
@@ -40,7 +40,7 @@ def test_a_position_goes_everywhere_over_the_epochs(length: int) -> None:
 
 @pytest.mark.parametrize("length", [JUST_ABOVE_THE_TABLE, 10**7, 10**12, 3 * 2**59])
 def test_pairs_of_one_epoch_are_independent(length: int) -> None:
-    """Positions side by side, one row apart or far apart have images that know nothing of each other."""
+    """Positions side by side, one row apart or far apart have independent images."""
     order, some = Permutation(length, mix(6, length)), np.arange(60_000)
     values = order.apply(some)
     for lag in (1, 2, isqrt(length - 1) + 1, length // 2):

@@ -1,4 +1,4 @@
-"""Samplers deal out one order, whatever the number of ranks, and go on wherever they were stopped."""
+"""Samplers deal out one order, whatever the number of ranks, and continue wherever they were stopped."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ KINDS: dict[str, Any] = {
 @law
 @given(kind=st.sampled_from([*KINDS]), length=st.integers(1, 60), ranks=st.integers(1, 9), epoch=st.integers(0, 3))
 def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int, ranks: int, epoch: int) -> None:
-    """Taken in turn it is one process's; "pad" goes on with the first items, and "drop" leaves the last ones out."""
+    """Taken in turn it is one process's; "pad" continues with the first items, and "drop" leaves the last ones out."""
 
     def shares(world_size: int, uneven: str) -> list[list[Any]]:
         return dealt(lambda w, r: KINDS[kind](length, w, r, seed=3, uneven=uneven), world_size, epoch)
@@ -145,7 +145,7 @@ def test_other_numbers_of_ranks_read_the_rest(
     ("length", "digest"), [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")]
 )
 def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
-    """A seed and an epoch have the same indices in every version, so checkpoints go on in their order."""
+    """A seed and an epoch have the same indices in every version, so checkpoints continue in their order."""
     sampler = ScalableDistributedSampler(range(length), 3, 1, seed=7)
     sampler.set_epoch(5)
     indices = list(islice(sampler, 40_000))

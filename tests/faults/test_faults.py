@@ -25,7 +25,7 @@ import torch
 import torch.distributed.run
 
 from tests.faults import training
-from tests.faults.training import FAIL, LIMITS, STEPS, go_on, train_by_hand
+from tests.faults.training import FAIL, LIMITS, STEPS, run_again, train_by_hand
 from tests.faults.wire import bad_wire
 from tests.harness.network import Network
 from tests.harness.outcomes import Outcome
@@ -183,7 +183,7 @@ def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
 
 
 def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> tuple[float, set[int], str, list[Outcome]]:
-    """Strike a run; how long its ranks took to end, which processes have not ended in time, and what they said."""
+    """Strike a run; return the time that its ranks took to exit, the processes that are late, and their output."""
     with contextlib.ExitStack() as stack:
         wire = bad_wire(hosts, delay=0.003, loss=0.01) if hosts else contextlib.nullcontext(lambda: None)
         cut = stack.enter_context(wire)
@@ -275,7 +275,7 @@ def parameter(seed: int) -> Any:
 def test_a_fault_is_survived(
     case: Case, tmp_path: Path, request: pytest.FixtureRequest, record: Callable[[Case, float], None]
 ) -> None:
-    """All processes end in time, the culprit is named, and the same command goes on: each sample once an epoch."""
+    """All processes end in time, the culprit is named, and the same command continues: each sample once an epoch."""
     hosts = request.getfixturevalue("two_hosts") if case.started == BY_HAND[1] else None
     seconds, left, output, outcomes = strike_and_wait(case, tmp_path, hosts)
     record(case, seconds)
@@ -285,6 +285,6 @@ def test_a_fault_is_survived(
 
     newest = max((step_of(path) or 0 for path in tmp_path.glob("*.ckpt")), default=0)
     epochs = newest // STEPS + 2
-    for seen, steps in run_ranks(go_on, case.world_size, tmp_path, case.during, epochs):
+    for seen, steps in run_ranks(run_again, case.world_size, tmp_path, case.during, epochs):
         torch.testing.assert_close(seen, torch.full_like(seen, epochs), rtol=0, atol=0.01)
         torch.testing.assert_close(steps, torch.full_like(steps, epochs * STEPS), rtol=0, atol=0.01)

@@ -42,7 +42,7 @@ class Counting(L.LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if self.global_step == 5:
-            say(f"rank {self.global_rank} trains as process {os.getpid()}")
+            print_line(f"rank {self.global_rank} trains as process {os.getpid()}")
         if self.fails:
             raise OSError(errno.ENOSPC, "No space left on device")
         loss: Tensor = -self.seen[batch].sum() - self.steps.sum() / self.world_size
@@ -68,10 +68,10 @@ class TellingIO(RankZeroCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
-        say(f"step {checkpoint['global_step']} is saved")
+        print_line(f"step {checkpoint['global_step']} is saved")
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -108,7 +108,7 @@ def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during:
     train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
 
 
-def go_on(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
+def run_again(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
     """Run the same command again, to the end of an epoch; return how often samples were seen, and the steps."""
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)

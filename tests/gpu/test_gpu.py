@@ -62,12 +62,12 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[
 def strategy(directory: Path, device: str = GPU, **options: Any) -> DDPExtStrategy:
     """Two ranks on one device, over gloo."""
     chosen = {"parallel_devices": [torch.device(device)] * 2, "process_group_backend": "gloo", **options}
-    return DDPExtStrategy(f"file://{directory}/meet", **chosen)
+    return DDPExtStrategy(f"file://{directory}/rank0", **chosen)
 
 
 def strategy_of_nccl(directory: Path, **options: Any) -> DDPExtStrategy:
     """Start a rank on each GPU."""
-    return DDPExtStrategy(f"file://{directory}/meet", process_group_backend=backend(NCCL), **options)
+    return DDPExtStrategy(f"file://{directory}/rank0", process_group_backend=backend(NCCL), **options)
 
 
 def trainer_on(chosen: Any, **options: Any) -> L.Trainer:
@@ -115,7 +115,7 @@ def test_two_ranks_on_one_gpu_learn_as_on_the_cpu(sync: bool, tmp_path: Path) ->
 
 
 class Parts(Net):
-    """Has its parameters, all of one type of device as DDP asks, on its rank's first device; computes on both."""
+    """Has its parameters, all on one type of device as DDP requires, on its rank's first device; computes on both."""
 
     def configure_model(self) -> None:
         self.first, self.second = self.trainer.strategy.rank_devices  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def resume_dropout(rank: int, world_size: int, directory: Path) -> dict[str, str
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resumed_run_draws_the_random_numbers_of_the_gpu_that_were_next(world_size: int, tmp_path: Path) -> None:
-    """Dropout goes on, so that weights are those of a run without a stop."""
+    """Dropout continues, so that weights are those of a run without a stop."""
     assert on_ranks(resume_dropout, world_size, tmp_path) == [{}] * world_size
 
 
@@ -233,7 +233,7 @@ def go_wrong(rank: int, world_size: int, directory: Path, over: str, fault: str)
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("over", ["gloo", "NCCL"])
-def test_what_a_user_reads_when_a_rank_goes_wrong(over: str, fault: str, gpus: int, tmp_path: Path) -> None:
+def test_messages_name_the_rank_that_fails(over: str, fault: str, gpus: int, tmp_path: Path) -> None:
     """The other rank raises it, before torch's watchdog for NCCL ends the process, and saves no partial sums."""
     if over == "NCCL" and gpus < 2:
         pytest.skip("NCCL needs a GPU for each rank")
@@ -280,7 +280,7 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
 
 @pytest.mark.parametrize("restored_on", [GPU, "cpu"])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_checkpoint_of_a_gpu_holds_what_was_there_and_goes_anywhere(
+def test_a_gpu_checkpoint_is_complete_and_loads_on_any_device(
     background: bool, restored_on: str, tmp_path: Path
 ) -> None:
     """What is trained after a background save began is not in the file; optimisers follow their parameters."""

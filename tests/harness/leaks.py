@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.harness.processes import MARK, marked, name_of, wait_until_gone
+from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 
 # Set by pytest for each test, and by libraries once when they are imported or first used.
 _HARMLESS_VARIABLES = {
@@ -30,7 +30,7 @@ _SECONDS_TO_END = 60.0  # an interpreter with torch needs some to end, on a busy
 
 
 class Snapshot:
-    """What there is before a test; afterwards ``leaks`` says what has been added, and undoes it where that is safe."""
+    """The state before a test; afterwards ``leaks`` lists additions, and undoes them where that is safe."""
 
     def __init__(self) -> None:
         self._directory = Path.cwd()
@@ -41,7 +41,7 @@ class Snapshot:
         """Return one line for each leak; threads and processes have some seconds to end by themselves."""
         for thread in self._new(_threads()):
             thread.join(seconds)
-        processes = wait_until_gone(lambda: self._new(_processes()), seconds)
+        processes = wait_until_exited(lambda: self._new(_processes()), seconds)
         lines = [
             *self._left_directory(),
             *self._changed_variables(),
@@ -51,7 +51,7 @@ class Snapshot:
             *(f"file {path}" for path in sorted(self._new(_files(self._directory)))),
         ]
         if processes:
-            wait_until_gone(lambda: self._new(_processes()), _SECONDS_TO_END, kill=True)
+            wait_until_exited(lambda: self._new(_processes()), _SECONDS_TO_END, kill=True)
         return lines
 
     def _new(self, things: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""How a rank ended, and how a failing test tells it."""
+"""How a rank ended, and how a failing test reports it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until_gone(
+def wait_until_exited(
     find: Callable[[], Collection[psutil.Process]], seconds: float, *, kill: bool = False
 ) -> Collection[psutil.Process]:
     """Wait until ``find`` finds nothing, or kill what it finds, and return what it finds after ``seconds``."""

@@ -28,7 +28,7 @@ _sending = threading.Lock()
 
 
 def announce(point: str, value: object = None) -> None:
-    """On a rank: tell the test that it has reached ``point``; the test calls ``RankProcesses.wait_for``."""
+    """On a rank: report to the test that it has reached ``point``; the test calls ``RankProcesses.wait_for``."""
     _send("point", value, point)
 
 

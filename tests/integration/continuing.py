@@ -25,7 +25,7 @@ Loaders = Callable[[int, int], Any]  # of a rank in a world of this size
 
 
 class Numbers(Dataset[Tensor]):
-    """Samples that tell which they are."""
+    """Samples that are their own indices."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -54,7 +54,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Reversed(DistributedSampler[Any]):
-    """A sampler of the user's own that knows about ranks and epochs."""
+    """A user's sampler with ranks and epochs."""
 
     def __iter__(self) -> Iterator[Any]:
         return reversed(list(super().__iter__()))
@@ -243,7 +243,7 @@ def difference(training: Training, whole: Run, done: int, resumed: Run) -> str:
     if resumed.steps and resumed.counts != whole.counts:
         return f"counts {resumed.counts} instead of {whole.counts}"
     if resumed.events != whole.events[len(whole.events) - len(resumed.events) :]:
-        return f"goes on with {resumed.events} after {whole.events}"
+        return f"continues with {resumed.events} after {whole.events}"
     return "" if torch.equal(resumed.weights, whole.weights) else "ends with other weights"
 
 

@@ -38,7 +38,7 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Kill:
-    """Which ranks end when they come to a moment for the ``earlier + 1``-th time, and how."""
+    """Which ranks end when they reach a moment for the ``earlier + 1``-th time, and how."""
 
     moment: str
     earlier: int = 0

@@ -1,4 +1,4 @@
-"""Cases of the stop sweep: in which hook a signal comes, beside which callback of Lightning's; and playing one."""
+"""Cases of the stop sweep: the hook in which a signal arrives, and a callback of Lightning's; and playing one."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ HOOKS = sorted([f"callback.{name}" for name in _named(L.Callback)] + [f"module.{
 
 @dataclass(frozen=True)
 class Case:
-    """When which signal comes to one of the ranks. Its ``str``, given in the variable ``SWEEP``, plays it again."""
+    """Which signal one of the ranks gets, and when. Its ``str``, given in the variable ``SWEEP``, plays it again."""
 
     hook: str
     kind: str
@@ -127,7 +127,7 @@ class Case:
 
 
 class Stopped(LongValidated):
-    """With what callbacks ask for: a backbone, and one scheduler."""
+    """With the parts that callbacks need: a backbone, and one scheduler."""
 
     samples = 30
     backbone = property(lambda self: self.layers[0])

@@ -100,7 +100,7 @@ class Case:
 
     @property
     def stays(self) -> bool:
-        """Whether the run goes on on as many ranks."""
+        """Whether the run continues on as many ranks."""
         return len(self.ranks) == 1
 
     @property
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def ends_unannounced(self) -> bool:
-        """Whether Lightning learns only when it asks for another batch that an epoch has no more."""
+        """Whether Lightning detects the end of an epoch only when it requests another batch."""
         return "stream" in self.kinds and (self.loaders == "min_size" or self.step == "dataloader_iter")
 
     @property

@@ -116,7 +116,7 @@ def test_a_subclass_may_take_further_arguments() -> None:
 
 
 def test_devices_that_disagree_with_arguments_or_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Trainer refuses processes that are not as many as its devices and nodes, and says who counts otherwise."""
+    """The Trainer refuses processes that do not match its devices and nodes, and names the source of the number."""
     with pytest.raises(ConfigurationError, match=r"^devices \* num_nodes must equal world_size .*=4, from arguments\)"):
         make_trainer(DDPExtStrategy(TCP, rank=0, world_size=4))
     with pytest.raises(ConfigurationError, match=r"multiple of devices_per_rank=2 \(got 7\); choose 6 or 8 devices"):
@@ -131,7 +131,7 @@ NO_STEPS = "every_n_steps must be a whole number, at least 1"
 OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
     (HangWatchdog, {"timeout": 0}, "timeout must be a positive number of seconds"),
     (HangWatchdog, {"timeout": 9, "on_hang": "stop"}, "on_hang must be 'abort' or 'continue' (got 'stop')"),
-    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be on a local file system (got 's3://a')"),
+    (HangWatchdog, {"timeout": 9, "directory": "s3://a"}, "directory must be local (got 's3://a'); give a local path"),
     (RankConsistency, {"every_n_steps": 0}, NO_STEPS),
     (RankConsistency, {"every_n_steps": 2.5}, NO_STEPS),
     (SamplerEpochSeeding, {"seed": -1}, "seed must be"),

@@ -223,7 +223,7 @@ def test_ranks_learn_what_one_process_learns(tmp_path: Path) -> None:
 
 
 def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
-    """Leave ``fit`` in several ways; return what was said in the first run."""
+    """Leave ``fit`` in several ways; return the messages of the first run."""
     lines = BufferingHandler(10_000)
     for logger in (logging.getLogger("lightning_ddp_ext"), logging.getLogger("lightning.pytorch")):
         logger.setLevel(logging.INFO)

@@ -47,14 +47,14 @@ class Stream(TakesEpoch, IterableDataset[Tensor]):
 
 
 class Echo(Samples):
-    """Gives what it is asked for: samplers say the epoch by their indices."""
+    """Returns its index: samplers encode the epoch in their indices."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([float(index)])
 
 
 class EpochSampler(TakesEpoch, Sampler[Any]):
-    """A sampler, or, with a batch, a batch sampler that knows nothing of torch's."""
+    """A sampler, or, with a batch, a batch sampler that does not inherit from torch's."""
 
     def __init__(self, batch: int = 0) -> None:
         self.batch = batch
@@ -150,7 +150,7 @@ def read_epochs(kind: Kind, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_path: Path) -> None:
-    """Each batch tells the epoch that it is read in, from the first epoch on, after a resume and in validation."""
+    """Each batch has the epoch that it is read in, from the first epoch on, after a resume and in validation."""
     whole, resumed = {0: {0}, 1: {1}, 2: {2}}, {1: {1}, 2: {2}}
     for found in on_ranks(kind, read_epochs, tmp_path):
         assert found == {name: resumed if "resumed" in name else whole for name in found}

@@ -115,7 +115,7 @@ class Measured(Net):
 
 
 class Found(NamedTuple):
-    """What a rank has to tell of an evaluation: values and samples over all ranks, and the sizes of its batches."""
+    """A rank's record of an evaluation: values and samples over all ranks, and the sizes of its batches."""
 
     values: dict[str, float]
     seen: list[Any]
@@ -196,7 +196,7 @@ def by_the_users_exact_sampler(make: Make) -> Found:
 
 
 class Dealt(DistributedSampler[Any]):
-    """A user's sampler that knows of ranks and repeats nothing, so that some have one sample more."""
+    """A user's sampler for several ranks that repeats nothing, so that some have one sample more."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(range(self.rank, len(self.dataset), self.num_replicas))  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def test_limits_and_samplers_that_repeat_can_be_chosen(tmp_path: Path) -> None:
 
 
 class Endless(IterableDataset[Any]):
-    """No sampler says what is read."""
+    """Has no sampler."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(scores(2))
@@ -278,7 +278,7 @@ class Pulls(Measured):
 
 
 class Unsized(Ragged):
-    """Does not know how many batches it has."""
+    """Has no length."""
 
     __len__ = None  # type: ignore[assignment]
 

@@ -37,7 +37,7 @@ def structured(x: Tensor) -> Any:
 
 
 class Predicts(L.LightningModule):
-    """Returns what it is told to make of a batch, and knows which samples it has seen."""
+    """Returns a given function of a batch, and records the samples that it has seen."""
 
     def __init__(self, predict: Callable[[Tensor], Any] = torch.clone) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def several(rank: int, world_size: int, directory: Path) -> list[Any]:
     return [predict(trainer, each) for each in (loader(1), loader(7), own)]
 
 
-def test_every_prediction_comes_once_and_in_order(tmp_path: Path) -> None:
+def test_every_prediction_is_gathered_once_and_in_order(tmp_path: Path) -> None:
     """Rank 0 has all predictions in the dataset's order, also of fewer samples than ranks, the others have None."""
     ranks = run_ranks(several, 3, tmp_path, env=by_hand_env(3))
     for samples, of_ranks in zip((1, 7, 7), zip(*ranks, strict=True), strict=True):
@@ -136,7 +136,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_what_cannot_be_joined_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Every rank raises the same error, which says what was found and what to return instead."""
+    """Every rank raises the same error, with the value that was found and the remedy."""
     first, second = run_ranks(refuse, 2, tmp_path, env=by_hand_env(2))
     assert first == second
     starts = [

@@ -146,7 +146,7 @@ NEVER = r"WHO never entered all_reduce #\d+.*; it is in "
 
 
 def test_a_stuck_rank_is_named(tmp_path: Path) -> None:
-    """One line says where it is and in which collective the others wait; all end, and the file has all stacks."""
+    """One line names its place and the collective in which the others wait; all end, and the file has all stacks."""
     model = Stuck("step", reduce_in_another_group)
     outcomes = launch_ranks(fit, 3, tmp_path, model, env=by_hand_env(3))
     sentence = rf"{NEVER}all_reduce #1 \[\[1\]\] of group .+, training_step, {HERE}:.*ranks 0, 2 have waited for it for"
@@ -180,7 +180,7 @@ def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    """Each of the others names it alone where it is rank 0, which they would ask; it is continued so that it ends."""
+    """If it is rank 0, which collects reports, each of the others names it alone; it is continued so that it exits."""
     model = Stuck("step", announce_step, -1)
     with RankProcesses(fit, 3, tmp_path, model, max_epochs=-1, env=by_hand_env(3)) as ranks:
         for rank in range(3):

@@ -141,7 +141,7 @@ CASES: list[tuple[str, Lengths]] = [
 def test_ranks_learn_what_one_process_learns_from_the_same_batches(
     cases: list[tuple[str, Lengths]], tmp_path: Path
 ) -> None:
-    """Weights, running statistics, logged values and metrics agree; each rank can tell its idle steps."""
+    """Weights, running statistics, logged values and metrics agree; each rank can detect its idle steps."""
     world_size = len(cases[0][1])
     by_rank = run_ranks(train, world_size, tmp_path, cases, env=by_hand_env(world_size))
     for number, (kind, lengths) in enumerate(cases):
@@ -167,8 +167,8 @@ def resume(rank: int, world_size: int, directory: Path) -> None:
             assert (kind, resumed["state"], resumed["idle"]) == (kind, whole["state"], whole["idle"][done:])
 
 
-def test_an_epoch_can_be_resumed_where_a_rank_has_ended(tmp_path: Path) -> None:
-    """All go on with the next batch, and the rank that had none left is still idle."""
+def test_an_epoch_can_be_resumed_where_a_rank_ended(tmp_path: Path) -> None:
+    """All continue with the next batch, and the rank that had none left is still idle."""
     run_ranks(resume, 2, tmp_path, env=by_hand_env(2))
 
 

@@ -38,7 +38,7 @@ def kill_writers(rank: int, world_size: int, path: Path, background: bool) -> in
 
 
 def kill_once(path: Path, background: bool, first: int, saves: float) -> tuple[int, bool]:
-    """Kill a writer in the midst of its ``saves``-th save or so; the number to go on with, and if it was hit."""
+    """Kill a writer about in its ``saves``-th save; return the next number, and whether the save was hit."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -100,7 +100,7 @@ def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) ->
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -> None:
-    """The rank that waits ends with its name, also if it is rank 0, which is asked."""
+    """The waiting rank raises with its name, also if it is rank 0, which has the record."""
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
         (outcome,) = ranks.wait(1 - late)
     assert outcome.error is not None

@@ -183,11 +183,11 @@ def copy_fitted(kind: Kind, directory: Path) -> dict[str, Any]:
             except Exception as error:
                 found[f"{how} of part {number}"] = repr(error)
         if f"{how} of part 0" not in found:
-            found[f"{how} goes on"] = go_on(copied(trainer))
+            found[f"{how} continues"] = train_on(copied(trainer))
     return found
 
 
-def go_on(trainer: L.Trainer) -> Any:
+def train_on(trainer: L.Trainer) -> Any:
     """Have a copy of a Trainer test its model, and train it for another epoch."""
     model: Any = trainer.lightning_module
     values = trainer.test(model, verbose=False)

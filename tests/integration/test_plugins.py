@@ -96,7 +96,7 @@ def in_the_house(rank: int, world_size: int, strategy: type[DDPStrategy]) -> dic
 
 
 def test_a_users_cluster_environment_sets_ranks_and_address() -> None:
-    """Rank, address and port come from it, and it is asked whether devices and nodes are right."""
+    """Rank, address and port are its own, and it validates devices and nodes."""
     ours, stock = (
         run_ranks(in_the_house, 2, strategy, env={"HOUSE_RANK": str, "HOUSE_PORT": str(free_port())})
         for strategy in (DDPExtStrategy, DDPStrategy)

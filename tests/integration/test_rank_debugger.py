@@ -95,7 +95,7 @@ def attached(port: int) -> Iterator[Editor]:
 
 
 def read_secret(editor: Editor) -> str:
-    """Stop in the training step, read a variable, and go on."""
+    """Stop in the training step, read a variable, and continue."""
     lines, start = inspect.getsourcelines(Secretive.training_step)
     line = start + next(number for number, text in enumerate(lines) if "an editor stops here" in text)
     editor.request("setBreakpoints", source={"path": __file__}, breakpoints=[{"line": line}])

@@ -165,7 +165,7 @@ def read_together(rank: int, world_size: int, directory: Path, path: Path, momen
 def test_a_rank_that_fails_while_others_restore_ends_all(
     victim: int, is_killed: bool, moment: str, path: Path, tmp_path: Path
 ) -> None:
-    """While the file is sent or unpickled: all end within seconds, and say because of whom."""
+    """While the file is sent or unpickled: all exit within seconds, and name the rank that failed."""
     with_entry(path, "strikes", Strikes(victim if moment == "unpickled" else -1, is_killed))
     outcomes = launch_ranks(read_together, 3, tmp_path, path, moment, env=by_hand_env(3))
     for rank, outcome in enumerate(outcomes):

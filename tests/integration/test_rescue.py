@@ -1,4 +1,4 @@
-"""A rank that dies costs no step: a survivor saves, and the same command goes on to the bits of an unbroken run."""
+"""A rank that dies costs no step: a survivor saves, and the same command continues to the bits of an unbroken run."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., W
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """However long that takes, within ``save_deadline``; it then raises the cause, and the same command goes on."""
+    """However long that takes, within ``save_deadline``; it then raises the cause, and the same command continues."""
     options = {"start_method": start_method}
     killed = Plan(Kill("on_after_backward", 5), rescue="slow", strategy=options)
     (outcome,) = launch_ranks(train, 1, killed, tmp_path)
@@ -198,7 +198,7 @@ def train_on_two_hosts(rank: int, world_size: int, plan: Plan, directory: Path) 
 
 
 def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_path: Path) -> None:
-    """The survivor says so, and no step is lost."""
+    """The survivor reports it, and no step is lost."""
     survivor, _ = launch_ranks(train_on_two_hosts, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
     assert "; the random states of rank 1 are unknown on this host, and follow from the seed" in survivor.output
     assert saved(tmp_path) >= 5
@@ -212,7 +212,7 @@ def test_a_rank_of_another_host_continues_with_random_states_from_the_seed(tmp_p
     ("rescue", "said"), [("full", "No space left on device"), ("stuck", "finishes the checkpoint")]
 )
 def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, said: str, tmp_path: Path) -> None:
-    """Each survivor says which rank died, within ``save_deadline``."""
+    """Each survivor names the rank that died, within ``save_deadline``."""
     plan = Plan(Kill("on_after_backward", 5), rescue, {"save_deadline": 1})
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1

@@ -228,7 +228,7 @@ def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict
     return {"from": states[0]["step"], "to": trainer.global_step, "passed over": passed_over}
 
 
-def test_last_goes_on_after_a_preemption(tmp_path: Path) -> None:
+def test_last_continues_after_a_preemption(tmp_path: Path) -> None:
     """The same command line, run again, resumes from the newest whole file, and rank 0 names one that is not whole.
 
     The stop checkpoint is newer than `last.ckpt`. Rank 0 alone reads both to find out.
@@ -264,4 +264,4 @@ def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) 
     one, other = on_ranks("ours", refused_last, tmp_path, tmp_path)
     assert one == other
     path = tmp_path / "last-preempted.ckpt"
-    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but need not be damaged: ")
+    assert one.startswith(f"CheckpointError: checkpoint {path} could not be read, but may be whole: ")

@@ -1,4 +1,4 @@
-"""A checkpoint from the middle of an epoch: ``resume_data`` goes on exactly, from the epoch's start, or as stock."""
+"""A checkpoint from the middle of an epoch: ``resume_data`` continues exactly, from the epoch's start, or as stock."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) -> None:
-    """It says nothing of the other ranks' data; rank 0 warns, and all read their own."""
+    """It does not record the other ranks' data; rank 0 warns, and all read their own."""
     paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream, "train_batch_end-2")
     (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
     assert warned == ["the checkpoint does not record the progress in epoch 0; it starts again"]

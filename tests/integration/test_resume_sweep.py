@@ -124,7 +124,7 @@ def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Playe
 
 @pytest.mark.parametrize("ranks", ["1", "2", "other"])
 def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
-    """Each pair of ways to read, to stop and to go on: same batches, same weights to the last bit."""
+    """Each pair of ways to read, to stop and to resume: same batches, same weights to the last bit."""
     cases = chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
     expect_nothing_wrong(
         play([case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path), REPEAT

@@ -1,4 +1,4 @@
-"""A run that is resumed goes on as if it had not been stopped: what the sweep of ``test_resume_sweep`` has not."""
+"""A resumed run continues as if it had not been stopped: cases that ``test_resume_sweep`` lacks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """Saved when a batch raises, first, last or within an epoch, the run goes on with that batch, or its whole step."""
+    """If a batch raises, first, last or within an epoch, the saved run continues with that batch, or its whole step."""
     assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
 
 
@@ -103,6 +103,6 @@ def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
     return difference(training, training.run(), len(net.steps), training.run(ckpt_path=path))
 
 
-def test_a_run_that_had_ended_goes_on_where_training_was(tmp_path: Path) -> None:
+def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
     """Saved after ``validate``."""
     assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2

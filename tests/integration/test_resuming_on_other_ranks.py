@@ -1,6 +1,6 @@
 """A resume with another batch size, without the limit that there was, and on other ranks.
 
-Other ranks with the same data, and what else has to go on as before, ``test_resume_sweep`` tries.
+Other ranks with the same data, and what else must continue as before, are cases of ``test_resume_sweep``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, whatever the Trainer is told to do."""
+"""`DDPExtStrategy` in place of `ddp`: the same numbers, to the last bit, with any Trainer options."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def fitted(kind: Kind, directory: Path, callback: SaveEachEpoch, checkpoint_io: 
 def test_a_full_disk_fails_on_every_rank_and_harms_nothing(
     kind: Kind, background: bool, catch: bool, disk: Path, tmp_path: Path
 ) -> None:
-    """The error says how much space is left, the earlier checkpoint stays whole, and training ends or goes on.
+    """The error has the space that is left, the earlier checkpoint stays whole, and training ends or continues.
 
     In the background the error comes with the next save, which is not tried, or at the end.
     """
@@ -248,7 +248,7 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
 
 
 def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
-    """Ranks that are forked, by a process that goes on with the model; whether it has learnt, and what was saved."""
+    """Fork ranks from a process that continues with the model; return whether it has learned, and what was saved."""
     io, model = RankZeroCheckpointIO(background=True), Net()
     io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
     before, callback = weights(model), ModelCheckpoint(directory, "it")

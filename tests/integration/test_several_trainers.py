@@ -1,4 +1,4 @@
-"""Several Trainers one after another in one process: each gets what it asks for, or an error that says why not."""
+"""Several Trainers one after another in one process: each gets its settings, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def fit_then_fit(rank: int, world_size: int, directory: Path) -> list[str]:
 
 def test_other_ranks_or_another_init_method_are_refused(tmp_path: Path) -> None:
     """A Trainer whose world differs from that of its process raises on every rank."""
-    # Without RANK it is only when the second Trainer starts that anybody knows of a contradiction.
+    # Without RANK the contradiction only shows when the second Trainer starts.
     found = run_ranks(fit_then_fit, 2, tmp_path, env={"LOCAL_RANK": str})
     for rank, (devices, place, another) in enumerate(found):
         wants = f"this process is already rank {rank} of 2, and this Trainer needs it to be rank {rank} of 3; give"

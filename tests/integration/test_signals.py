@@ -86,7 +86,7 @@ def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
     assert all(1 <= steps < 60 and not files for _, _, steps, files in found[0])
 
 
-def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
+def informed_and_terminated(rank: int, world_size: int, directory: Path) -> None:
     """After rank 0's death the launcher sends SIGTERM: to rank 1 in a hook, to rank 2 after its Trainer's run."""
     faults = [signalled(STEP, 1, signal.SIGKILL), signalled("on_exception"), L.Callback()]
     try:
@@ -100,7 +100,7 @@ def told_and_terminated(rank: int, world_size: int, directory: Path) -> None:
 
 def test_a_launchers_sigterm_leaves_time_to_name_the_dead_rank(tmp_path: Path) -> None:
     """It follows within a tenth of a second, and ends the process only some seconds later."""
-    for told in launch_ranks(told_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
+    for told in launch_ranks(informed_and_terminated, 3, tmp_path, env=by_hand_env(3))[1:]:
         assert told.exit_code == 143, told.story()
         assert "\nrank 0 (host " in told.output
 
@@ -124,7 +124,7 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
 
 
 def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
-    """One that has begun, or goes on in the background; with ``stop_checkpoint=None`` there is nothing to save."""
+    """One that has begun, or continues in the background; with ``stop_checkpoint=None`` there is nothing to save."""
     for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3
@@ -200,7 +200,7 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
     return ends
 
 
-def test_signals_that_others_have_to_do_with(tmp_path: Path) -> None:
+def test_signals_with_other_handlers(tmp_path: Path) -> None:
     """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
     for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
         assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])

@@ -25,7 +25,7 @@ class Counted(Numbers):
 
 
 class Asked(StatefulDataLoader[Any]):
-    """Counts how often it, or a copy of it, is asked for its state."""
+    """Counts how often its state, or that of a copy, is read."""
 
     asked = 0
 
@@ -36,7 +36,7 @@ class Asked(StatefulDataLoader[Any]):
 
 
 class ByHand(DataLoader[Any]):
-    """The same of a stream in a loader that has no more than what Lightning asks for.
+    """The same of a stream in a loader with only the methods that Lightning needs.
 
     As torchdata's it counts batches as they are asked for, and its state is for the next iterator alone.
     """
@@ -59,7 +59,7 @@ class ByHand(DataLoader[Any]):
         return {"given": self.given, "first": self.dataset.numbers[0]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # As a reader of files goes on in the file where it was.
+        # As a reader of files continues at its place in the file.
         self.dataset.numbers = range(state["first"], state["first"] + len(self.dataset.numbers))
         self.start = state["given"]
 

@@ -71,7 +71,7 @@ def play_all(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(ranks: int, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
     """Same steps, same validations, same weights, and no rank that another one waits for."""
     cases = [case for case in chosen_cases(Case.parse, cover()) if case.ranks == ranks]
     expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)

@@ -1,6 +1,6 @@
-"""A signal to any rank: all stop after the same step, saved, and the same command goes on there.
+"""A signal to any rank: all save and stop after the same step, and the same command continues there.
 
-That what is resumed goes on as if nothing had been, the sweeps of ``test_resume_sweep`` and ``test_stop_sweep`` try.
+``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were not stopped.
 """
 
 from __future__ import annotations
@@ -93,20 +93,20 @@ def commands(rank: int, world_size: int, directory: Path) -> list[str]:
             "status": stopped.status == 143,
             "saved": len(saved) == 1,
             "left": not left,
-            "goes on": whole is None or stopped.steps + resumed.steps == whole.steps,
+            "continues": whole is None or stopped.steps + resumed.steps == whole.steps,
             "steps": (len(resumed.steps), resumed.status) == (6 - done, None),
         }
         wrong += [f"{name}: {what}, {stopped} {resumed}" for what, is_right in seen.items() if not is_right]
     return wrong
 
 
-def test_the_same_command_goes_on_wherever_it_saves(tmp_path: Path) -> None:
+def test_the_same_command_continues_wherever_it_saves(tmp_path: Path) -> None:
     """It also resumes if Lightning's directory is new in each run. A finished run leaves no stop checkpoint."""
     assert run_ranks(commands, 2, tmp_path, env=by_hand_env(2)) == [[], []]
 
 
 def other_commands(rank: int, world_size: int, directory: Path) -> list[int]:
-    """With which batch a command begins that is stopped, then one with other options, and one that asks to resume."""
+    """With which batch a command begins that is stopped, then one with other options, and one that resumes."""
     options = {"logger": True, "enable_checkpointing": True, "max_epochs": 1, "default_root_dir": directory}
     training = Training(shuffled(), directory, 1, options)
     begun = []

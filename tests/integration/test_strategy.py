@@ -81,7 +81,7 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
-    """`world`, which is right as soon as there is a Trainer, and `barrier` do what they say, and it is pickled."""
+    """`world`, which is right as soon as there is a Trainer, and `barrier` work, and the strategy can be pickled."""
     for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
         world = World(rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts)
@@ -113,7 +113,7 @@ def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.lowest
-def test_a_private_name_that_lightning_has_no_more_is_named() -> None:
+def test_a_private_name_that_lightning_removed_is_named() -> None:
     """The error names the class, the name, the version and the remedy, and nothing is replaced; clocks may lack."""
 
     class Owner:

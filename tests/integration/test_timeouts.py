@@ -42,7 +42,7 @@ class Late(Net):
 
 
 class StoppedAtTheEnd(Net):
-    """Rank 0 is stopped when all others need no more of it than that it comes to the end."""
+    """Rank 0 is stopped when the others only need it to reach the end."""
 
     def on_train_epoch_end(self) -> None:
         hold("in step")
@@ -62,7 +62,7 @@ def training(world_size: int, url: str, model: Net, max_epochs: int = -1, **opti
     return RankProcesses(fit, world_size, url, model, max_epochs, env=by_hand_env(world_size), **options)
 
 
-def let_go_on(ranks: RankProcesses, *, stopped: int | None = None) -> None:
+def let_continue(ranks: RankProcesses, *, stopped: int | None = None) -> None:
     """Let the ranks leave "in step" together, and stop one of them before that."""
     for rank in ranks.pids:
         ranks.wait_for("in step", rank)
@@ -94,7 +94,7 @@ def elsewhere(rank: int) -> str:
 def test_a_stopped_process_is_named() -> None:
     """This holds for rank 0, which relays messages, and for a store that has stopped with it."""
     with training(3, f"tcp://127.0.0.1:{free_port()}", Late()) as ranks:
-        let_go_on(ranks, stopped=0)
+        let_continue(ranks, stopped=0)
         outcomes = ranks.wait(1, 2)
     expect(outcomes, 0, RankHungError, SILENT)
 
@@ -103,7 +103,7 @@ def test_a_stopped_process_is_named() -> None:
 def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> None:
     """However long a rank takes there: it must answer."""
     with training(2, f"file://{tmp_path}/store", StoppedAtTheEnd(), max_epochs=1) as ranks:
-        let_go_on(ranks)
+        let_continue(ranks)
         ranks.wait_for("at the end", 0)
         outcomes = ranks.wait(1)
     expect(outcomes, 0, RankHungError, SILENT)
@@ -113,7 +113,7 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
 def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
     """It is named with file and line, later also on itself, and before torch's own limit for NCCL."""
     with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over) as ranks:
-        let_go_on(ranks)
+        let_continue(ranks)
         outcomes = ranks.wait(0, 2)
         ranks.release(1)
         outcomes += ranks.wait(1)
@@ -123,7 +123,7 @@ def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp
 def test_ranks_that_another_ones_timeout_has_released_are_not_taken_for_it(tmp_path: Path) -> None:
     """A rank that has waited long enough closes its connections, also to those that wait for the same one."""
     with training(4, f"file://{tmp_path}/store", Late([0, 1, 3], in_group=True)) as ranks:
-        let_go_on(ranks)
+        let_continue(ranks)
         for rank in (0, 1):
             ranks.wait_for("stays", rank)
             ranks.release(rank)

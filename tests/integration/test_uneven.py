@@ -1,4 +1,4 @@
-"""Ranks with different numbers of training batches: they end epochs together, or are told; and ranks with the same."""
+"""Ranks with different numbers of training batches end epochs together, or raise; and ranks with the same data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's loaders, samplers and datasets: left as they are, found again in the Trainer, and told the epoch."""
+"""The user's loaders, samplers and datasets: left as they are, shown in the Trainer, and given the epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of launcher and init method that make no sense: the error says why, on a rank that is still alone."""
+"""Pairs of launcher and init method that cannot work: the error has the reason, on a rank that is still alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refusals(rank: int, world_size: int, choices: list[Options]) -> list[str]:
         ({}, BY_ARGUMENTS, "arguments", False),
     ],
 )
-def test_what_a_lone_rank_cannot_do(env: Environment, options: Options, name: str, is_told: bool) -> None:
+def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, is_told: bool) -> None:
     """Spawn, fork and forkserver are refused in a process that is a rank, by the name of what has made it one.
 
     Without an address from a launcher, each rank would choose its own.
@@ -65,7 +65,7 @@ def test_what_a_lone_rank_cannot_do(env: Environment, options: Options, name: st
 
 
 def test_arguments_that_contradict_the_launcher() -> None:
-    """Torchrun says who is who; ``rank=`` beside it is a mistake, and the error names both."""
+    """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names both."""
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
         "ConfigurationError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave "
         "the arguments out, or start the processes by hand"

@@ -46,11 +46,11 @@ def main(
         leave()
         victims = [rank for rank, *when in deaths if when == [restart, run]]
         kill = At("on_train_batch_start", partial(die, victims), earlier=1)
-        tell = At("on_train_end", partial(tell_of_rank, run, url))
+        tell = At("on_train_end", partial(report_rank, run, url))
         chosen = {**(strategy or {}), **({} if url is None else {"init_method": url})}
         ours = DDPExtStrategy(**chosen) if chosen else "ddp_ext"
         weights, returned = learn(ours, calls, callbacks=[kill, tell], **options)
-        say("returned", run=run, weights=weights, results=returned[1:])
+        report("returned", run=run, weights=weights, results=returned[1:])
 
 
 def learn(strategy: Any, calls: Sequence[str], **options: Any) -> tuple[str, list[Any]]:
@@ -67,11 +67,11 @@ def die(victims: Sequence[int], trainer: L.Trainer) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tell_of_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
+def report_rank(run: int, url: str | None, trainer: L.Trainer) -> None:
     place = [trainer.global_rank, trainer.world_size, trainer.local_rank, trainer.node_rank]
     scheme, _, path = (url or "").partition("://")
     files = os.listdir(os.path.dirname(path)) if scheme == "file" else []
-    say("trained", run=run, place=place, pid=os.getpid(), weights=fingerprint(trainer.lightning_module), files=files)
+    report("trained", run=run, place=place, pid=os.getpid(), weights=fingerprint(trainer.lightning_module), files=files)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -80,7 +80,7 @@ def fingerprint(module: nn.Module) -> str:
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def say(what: str, **facts: Any) -> None:
+def report(what: str, **facts: Any) -> None:
     sys.stdout.write(f"{json.dumps({'what': what, **facts})}\n")
     sys.stdout.flush()
 

@@ -92,7 +92,7 @@ def web(connection: socket.socket) -> None:
 
 
 def forward(end: tuple[str, int], connection: socket.socket) -> None:
-    """Pass on what comes, in both directions, as a tunnel does."""
+    """Forward data in both directions, as a tunnel does."""
     there = socket.socket()
     if there.connect_ex(end) != 0:
         connection.close()

@@ -24,7 +24,7 @@ def fail(body: Message) -> None:
 
 
 def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplog: pytest.LogCaptureFixture) -> None:
-    """Earlier ones come first; a listener that raises, and a long message, do not close the channel."""
+    """Earlier ones arrive first; a listener that raises, and a long message, do not close the channel."""
     with listen("127.0.0.1", 0) as listener:
         sockets = socket.create_connection(listener.getsockname()[:2]), listener.accept()[0]
     zero, other = Channel(heartbeat=30.0), Channel(heartbeat=30.0)
@@ -34,10 +34,10 @@ def test_messages_are_passed_on_in_their_order_whatever_is_wrong_with_some(caplo
     zero.listen("bad weather", fail)
     for topic, body in (("weather", {"number": 0}), ("bad weather", {}), ("weather", {"text": "x" * MAX_MESSAGE})):
         other.send(topic, body)
-    heard = queue.SimpleQueue[Message]()
-    zero.listen("weather", heard.put)
+    received = queue.SimpleQueue[Message]()
+    zero.listen("weather", received.put)
     other.send("weather", {"number": 1})
-    assert [heard.get(timeout=WITHIN) for _ in range(2)] == [{"number": number, "from": 1} for number in range(2)]
+    assert [received.get(timeout=WITHIN) for _ in range(2)] == [{"number": number, "from": 1} for number in range(2)]
     assert "the control channel continues after an error" in caplog.text
     assert "a message on 'weather' is not sent, as it has 1048602 bytes" in caplog.text
     other.close()

@@ -1,4 +1,4 @@
-"""The handshake between rank 0 and others: who is welcome, and what all are told otherwise."""
+"""The handshake between rank 0 and others: accepted ranks, and the error that all raise otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_ddp_ext.rendezvous.request import Timeouts
 from lightning_ddp_ext.rendezvous.wire import MAX_HELLO, encode
 from tests.harness.ranks import RankProcesses, free_port
 from tests.rendezvous.servers import Answer, place, server, silent, url, web
-from tests.rendezvous.test_start_up import HOST, LONG, endings, meet, process, same_sentence, sentence, started
+from tests.rendezvous.test_start_up import HOST, LONG, connect, endings, process, same_sentence, sentence, started
 
 CLAIMED = r"two processes claim rank {}: pid \d+ on host .+ and pid \d+ on .+; give each process its own RANK, or rank="
 DIFFERENT = r"{} must be the same on all ranks: .+; start every rank with the same settings and the same installation"
@@ -49,7 +49,7 @@ def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
     """Rank 0 stays for a moment."""
     common = {"init_timeout": LONG, "world_size": 3, "timeouts": Timeouts(after_refusal=LONG)}
     settings = [{"rank": rank, **common} for rank in (0, 1, 1, 2)]
-    with RankProcesses(meet, 4, place("file", tmp_path), settings) as ranks:
+    with RankProcesses(connect, 4, place("file", tmp_path), settings) as ranks:
         for seat in range(3):
             ranks.release(seat)
         ranks.wait(1, 2)
@@ -63,7 +63,7 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
     where, late = place(kind, tmp_path), ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
-    with RankProcesses(meet, 5, where, [{"init_timeout": LONG, **each} for each in settings]) as ranks:
+    with RankProcesses(connect, 5, where, [{"init_timeout": LONG, **each} for each in settings]) as ranks:
         for seat in range(2):
             ranks.release(seat)
         for seat in range(2):
@@ -108,13 +108,13 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     )
 
 
-def test_strangers_do_not_disturb_a_start() -> None:
-    """Port scanners, say, ranks beyond their own world, and however many that say nothing.
+def test_other_connections_do_not_disturb_a_start() -> None:
+    """Port scanners, say, ranks beyond their own world, and any number that send nothing.
 
     At a loopback address only those of this host reach rank 0 and its store.
     """
     where = Tcp("127.0.0.1", free_port())
-    with RankProcesses(meet, 2, where, [{"init_timeout": LONG}] * 2) as ranks:
+    with RankProcesses(connect, 2, where, [{"init_timeout": LONG}] * 2) as ranks:
         ranks.release(0)
         ranks.wait_for("listens", 0)
         connections = psutil.Process(ranks.pids[0]).net_connections()

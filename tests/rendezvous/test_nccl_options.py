@@ -48,7 +48,7 @@ class Reads(L.Callback):
 def several_trainers(rank: int, world_size: int, directory: Path) -> None:
     def fit(options: NCCLOptions | None) -> Reads:
         reads = Reads()
-        strategy = DDPExtStrategy(f"file://{directory}/meet", nccl=options, interface="lo")
+        strategy = DDPExtStrategy(f"file://{directory}/rank0", nccl=options, interface="lo")
         make_trainer(strategy, callbacks=[reads], max_epochs=1).fit(Net())
         return reads
 

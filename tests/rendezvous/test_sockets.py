@@ -1,4 +1,4 @@
-"""Sockets of this process that any code opened can be found and shut down; listeners are reachable as asked."""
+"""Sockets of this process that any code opened can be found and shut down; listeners are reachable as requested."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: socket.socket) -> None:
-    """A number that was given to another connection since is told by its inode."""
+    """The inode shows that another connection has the number now."""
     with OpenedSockets() as opened:
         first = Connection(listener)
     first.close()

@@ -1,4 +1,4 @@
-"""Processes join: they form one group and leave it in good order, or every one that is there names the reason."""
+"""Processes join: they form one group and leave it in good order, or each of them names the reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_ones() -> float:
     return float(ones)
 
 
-def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
+def connect(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) -> float:
     """Once the test lets it go, join as this seat wants to, and add ones with the others."""
     mine = {"rank": seat, "world_size": seats, "where": where, **settings[seat]}
     announce_connected_ranks()
@@ -60,15 +60,15 @@ def meet(seat: int, seats: int, where: Tcp | str, settings: Sequence[Settings]) 
 
 
 def announce_connected_ranks() -> None:
-    """On rank 0, tell the test where it listens, and of each rank that has been heard, and knows it."""
+    """On rank 0, announce that it listens, and each rank that it accepted."""
     reply = Channel.reply
 
-    def reply_and_tell(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
+    def reply_and_record(channel: Channel, connection: Any, topic: str, body: dict[str, Any]) -> None:
         reply(channel, connection, topic, body)
-        if "heard" in body:
+        if "accepted" in body:
             announce("connected")
 
-    Channel.reply = reply_and_tell  # type: ignore[method-assign]
+    Channel.reply = reply_and_record  # type: ignore[method-assign]
     TcpEndpoint.publish = lambda self, address: announce("listens")  # type: ignore[method-assign]
 
 
@@ -84,7 +84,7 @@ def stop_in_front_of(name: str | None) -> None:
 @contextmanager
 def started(where: Tcp | str, settings: Sequence[Settings], **options: Any) -> Iterator[RankProcesses]:
     """Start a process for each entry of ``settings``; all of them join immediately."""
-    with RankProcesses(meet, len(settings), where, settings, **options) as ranks:
+    with RankProcesses(connect, len(settings), where, settings, **options) as ranks:
         for seat in ranks.pids:
             ranks.wait_for("ready", seat)
         for seat in ranks.pids:
@@ -166,7 +166,7 @@ def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
-    """The others say where they have looked, what they found there, and what to check."""
+    """The others name the address that they tried, what they found there, and what to check."""
     where = place(kind, tmp_path)
     (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
@@ -182,7 +182,7 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "victim", "end", "says"),
     [
-        ("tcp", 1, signal.SIGKILL, r"{} ended before all ranks had connected \(its process ended unexpectedly\)"),
+        ("tcp", 1, signal.SIGKILL, r"{} exited before all ranks had connected \(its process ended unexpectedly\)"),
         ("file", 1, signal.SIGINT, r"{} gave up before all ranks had connected: KeyboardInterrupt"),
         ("file", 0, signal.SIGKILL, r"rank 0 at 127\.0\.0\.1:\d+ closed the connection after it accepted rank \d \("),
     ],
@@ -288,7 +288,7 @@ def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
         connect_store(where.host, where.port, Deadline(0.5))
 
 
-def test_a_host_that_no_rank_knows() -> None:
+def test_a_host_name_that_does_not_resolve() -> None:
     """Every rank raises that the name does not resolve, with a remedy."""
     outcomes = endings(Tcp("no-such-host.invalid", 29500), [{}, {}], init_timeout=1.0)
     message = same_sentence(outcomes, RendezvousError)

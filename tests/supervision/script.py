@@ -21,13 +21,13 @@ def started_as() -> int | None:
     return int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 if __name__ in ("__main__", "__mp_main__") and (started := started_as()) is not None:
-    say(f"rank {started} begins as process {os.getpid()}")
+    print_line(f"rank {started} begins as process {os.getpid()}")
     if started == 1 and "stays" in sys.argv:
         threading.Event().wait()
 
@@ -37,18 +37,18 @@ from tests.harness.training import Net  # noqa: E402
 from tests.supervision import model  # noqa: E402
 
 
-def say_in_third_step() -> None:
-    say(f"rank {dist.get_rank()} in step 3")
+def announce_third_step() -> None:
+    print_line(f"rank {dist.get_rank()} in step 3")
 
 
 def main(strategy: str, *what: str) -> None:
-    faults = [model.Fault("on_train_batch_start", say_in_third_step, earlier=2)]
+    faults = [model.Fault("on_train_batch_start", announce_third_step, earlier=2)]
     max_epochs = -1 if "endless" in what else 1
     trainer = model.make_trainer(2, strategy, *faults, max_epochs=max_epochs, limit_val_batches=0)
     trainer.fit(Net())
     if "lingers" in what and trainer.global_rank == 1:
         model.wait_for_another_ranks_end()
-    say(f"rank {trainer.global_rank} is at the end")
+    print_line(f"rank {trainer.global_rank} is at the end")
 
 
 if __name__ == "__main__":

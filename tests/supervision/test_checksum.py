@@ -1,4 +1,4 @@
-"""Checksums of tensors: they tell any two contents apart."""
+"""Checksums of tensors distinguish any two contents."""
 
 from __future__ import annotations
 

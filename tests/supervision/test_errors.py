@@ -35,9 +35,7 @@ from tests.supervision.model import (
 )
 
 BOOM = "BoomError: no such layer"
-STUCK = (
-    r"the process raised an exception and has not exited within save_deadline 0\.3 s, so rank \d is ended at \S+:\d+"
-)
+STUCK = r"the process raised an exception and has not exited within save_deadline 0\.3 s, so rank \d exits at \S+:\d+"
 
 
 @pytest.fixture
@@ -45,7 +43,7 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/store"
 
 
-def expect_told(told: Outcome, culprit: int, pid: int) -> None:
+def expect_error(told: Outcome, culprit: int, pid: int) -> None:
     """Assert that the rank's error names the culprit, with the culprit's traceback."""
     error = error_of(told, RankFailedError, culprit, pid)
     assert str(error) == f"{who(culprit, pid)} failed, so this rank stops: {BOOM}"
@@ -70,7 +68,7 @@ def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str
 @pytest.mark.parametrize(
     ("hook", "culprit", "steps"), [("setup", 0, 0), ("on_train_batch_start", 0, 1), ("validation_step", 1, 4)]
 )
-def test_others_raise_while_the_failed_rank_lives_on(
+def test_others_raise_while_the_failed_rank_continues(
     hook: str, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
     """Wherever a rank fails, the other one ends and names the cause, though the first lives on; rank 0 can save."""
@@ -80,7 +78,7 @@ def test_others_raise_while_the_failed_rank_lives_on(
         (told,) = ranks.wait(1 - culprit)
         ranks.release(culprit)
         (failed,) = ranks.wait(culprit)
-    expect_told(told, culprit, failed.pid)
+    expect_error(told, culprit, failed.pid)
     assert failed.exit_code == 0, failed.story()
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert saved["state_dict"].keys() == Net().state_dict().keys()
@@ -94,7 +92,7 @@ def test_others_raise_while_the_failed_rank_lives_on(
         (die, "RankDiedError: {} died: its process ended unexpectedly; every rank stops."),
     ],
 )
-def test_a_rank_that_nothing_can_wake_is_ended(end: Callable[[], None], said: str, url: str) -> None:
+def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
     """If the main thread waits in user code for ever, the process still exits, and prints the reason."""
     faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
@@ -109,7 +107,7 @@ def leave_a_thread() -> None:
 
 @pytest.mark.parametrize("faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"])
 def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, ...], url: str) -> None:
-    """Whatever its hooks, or threads of its script, wait for; and it is said where."""
+    """Whatever its hooks, or threads of its script, wait for; the message has the line."""
     for outcome in launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3):
         assert outcome.exit_code == 1, outcome.story()
         assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), outcome.story()
@@ -136,7 +134,7 @@ def collapse_otherwise() -> None:
 
 
 @pytest.mark.parametrize("next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"])
-def test_a_script_that_catches_what_a_hook_raises_lives_on(next_step: Callable[[], None] | None, url: str) -> None:
+def test_a_script_that_catches_an_exception_of_a_hook_continues(next_step: Callable[[], None] | None, url: str) -> None:
     """Lightning tears nothing down where ``on_exception`` raises; the limit is over with the Trainer's call."""
     run_ranks(catch_and_work, 2, url, next_step)
 
@@ -171,8 +169,8 @@ def raise_a_book() -> None:
         (raise_a_book, "BoomError: no such layer!!!"),
     ],
 )
-def test_odd_exceptions_travel(action: Callable[[], None], reason: str, url: str) -> None:
-    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are told like any other."""
+def test_unusual_exceptions_reach_the_other_ranks(action: Callable[[], None], reason: str, url: str) -> None:
+    """``sys.exit``, Ctrl-C, and exceptions without a text or with one of megabytes, are reported like any other."""
     told, culprit = launch_ranks(fit, 2, url, in_step(action, 1))
     assert told.error is not None
     assert told.error.type_name == "RankFailedError", told.story()
@@ -198,7 +196,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
-    """Ranks that wait in the second one are told of an exception outside of any Trainer call, and of an early end."""
+    """Ranks that wait in the second one raise for an exception outside of any Trainer call, and of an early end."""
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     gone, needy = outcomes[culprit], outcomes[1 - culprit]
     assert needy.error is not None, needy.story()

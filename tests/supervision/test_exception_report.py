@@ -26,7 +26,7 @@ def fail_otherwise() -> None:
     raise LookupError("no such file")
 
 
-def fail_otherwise_once_told() -> None:
+def fail_otherwise_once_informed() -> None:
     """Raise something else as soon as another rank's failure is known."""
     wait_for_another_ranks_end()
     fail_otherwise()
@@ -57,7 +57,7 @@ def test_the_same_exception_everywhere_is_printed_once(faults: list[Fault], tmp_
 
 def test_different_exceptions_are_all_printed(tmp_path: Path) -> None:
     """A rank prints its own failure, followed by errors that a callback raises because of it."""
-    faults = [in_step(boom, 0), Fault("on_exception", fail_otherwise, 0), in_step(fail_otherwise_once_told, 1)]
+    faults = [in_step(boom, 0), Fault("on_exception", fail_otherwise, 0), in_step(fail_otherwise_once_informed, 1)]
     lines = printed(tmp_path, *faults, world_size=2)
     assert lines.count(BOOM) == 1
     assert lines.count("LookupError: no such file") == 2

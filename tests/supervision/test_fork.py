@@ -41,12 +41,12 @@ ENDS = {
     "died": (
         [in_step(model.wait_for_ever, 0), in_step(die, 1)],
         "[rank 0] RankDiedError: {rank_1} died: its process ended unexpectedly; every rank stops.",
-        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was ended by SIGKILL; the other ranks were",
+        "lightning_ddp_ext.errors.RankDiedError: local {rank_1} died: it was killed by SIGKILL; the other ranks were",
     ),
     "left": (
         [in_step(leave)],
         "",
-        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} ended with status 0 in the middle of its work; look",
+        "lightning_ddp_ext.errors.RankFailedError: local {rank_0} exited with status 0 in the middle of its work; look",
     ),
 }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ddp_ext.supervision.rank_processes import ChildScripts
-from tests.harness.processes import MARK, marked, name_of, wait_until_gone
+from tests.harness.processes import MARK, marked, name_of, wait_until_exited
 from tests.harness.ranks import Environment, RankProcesses
 from tests.harness.scripts import be_the_script
 from tests.supervision.model import who
@@ -42,7 +42,7 @@ def train(
     ):
         yield script
         (outcome,) = script.wait()
-        left = [name_of(process) for process in wait_until_gone(lambda: marked(mark), ends_within)]
+        left = [name_of(process) for process in wait_until_exited(lambda: marked(mark), ends_within)]
         assert not left, f"{left}\n{outcome.story()}"
 
 
@@ -69,11 +69,11 @@ def lines_of(stderr: str) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "verdict"),
     [
-        ("ddp_ext", "ended by SIGKILL before all ranks had connected"),
-        pytest.param("ddp_ext_spawn", "died: it was ended by SIGKILL", marks=pytest.mark.nightly),
+        ("ddp_ext", "was killed by SIGKILL before all ranks had connected"),
+        pytest.param("ddp_ext_spawn", "died: it was killed by SIGKILL", marks=pytest.mark.nightly),
     ],
 )
-def test_a_kill_during_start_up_is_known_to_the_launcher(strategy: str, verdict: str) -> None:
+def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdict: str) -> None:
     """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
     with train("stays", strategy=strategy) as script:
         pid = wait_for_rank_one(script)

@@ -74,7 +74,7 @@ class HangWatchdog(pl.Callback):
         self.timeout = to_timedelta(timeout, field="timeout")
         check_choice("on_hang", on_hang, *get_args(OnHang))
         if directory is not None and "://" in os.fspath(directory):
-            raise ConfigurationError(f"directory must be on a local file system (got {os.fspath(directory)!r})")
+            raise ConfigurationError(f"directory must be local (got {os.fspath(directory)!r}); give a local path")
         self.on_hang = on_hang
         self.directory = directory
         self._watchdog: Watchdog | None = None
