@@ -28,8 +28,8 @@ def at_exit(action: Callable[[], None]) -> None:
 def exclude_imports_from_collections() -> None:
     """Exclude all present objects from garbage collection if a launcher started this process as a rank.
 
-    At that moment a script has usually only imported libraries. A collection of their objects takes 0.2 s each time, and a
-    second at the exit, which delays the other ranks or a restart of all ranks.
+    At that moment a script has usually only imported libraries. A collection of their objects takes 0.2 s each time,
+    and a second at the exit, which delays the other ranks or a restart of all ranks.
     """
     if not os.environ.keys().isdisjoint(("LOCAL_RANK", "SLURM_LOCALID")):
         gc.freeze()
