@@ -10,8 +10,6 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from torch.serialization import location_tag, register_package
 from torch.storage import TypedStorage
 
 _ALIGNMENT = 64
-_COPYING = 4  # threads
 _LOCATION = "_ddpx_location"  # of a copy: the device of the original
 
 # torch.save records as a tensor's device what the first function of this list returns; that of the CPU has number 10.
@@ -120,18 +117,16 @@ class Buffer:
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
-        copies = slices_of(self._bytes.untyped_storage(), [storage.nbytes() for storage in storages])
-        on_cpu = []
-        for copied, storage in zip(copies, storages, strict=True):
-            setattr(copied, _LOCATION, location_tag(storage))
-            if storage.device.type == "cpu":
-                on_cpu.append((copied, storage))
-            else:
-                with torch.cuda.stream(sides.get(storage.device)):
-                    bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
-        # The first copy waits for the system to clear the buffer's pages, which other cores do at the same time.
-        with ThreadPoolExecutor(_COPYING) as threads:
-            list(threads.map(_copy, (on_cpu[number::_COPYING] for number in range(_COPYING))))
+        copies, used = [], 0
+        for storage in storages:
+            size = storage.nbytes()
+            piece = self._bytes[used : used + size]
+            with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU: a no-op
+                piece.copy_(bytes_of(storage), non_blocking=True)
+            # An empty part of the buffer would have the address of the next one, and torch.save would confuse them.
+            copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
+            setattr(copies[-1], _LOCATION, location_tag(storage))
+            used += aligned(size)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
         return copies, [side.record_event() for side in sides.values()]
@@ -152,21 +147,6 @@ class Buffer:
         side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
         side.wait_stream(torch.cuda.current_stream(gpu))
         return side
-
-
-def _copy(pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> None:
-    for copied, storage in pairs:
-        copied.copy_(storage)
-
-
-def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
-    """Return consecutive slices of these sizes; an empty one is a separate storage without an address."""
-    ends = accumulate(map(aligned, sizes))
-    begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
-    # An empty slice would have the address of the next one, and torch.save would confuse them.
-    return [
-        memory[begin : begin + size] if size else UntypedStorage(0) for begin, size in zip(begins, sizes, strict=True)
-    ]
 
 
 def pinned_memory(size: int) -> Tensor:
