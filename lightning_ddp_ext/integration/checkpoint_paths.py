@@ -110,8 +110,8 @@ def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
     found |= {stop_checkpoint, trainer.strategy.rescue.place(trainer)}
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
-    modified = {path: modified(path) for path in found if path}
-    return {path: when for path, when in modified.items() if when is not None}
+    times = {path: modified(path) for path in found if path}
+    return {path: when for path, when in times.items() if when is not None}
 
 
 def _newest_whole(newest_first: list[str]) -> str | None:

@@ -75,7 +75,7 @@ def test_buffers_are_put_back_and_a_big_one_must_not_change() -> None:
 
 
 def test_buffers_that_are_not_noted_are_told_from_those_that_are() -> None:
-    """Only so many bytes are noted; one that is made later is missing in the notes."""
+    """Only a MiB is noted; a buffer that is made later is missing in the notes."""
     module = nn.Module()
     for number in range(5):
         module.register_buffer(f"mask {number}", torch.zeros(1 << 17, dtype=torch.float16))

@@ -34,7 +34,7 @@ class Lazy(list[int]):
     file: Any = None
 
 
-def test_what_a_sampler_draws_from_is_no_part_of_its_identity() -> None:
+def test_a_sampler_is_the_same_whatever_its_dataset_holds() -> None:
     """A new process has not read a sample yet."""
     data = Lazy(range(5))
     sampler = RandomSampler(data, replacement=True)

@@ -115,7 +115,7 @@ def test_it_is_the_default_where_checkpoints_are_saved(is_saving: bool, tmp_path
 
 
 def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
-    """The version of each rank's logger is another one, as that of WandbLogger."""
+    """Kill rank 0 of a run in which loggers have different versions, as ``WandbLogger`` has."""
     logger = CSVLogger(directory, version=f"of_rank_{rank}")
     kill = At("on_after_backward", THIRD.strike if rank == 0 else lambda trainer: None, earlier=2)
     strategy = make_strategy("ours", directory, rank=rank, world_size=world_size)
