@@ -107,7 +107,7 @@ def _candidates(trainer: Any, stop_checkpoint: str | None) -> dict[str, float]:
     callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]
     found: set[str | None] = {path for callback in callbacks for path in callback._find_last_checkpoints(trainer)}
     found |= {getattr(callback, "ckpt_path", None) for callback in trainer.callbacks}  # OnExceptionCheckpoint has one
-    found |= {stop_checkpoint, trainer.strategy.rescue.place(trainer)}
+    found |= {stop_checkpoint, place_of(trainer.strategy.rescue.name, trainer)}
     if SLURMEnvironment.detect():
         found.add(trainer._checkpoint_connector._hpc_resume_path)
     times = {path: modified(path) for path in found if path}

@@ -35,8 +35,6 @@ from .loop_state import Restart, Stopped, find_restart
 from .named_calls import ranks_of
 from .resume import KEY, positions_of, shared_state, training_generators
 
-AUTO = "auto"
-_NAME = "last-rescued.ckpt"
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
 _OF_STATES = [kind for kind in Kind if kind != Kind.BUFFERS]
@@ -51,7 +49,7 @@ class Rescue:
 
     Args:
         strategy: the strategy, which passes on each training hook.
-        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing; ``"auto"`` to choose.
+        name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing.
     """
 
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
@@ -81,10 +79,6 @@ class Rescue:
         self._is_superseded = False  # whether training resumed from the checkpoint at the path, or from a newer one
         self._validated = -1  # after how many batches the last validation ended
 
-    def place(self, trainer: Any) -> str | None:
-        """Return the path of the checkpoint."""
-        return place_of(_NAME if self.name == AUTO else self.name, trainer)
-
     def start(self) -> None:
         """Start to note states, if the Trainer fits on several ranks. Collective: every rank must call it."""
         self._close()
@@ -93,13 +87,10 @@ class Rescue:
         if self.name is None or context is None or strategy.world_size == 1 or not is_fit:
             return
         self._is_on_gpu = strategy.root_device.type != "cpu"
-        is_free = not (self._is_on_gpu or context.groups.uses_nccl)
-        if self.name == AUTO and not (is_free and trainer.checkpoint_callbacks):
-            return
         self._trainer, self._peers = trainer, context.peers
         ranks, rank = ranks_of(strategy), strategy.global_rank
         # Loggers name their directories on rank 0.
-        self._path, self._run = ranks.from_rank_zero((str(self.place(trainer)), secrets.token_hex(8)))
+        self._path, self._run = ranks.from_rank_zero((str(place_of(self.name, trainer)), secrets.token_hex(8)))
         self._refusal = self._why_never()
         if self._refusal is not None:
             return
@@ -261,7 +252,7 @@ class Rescue:
             with delaying_forced_end(self._seconds):
                 line = self._save(exception)
         except Refused as refusal:
-            line = "" if self.name == AUTO else f"no checkpoint of the last step: {refusal}"
+            line = f"no checkpoint of the last step: {refusal}"
         except Exception as error:
             line = f"no checkpoint of the last step: {reason_of(error)}"
         self._close()

@@ -34,7 +34,7 @@ from .metrics import BatchedMetrics
 from .named_calls import report_call
 from .options import check_choice, check_positive, refuse_unknown
 from .replaced_methods import ReplacedMethods
-from .rescue import AUTO, Rescue
+from .rescue import Rescue
 from .resume import ResumeData
 from .stopping import StopController
 
@@ -76,9 +76,9 @@ class DDPExtStrategy(RankDevicesStrategy):
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
-        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: a path or file name,
-            as for ``stop_checkpoint``, or ``None``. ``"auto"``: ``"last-rescued.ckpt"`` on CPU ranks of a Trainer that
-            saves checkpoints. On GPUs a name makes each step wait for the end of its backward pass.
+        rescue_checkpoint: where a survivor saves the last step after another rank died or failed: as for
+            ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a run
+            has finished that resumed from it.
         save_deadline: seconds or ``timedelta`` from a signal or an exception until ranks are killed without saving;
             ``None`` for 25 s under torchrun, which kills them after 30 s, and 10 minutes elsewhere.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
@@ -123,7 +123,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         uneven_inputs: UnevenMode | None = None,
         resume_data: ResumeData = "exact",
         stop_checkpoint: PathLike | None = "last-preempted.ckpt",
-        rescue_checkpoint: PathLike | None = AUTO,
+        rescue_checkpoint: PathLike | None = None,
         save_deadline: float | timedelta | None = None,
         nccl: NCCLOptions | None = None,
         interface: str | None = None,

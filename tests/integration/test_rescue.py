@@ -21,7 +21,7 @@ from tests.harness.outcomes import Outcome, stories
 from tests.harness.ranks import launch_ranks, run_ranks
 from tests.harness.scripts import run_script
 from tests.harness.training import At, make_strategy, make_trainer
-from tests.integration.rescuing import MOMENTS, NAME, REFUSED, THIRD, Kill, Net, Plan, train
+from tests.integration.rescuing import MOMENTS, NAME, REFUSED, Kill, Net, Plan, train
 
 FIRST, COUNT = int(os.environ.get("SOAK_SEED", 0)), int(os.environ.get("SOAK_COUNT", 0)) // 3
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,21 +104,11 @@ def saved(directory: Path) -> int:
     return int(checkpoint["global_step"])
 
 
-@pytest.mark.parametrize("is_saving", [True, False])
-def test_it_is_the_default_where_checkpoints_are_saved(is_saving: bool, tmp_path: Path) -> None:
-    """A Trainer without them gets neither a file nor a line."""
-    plan = Plan(THIRD, strategy={"rescue_checkpoint": "auto"}, trainer={"enable_checkpointing": is_saving})
-    survivor, _ = launch_ranks(train, 2, plan, tmp_path)
-    assert survivor.exit_code == 1
-    assert list(tmp_path.rglob("*.ckpt")) == [tmp_path / NAME] * is_saving
-    assert ("is saved to" in survivor.output) == is_saving
-
-
 def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
     """Kill rank 0 of a run in which loggers have different versions, as ``WandbLogger`` has."""
     logger = CSVLogger(directory, version=f"of_rank_{rank}")
     kill = At("on_after_backward", Kill("on_after_backward", ranks=[0]).strike, earlier=2)
-    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size)
+    strategy = make_strategy("ours", directory, rank=rank, world_size=world_size, rescue_checkpoint=NAME)
     options: dict[str, Any] = {"callbacks": [kill], "logger": logger, "enable_checkpointing": True}
     make_trainer(strategy, **options, default_root_dir=directory, num_sanity_val_steps=0).fit(Net())
 
