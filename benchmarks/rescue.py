@@ -151,14 +151,12 @@ def restart(kind: str) -> Figures:
     """Return seconds from the kill to the next trained step under torchrun, and the steps that are trained again."""
     with scratch_directory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-        # Seen once: stock ranks that torchrun had started again waited for each other in gloo without end.
-        # Its ranks may also end with SIGABRT, after the steps that are measured.
-        ran = subprocess.run([*command, __file__, "--as", kind, str(directory)], capture_output=True, timeout=300)
-        if not (directory / "again").exists():
-            raise SystemExit(f"{kind} did not train again:\n{ran.stderr.decode()[-4000:]}")
+        subprocess.run([*command, __file__, "--as", kind, str(directory)], capture_output=True, timeout=300)
+        if not (directory / "again").exists():  # such as stock ranks that connect to an address of the first attempt
+            return {"continued": 0}
         killed, last = (float(each) for each in (directory / "killed").read_text().split())
         again, step = (float(each) for each in (directory / "again").read_text().split())
-        return {"seconds": again - killed, "lost": last + 1 - step}
+        return {"continued": 1, "seconds": again - killed, "lost": last + 1 - step}
 
 
 def train_once(kind: str, directory: Path) -> None:
@@ -174,11 +172,13 @@ def train_once(kind: str, directory: Path) -> None:
 
 def measure_restart(effort: Effort) -> Table:
     kinds = {"ddp_ext": partial(restart, "ours"), f"stock, a checkpoint every {EVERY} steps": partial(restart, "stock")}
-    rows = [
-        [name, spread(found["seconds"]), f"{statistics.median(found['lost']):.0f}"]
-        for name, found in take_turns(kinds, effort.repeats(3)).items()
-    ]
-    return Table("restart", ["under torchrun", "seconds from the kill to the next step", "steps trained again"], rows)
+    rows: list[list[Any]] = []
+    for name, found in take_turns(kinds, effort.repeats(3)).items():
+        continued = f"{sum(found['continued'])} of {len(found['continued'])}"
+        seconds = spread(found["seconds"]) if found["seconds"] else "–"
+        rows.append([name, continued, seconds, ", ".join(f"{steps:.0f}" for steps in found["lost"]) or "–"])
+    columns = ["under torchrun", "runs that continued", "seconds from the kill to the next step", "steps trained again"]
+    return Table("restart", columns, rows)
 
 
 if __name__ == "__main__":
