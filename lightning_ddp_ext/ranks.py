@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -81,15 +82,20 @@ class Ranks:
         tails = exchange(pickled[_ROOM:], more) if more > 0 else [b""] * len(heads)
         return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
 
-    def broadcast(self, data: Tensor) -> None:
-        """Fill ``data``, bytes in CPU memory, with rank 0's."""
-        if self.world_size == 1:
-            return
-        for piece in data.split(_PIECE):
+    def broadcast(self, buffers: Iterable[Tensor]) -> None:
+        """Fill buffers, bytes in CPU memory, with rank 0's; the next one is made while the last one travels."""
+        finish: Callable[[], None] = lambda: None  # noqa: E731
+        for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)
-            dist.broadcast(sent, src=0, group=self.group)
-            if sent is not piece and self.rank != 0:
-                piece.copy_(sent)
+            work = dist.broadcast(sent, src=0, group=self.group, async_op=True)
+            finish()
+            finish = partial(self._receive, work, sent, piece)
+        finish()
+
+    def _receive(self, work: Any, sent: Tensor, piece: Tensor) -> None:
+        work.wait()
+        if sent is not piece and self.rank != 0:
+            piece.copy_(sent)
 
     @property
     def _wire(self) -> torch.device:

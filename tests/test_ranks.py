@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
@@ -76,3 +77,15 @@ def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
     for length, collectives in ((10, 2), (600, 3), (2000, 4)):
         expected = (["0" * length, "1" * length * 2], "0" * length, collectives)
         assert on_ranks("stock", exchange, tmp_path, length) == [expected] * 2
+
+
+def fill(kind: Kind, directory: Path) -> list[Any]:
+    """Fill buffers that are made one after another, the last of them empty."""
+    own = [torch.full((size,), dist.get_rank() + 5, dtype=torch.uint8) for size in (3, 1000, 0)]
+    Ranks(dist.get_rank(), dist.get_world_size()).broadcast(iter(own))
+    return [each.tolist() for each in own]
+
+
+def test_buffers_are_filled(tmp_path: Path) -> None:
+    """All ranks have rank 0's bytes."""
+    assert on_ranks("stock", fill, tmp_path) == [[[5] * 3, [5] * 1000, []]] * 2

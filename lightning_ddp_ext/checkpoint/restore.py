@@ -1,7 +1,7 @@
-"""Read a checkpoint once for all ranks: each maps the same file, or a copy in memory that rank 0 sent.
+"""Read a checkpoint once for all ranks: each maps the same file, or rank 0 reads it and sends the content.
 
 If every rank sees the same file as rank 0, or one of the same content, each maps it, and the ranks of a host share the
-checking among them. If any rank does not see it, all receive its bytes from rank 0. Either every rank gets the
+checking among them. If any rank does not see it, all receive its tensors from rank 0. Either every rank gets the
 checkpoint, or every rank raises the error of the first rank that failed.
 """
 
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from zipfile import ZipInfo
 
-import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lightning_ddp_ext.checkpoint.archive import Archive, reading
-from lightning_ddp_ext.checkpoint.load import LoadOptions, read
+from lightning_ddp_ext.checkpoint.load import LoadOptions, load, placement, read
 from lightning_ddp_ext.checkpoint.location import Location, on_local_disk
+from lightning_ddp_ext.checkpoint.snapshot import aligned, bytes_of, identity_of, join, slices_of, split
 from lightning_ddp_ext.errors import CheckpointError
 from lightning_ddp_ext.ranks import Ranks
+
+# Bytes of small tensors that travel together.
+_TOGETHER = 1 << 20
 
 
 def restore(
@@ -47,24 +52,21 @@ def restore(
         path, view = _open(stack, location, ranks, options)
         views = ranks.gather(view)
         missing = _ranks_without_file(views, options, location)
-        if options.mode == "broadcast" or missing:
+        if ranks.world_size > 1 and (options.mode == "broadcast" or missing):
             why = f"rank {missing[0]} on host {views[missing[0]].host} does not see it" if missing else "as requested"
             how = f"sent from rank 0 to all ({why})"
-            if ranks.rank != 0:
-                path = _file_in_memory(stack)
-            _send(path, views[0].size, ranks, location.url)
-            peers = list(range(ranks.world_size))
+            value = _send(stack, path, ranks, options, location.url)
         else:
             how = "mapped by every rank"
             peers = [peer for peer, each in enumerate(views) if (each.host, each.file) == (view.host, view.file)]
 
-        def read_own() -> Any:
-            archive = Archive.open(path, location.url)
-            if options.verify:
-                archive.check(_shard(archive, peers.index(ranks.rank), len(peers)))
-            return read(archive, options, map_weights=map_weights)
+            def read_own() -> Any:
+                archive = Archive.open(path, location.url)
+                if options.verify:
+                    archive.check(_shard(archive, peers.index(ranks.rank), len(peers)))
+                return read(archive, options, map_weights=map_weights)
 
-        value = ranks.on_every_rank(read_own, f"reading {location.url}")
+            value = ranks.on_every_rank(read_own, f"reading {location.url}")
     return value, how, views[0].has_checksums or not options.verify
 
 
@@ -122,21 +124,61 @@ def _ranks_without_file(views: list[_View], options: LoadOptions, location: Loca
     return without_file
 
 
-def _file_in_memory(stack: ExitStack) -> str:
-    """Make a file in memory that is freed once it is neither open nor mapped."""
-    descriptor = os.memfd_create("checkpoint")
-    stack.callback(os.close, descriptor)
-    return f"/proc/self/fd/{descriptor}"
+def _send(stack: ExitStack, path: str, ranks: Ranks, options: LoadOptions, name: str) -> Any:
+    """Return the content of rank 0's file, which it checks while it sends one tensor after another. Collective."""
+    what, threads = f"reading {name}", ThreadPoolExecutor(1)
+    stack.callback(threads.shutdown, wait=False)  # an error does not wait until the file is checked
+    storages: list[UntypedStorage] = []
+    devices: dict[object, str] = {}  # that tensors were saved from; the state of a generator has none
 
+    def note_device(storage: UntypedStorage, device: str) -> UntypedStorage:
+        devices[identity_of(storage)] = device
+        return storage
 
-def _send(path: str, size: int, ranks: Ranks, name: str) -> None:
-    """Write the bytes of rank 0's file to the files of the other ranks. Collective."""
+    def open_on_rank_zero() -> Any:
+        if ranks.rank != 0:
+            return None
+        archive = Archive.open(path, name)
+        if options.verify:
+            archive.check(())
+        pickled, storages[:] = split(load(archive, note_device, options.weights_only, mmap=True))
+        checking = threads.submit(archive.check if options.verify else lambda: None)
+        return checking, (pickled, [(each.nbytes(), devices.get(identity_of(each))) for each in storages])
 
-    def map_file() -> Tensor:
+    checking, header = ranks.on_every_rank(open_on_rank_zero, what) or (None, None)
+    pickled, kinds = ranks.from_rank_zero(header)
+    own: list[UntypedStorage] = []
+
+    def make_blocks() -> Iterator[Tensor]:
+        for sizes in _blocks([size for size, _ in kinds]):
+            block = UntypedStorage(sum(map(aligned, sizes)))
+            for slice_ in slices_of(block, sizes):
+                if ranks.rank == 0:
+                    slice_.copy_(storages[len(own)])
+                own.append(slice_)
+            yield bytes_of(block)
+
+    ranks.broadcast(make_blocks())
+
+    def place_and_join() -> Any:
+        if checking is not None:
+            checking.result()
+        place, pairs = placement(options.map_location), zip(own, kinds, strict=True)
         with reading(name):
-            return torch.from_file(path, shared=ranks.rank != 0, size=size, dtype=torch.uint8)
+            return join(pickled, [place(storage, device) if device else storage for storage, (_, device) in pairs])
 
-    ranks.broadcast(ranks.on_every_rank(map_file, f"reading {name}"))
+    return ranks.on_every_rank(place_and_join, what)
+
+
+def _blocks(sizes: list[int]) -> Iterator[list[int]]:
+    """Split sizes into blocks: tensors up to a limit are sent together, since each broadcast has its own delay."""
+    block: list[int] = []
+    for size in sizes:
+        if block and sum(block) + size > _TOGETHER:
+            yield block
+            block = []
+        block.append(size)
+    yield block
 
 
 def _shard(archive: Archive, index: int, count: int) -> list[ZipInfo]:

@@ -10,6 +10,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -117,16 +118,11 @@ class Buffer:
         gpus = {storage.device for storage in storages if storage.device.type == "cuda"}
         self._make_room(sum(aligned(storage.nbytes()) for storage in storages), pinned=bool(gpus))
         sides = {gpu: self._side_stream(gpu) for gpu in gpus}
-        copies, used = [], 0
-        for storage in storages:
-            size = storage.nbytes()
-            piece = self._bytes[used : used + size]
+        copies = slices_of(self._bytes.untyped_storage(), [storage.nbytes() for storage in storages])
+        for copied, storage in zip(copies, storages, strict=True):
+            setattr(copied, _LOCATION, location_tag(storage))
             with torch.cuda.stream(sides.get(storage.device)):  # None for the CPU: a no-op
-                piece.copy_(bytes_of(storage), non_blocking=True)
-            # An empty part of the buffer would have the address of the next one, and torch.save would confuse them.
-            copies.append(piece.untyped_storage()[used : used + size] if size else UntypedStorage(0))
-            setattr(copies[-1], _LOCATION, location_tag(storage))
-            used += aligned(size)
+                bytes_of(copied).copy_(bytes_of(storage), non_blocking=True)
         for gpu, side in sides.items():
             torch.cuda.current_stream(gpu).wait_stream(side)
         return copies, [side.record_event() for side in sides.values()]
@@ -147,6 +143,16 @@ class Buffer:
         side = self._streams.setdefault(gpu, torch.cuda.Stream(gpu))
         side.wait_stream(torch.cuda.current_stream(gpu))
         return side
+
+
+def slices_of(memory: UntypedStorage, sizes: list[int]) -> list[UntypedStorage]:
+    """Return consecutive slices of these sizes; an empty one is a separate storage without an address."""
+    ends = accumulate(map(aligned, sizes))
+    begins = (end - aligned(size) for end, size in zip(ends, sizes, strict=True))
+    # An empty slice would have the address of the next one, and torch.save would confuse them.
+    return [
+        memory[begin : begin + size] if size else UntypedStorage(0) for begin, size in zip(begins, sizes, strict=True)
+    ]
 
 
 def pinned_memory(size: int) -> Tensor:
