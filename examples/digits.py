@@ -8,7 +8,6 @@ python examples/digits.py --strategy ddp                     # the same file wit
 
 import argparse
 import os
-import tempfile
 from pathlib import Path
 
 import lightning as L
@@ -70,7 +69,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.init_method:
         os.environ["DDPX_INIT_METHOD"] = args.init_method
-    os.environ.setdefault("DDPX_INIT_METHOD", f"file://{tempfile.gettempdir()}/")
 
     L.seed_everything(1)
     train, test = loaders()

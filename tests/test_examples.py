@@ -67,6 +67,13 @@ def test_digits(strategy: str, tmp_path: Path) -> None:
     assert "resumed from" in output
 
 
+def test_make_demo(tmp_path: Path) -> None:
+    """The first command of the README works without any argument or variable."""
+    done = run_script(EXAMPLES / "digits.py", cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert done.output.count("test_accuracy 9") == 2, done.output
+
+
 def test_adopted_project(tmp_path: Path) -> None:
     """The diff has two lines; with it the project trains as before, and validates each image once."""
     skip_because(None if shutil.which("git") else "git is not installed")

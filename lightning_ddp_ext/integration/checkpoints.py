@@ -1,4 +1,4 @@
-"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and every rank raises an error.
+"""Save and restore on all ranks of a strategy: rank 0 writes, all ranks read, and all raise if one fails.
 
 Our strategy calls this from its hooks; :class:`~lightning_ddp_ext.RankZeroCheckpoint` installs it in a stock strategy.
 """

@@ -77,8 +77,8 @@ class DDPExtStrategy(RankDevicesStrategy):
             beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
         rescue_checkpoint: where a survivor saves the last step after another rank died or failed: as for
-            ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. It is removed when a run
-            has finished that resumed from it.
+            ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. The file is removed when a
+            run that resumed from it finishes.
         save_deadline: seconds or ``timedelta`` from a signal or an exception until ranks are killed without saving;
             ``None`` for 25 s under torchrun, which kills them after 30 s, and 10 minutes elsewhere.
         nccl: settings of NCCL, see :class:`~lightning_ddp_ext.NCCLOptions`.
