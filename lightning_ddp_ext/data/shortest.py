@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-AHEAD = 2
+AHEAD = 2  # items that each rank has drawn besides those that it got
 
 Mode = Literal["stop_at_shortest", "join"]
 
