@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_ddp_ext.at_exit import delaying_forced_end
+from lightning_ddp_ext.at_exit import at_exit, delaying_forced_end
 from lightning_ddp_ext.checkpoint.save import unwritable
 from lightning_ddp_ext.checkpoint.snapshot import Buffer
 
@@ -38,7 +38,7 @@ class Saver:
         self._saving, self._starting = threading.Lock(), threading.Lock()
         self._last_thread: threading.Thread | None = None
         self._unreported: list[BaseException] = []
-        weakref.finalize(self, _log, self._unreported)  # also at process exit
+        weakref.finalize(self, _log, self._unreported).atexit = False
 
     def __reduce__(self) -> Any:
         return Saver, ()  # started ranks get an empty one; threads and the buffer belong to this process
@@ -90,6 +90,8 @@ class Saver:
 
     def _start(self, job: Callable[[], None]) -> None:
         """Run ``job`` in a new thread, after the previous thread has finished."""
+        if self._last_thread is None:
+            at_exit(partial(_finish, weakref.ref(self)))
         jobs: list[Callable[[], None]] = []
         with self._starting:  # the thread starts after this block; if the block is interrupted, the thread has no job
             thread = threading.Thread(target=self._run, args=(jobs, self._last_thread), name="ddpx-checkpoints")
@@ -134,6 +136,13 @@ class Saver:
         self.raise_error()
 
 
+def _finish(reference: weakref.ref[Saver]) -> None:
+    saver = reference()
+    if saver is not None:
+        saver.join()
+        _log(saver._unreported)
+
+
 def _log(errors: list[BaseException]) -> None:
-    for error in errors:
-        _logger.error("%s", error)
+    while errors:
+        _logger.error("%s", errors.pop(0))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +105,13 @@ def save_and_exit(rank: int, world_size: int) -> None:
     Saver().save_later("it.ckpt", {"x": 1}, fail)
 
 
-def test_an_error_that_is_not_raised_is_logged() -> None:
-    """At the end of the process, which has waited for the save."""
-    assert "no room" in output_of_all(launch_ranks(save_and_exit, 1))
+def fork(rank: int, world_size: int) -> None:
+    process = multiprocessing.get_context("fork").Process(target=save_and_exit, args=(rank, world_size))
+    process.start()
+    process.join()
+
+
+@pytest.mark.parametrize("work", [save_and_exit, fork])
+def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None]) -> None:
+    """At the end of the process, which has waited for the save; those of multiprocessing end in different ways."""
+    assert output_of_all(launch_ranks(work, 1)).count("no room") == 1
