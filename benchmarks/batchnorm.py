@@ -163,7 +163,7 @@ def network_step(strategy: str, converted: bool, batch_size: int, steps: int) ->
 
 def measure_network(effort: Effort) -> Table:
     kinds = {
-        "stock `ddp`, statistics of each rank's own": ("ddp", False),
+        "stock `ddp`, statistics of each rank alone": ("ddp", False),
         "`ddp_ext`, the same": ("ddp_ext", False),
         "`ddp_ext`, converted": ("ddp_ext", True),
     }

@@ -104,7 +104,7 @@ def measure_index(effort: Effort) -> Table:
     scalable, longest = (partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12))
     in_torchs_order = partial(TorchOrderSampler, Sized(length), 8, 3)
     turns: dict[str, Callable[[], Figures]] = {
-        "torch, once its list is there": partial(next_indices, stock, count),
+        "torch, after it has built its list": partial(next_indices, stock, count),
         f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
         "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
         "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),

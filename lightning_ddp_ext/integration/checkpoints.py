@@ -182,9 +182,10 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception ended the Trainer's run, so that some ranks may never make a collective call.
+        """Whether an exception ended the Trainer's run, so that some ranks may not make the next collective call.
 
-        If every rank raised one, this holds until it was handled. After a stop all ranks still make them.
+        If every rank raised one, this is true until the exception is handled. After a stop by a signal it is false,
+        because all ranks still make the same calls.
         """
         trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:

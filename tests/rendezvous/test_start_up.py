@@ -172,10 +172,10 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
     found, remedy = "Connection refused", "that this address is its host's"
     if kind == "file":
-        found, remedy = "no rank 0 has published its address there", "that it sees the same file"
+        found, remedy = "rank 0 has not published its address there", "that it sees the same file"
     assert sentence(outcome, RendezvousError) == (
-        f"{process(1, outcome.pid)} found no rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"started, {remedy}, and that no firewall blocks the way"
+        f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
+        f"started, {remedy}, and that no firewall blocks the connection"
     )
 
 
@@ -270,8 +270,9 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         "use; stop the program that holds it or choose another port"
     )
     assert sentence(second, RendezvousError) == (
-        f"{process(1, second.pid)} found no rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted, but is silent); "
-        "check that rank 0 is started, that this address is its host's, and that no firewall blocks the way"
+        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
+        "connection, but did not reply); check that rank 0 is started, that this address is its host's, and that no "
+        "firewall blocks the connection"
         if answer is silent
         else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or give the address of rank 0's host"
