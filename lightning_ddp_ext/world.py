@@ -236,7 +236,9 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
 def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
-        raise ConfigurationError(f"{field} must be an integer (got {value!r}, of type {kind}); write {field}=1, say")
+        raise ConfigurationError(
+            f"{field} must be an integer (got {value!r}, of type {kind}); write for example {field}=1"
+        )
 
 
 def _integer(environ: Environ, name: str) -> int:
@@ -244,8 +246,8 @@ def _integer(environ: Environ, name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write {name}=1, say, or unset "
-            "the launcher's variables"
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write for example {name}=1, "
+            "or unset the launcher's variables"
         ) from None
 
 

@@ -157,16 +157,16 @@ def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], lo
         ),
         (
             lambda: read({}, rank="0", world_size=2),
-            "rank must be an integer (got '0', of type str); write rank=1, say",
+            "rank must be an integer (got '0', of type str); write for example rank=1",
         ),
         (
             lambda: read(without(TORCHRUN, "RANK")),
-            "RANK in the environment must be an integer (got None); write RANK=1, say, or unset the launcher's "
+            "RANK in the environment must be an integer (got None); write for example RANK=1, or unset the launcher's "
             "variables",
         ),
         (
             lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            "NODE_RANK in the environment must be an integer (got 'a'); write NODE_RANK=1, say, or unset the "
+            "NODE_RANK in the environment must be an integer (got 'a'); write for example NODE_RANK=1, or unset the "
             "launcher's variables",
         ),
         (

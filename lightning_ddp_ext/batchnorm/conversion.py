@@ -41,7 +41,7 @@ class Conversion:
     world_size: int
 
     def summary(self) -> str:
-        """Say in one line how many layers were converted, and why the others were not."""
+        """Return one line: how many layers were converted, and why the others were not."""
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"

@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         if not (input.is_cpu or input.is_cuda):
             raise BatchNormError(
                 f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
-                "convert without it (exclude=)"
+                "leave it out of the conversion (exclude=)"
             )
 
     def _count_batch(self) -> Running:

@@ -50,7 +50,7 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Have samplers of ours start at the beginning of the epoch, even if training is in its middle."""
+    """Have samplers of ours start at the beginning of the epoch, even if training is in the middle of it."""
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)

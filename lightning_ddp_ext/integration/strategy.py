@@ -46,7 +46,7 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits in bounded time.
+    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits within bounded time.
 
     Args:
         init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an

@@ -37,7 +37,7 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
 
 OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
 ALONE = "{} must also be given (got only {}); write rank=0, world_size=2 on rank 0"
-NOT_POSITIVE = "{0} must be a positive number of seconds, from 0.001 (got {1!r}); write {0}=60"
+NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_method": TCP, "rank": 2, "world_size": 2}, OUT_OF_RANGE.format(2)),
     ({"init_method": TCP, "rank": 1}, ALONE.format("world_size", "rank=1")),

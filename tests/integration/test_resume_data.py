@@ -117,7 +117,7 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
             message = by_rank[0]["more workers of a stream"]
             assert "had num_workers=1 when the checkpoint was saved, and has 2; resume with" in message
     message = by_rank[0]["a loader with a state"]
-    assert "epoch 1 cannot continue in its middle" in message
+    assert "epoch 1 cannot be resumed in the middle" in message
     assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
 
 

@@ -54,8 +54,8 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
     start_methods = ("spawn", "fork", "forkserver")
     choices: list[Options] = [{"start_method": method} for method in start_methods]
     expected = [
-        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process was started as one of "
-        f"them already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is already rank "
+        f"0 of 2, from {name}; use strategy='ddp_ext' here, or start the script without a launcher"
         for method in start_methods
     ]
     if not is_told:

@@ -17,8 +17,8 @@ class SyncBatchNormConversion(pl.Callback):
     """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
     When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are restored:
-    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts have the same
-    keys all the time. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
+    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts keep the
+    same keys. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
     them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
