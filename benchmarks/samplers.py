@@ -75,7 +75,7 @@ def measure_first(effort: Effort) -> Table:
         f"`ScalableDistributedSampler`, {power(longer)}": partial(first_index, ours, longer),
         f"`ScalableDistributedSampler`, {power(longest)}": partial(first_index, ours, longest),
         f"resumed in the middle of {power(longer)}": partial(first_index, ours, longer, longer // 2),
-        f"torch's order as we make it, {power(long)}": partial(first_index, TorchOrderSampler, long),
+        f"torch's order by `ddp_ext`, {power(long)}": partial(first_index, TorchOrderSampler, long),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(3))
     rows = [[name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"] for name, found in results.items()]
@@ -108,7 +108,7 @@ def measure_index(effort: Effort) -> Table:
         f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
         "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
         "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),
-        f"torch's order as we make it, over {power(length)}": partial(next_indices, in_torchs_order, count),
+        f"torch's order by `ddp_ext`, over {power(length)}": partial(next_indices, in_torchs_order, count),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
     return Table("index", ["processor time of an index", "ns"], [[n, spread(f["ns"])] for n, f in results.items()])
@@ -127,7 +127,7 @@ def measure_epoch(effort: Effort) -> Table:
     samplers = {
         "torch": DistributedSampler,
         "`ScalableDistributedSampler`": ScalableDistributedSampler,
-        "torch's order as we make it": TorchOrderSampler,
+        "torch's order by `ddp_ext`": TorchOrderSampler,
     }
     kinds = {name: alone(partial(epoch, kind, length)) for name, kind in samplers.items()}
     results = take_turns(kinds, effort.repeats(5))

@@ -139,7 +139,7 @@ def measure_background(effort: Effort) -> Table:
         kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}
         results = take_turns(kinds, effort.repeats(5))
     rows = [[name, *map(spread, figures.values())] for name, figures in results.items()]
-    title = f"seconds that training stands still for {size_of(size)} in the background"
+    title = f"seconds for which training waits to save {size_of(size)} in the background"
     return Table("background", [title, "first", "later", "× a memory copy", "memory × payload"], rows)
 
 
