@@ -158,7 +158,7 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """They stay as they are; the warning has their names, classes and reasons, and the arguments that end it."""
+    """These layers are unchanged; the warning has their names, classes and reasons, and the arguments that avoid it."""
     layers = [
         (Scaled(3), "0 (Scaled) overrides forward; "),
         (Mixed(3), "1 (Mixed) overrides forward; "),

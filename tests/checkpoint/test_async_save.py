@@ -54,7 +54,7 @@ class Disk:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
 def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
-    """All is done in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
+    """Jobs run in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
     failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
     expected, postponed, has_failed = list[str](), list[str](), False
     with Disk(failing=failing) as it:
@@ -104,5 +104,5 @@ def save_and_exit(rank: int, world_size: int) -> None:
 
 
 def test_an_error_that_is_not_raised_is_logged() -> None:
-    """At the end of the process, which has waited for the save."""
+    """The process logs it at its end, after it has waited for the save."""
     assert "no room" in output_of_all(launch_ranks(save_and_exit, 1))

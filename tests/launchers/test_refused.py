@@ -1,4 +1,4 @@
-"""Pairs of launcher and init method that cannot work: the error has the reason, on a rank that is still alone."""
+"""Pairs of launcher and init method that cannot work raise an error with the reason before any rank connects."""
 
 from __future__ import annotations
 
