@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """The sentence names the field, the rule, the value and the remedy, or what is nearest."""
+    """The message names the field, the rule, the value and the remedy, or the nearest allowed value."""
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         DDPExtStrategy(**arguments)
 
@@ -79,7 +79,7 @@ def start_on_an_interface(rank: int, world_size: int) -> None:
 
 
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
-    """By gloo, which names it."""
+    """The error of gloo names it."""
     (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
     assert outcome.error is not None
     assert "Unable to find address for: eth99" in outcome.error.message, outcome.story()
@@ -143,6 +143,6 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
 def test_what_a_callback_cannot_take_is_refused(
     callback: type[Callback], arguments: dict[str, Any], message: str
 ) -> None:
-    """When it is made: the message names the argument, what it may be, and what it was."""
+    """The constructor raises; the message names the argument, the allowed values and the value received."""
     with pytest.raises(DDPExtError, match=re.escape(message)):
         callback(**arguments)
