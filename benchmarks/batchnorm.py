@@ -1,4 +1,4 @@
-"""What BatchNorm over all ranks costs, by layer and in a network.
+"""Measure the cost of BatchNorm over all ranks, by layer and in a network.
 
     python benchmarks/batchnorm.py            # about 3 minutes on 2 cores
     python benchmarks/batchnorm.py layers     # one table

@@ -1,4 +1,4 @@
-"""Our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
+"""Measure our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
 
     python benchmarks/samplers.py                       # about 2 minutes on 2 cores; takes 8 GiB of memory
     python benchmarks/samplers.py index --repeats 3     # one table
@@ -52,7 +52,7 @@ def exhaust(indices: Iterable[Any]) -> None:
 
 
 def first_index(kind: Any, length: int, position: int = 0) -> Figures:
-    """Of rank 3 of 8, and the memory for it and 200,000 more."""
+    """Return the time to the first index on rank 3 of 8, and the memory for it and 200,000 more."""
     next(iter(kind(Sized(1000), 8, 3)))  # first calls
     sampler = kind(Sized(length), 8, 3)
     before = reset_peak()
@@ -83,7 +83,7 @@ def measure_first(effort: Effort) -> Table:
 
 
 def next_indices(make: Callable[[], Any], count: int) -> Figures:
-    """Once the first one is there, when torch has paid for its list."""
+    """Return the time of an index after the first one, when torch has built its list."""
     indices = iter(make())
     exhaust(islice(indices, count // 20))  # the block that is read, its memory, first calls
     begin = time.process_time()
@@ -146,7 +146,7 @@ def drawing(dealt: bool, length: int) -> Figures:
 
 
 def measure_batches(effort: Effort) -> Table:
-    """Over a whole epoch: the wrapper draws all batches when the epoch begins."""
+    """Measure a whole epoch, because the wrapper draws all batches when the epoch begins."""
     length = effort.choose(500_000, quick=1000)
     kinds = {"alone": False, "with `DistributedBatchSamplerWrapper`": True}
     turns = {name: alone(partial(drawing, dealt, length)) for name, dealt in kinds.items()}
