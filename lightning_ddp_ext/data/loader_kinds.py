@@ -141,7 +141,7 @@ class StatePosition(LoaderPosition):
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # after its end, some loaders start anew
+        if self._starts and self._drawn is not None:  # after its end, some loaders start again
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)

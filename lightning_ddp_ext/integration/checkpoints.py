@@ -207,7 +207,7 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
     if is_plain_state_dict(content):
         rank_zero_info(
             f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates and progress "
-            "start anew"
+            "start from scratch"
         )
         content = {"state_dict": content, "epoch": 0, "global_step": 0, "optimizer_states": [], "lr_schedulers": []}
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):

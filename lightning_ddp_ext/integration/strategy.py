@@ -74,7 +74,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         resume_data: where training continues in a checkpoint's epoch: ``"exact"``: with the next batch and each rank's
             random states; ``"epoch"``: at the epoch's start, for data that changed; ``"stock"``: as Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
-            beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
+            next to the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
         rescue_checkpoint: where a survivor saves the last step after another rank died or failed: as for
             ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. The file is removed when a

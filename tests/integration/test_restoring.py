@@ -171,7 +171,7 @@ def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, 
 def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model, gives a run its weights.
 
-    So it does for validation, test and predictions, and the log says what starts anew.
+    So it does for validation, test and predictions, and the log lists what starts from scratch.
     """
     torch.manual_seed(1)
     saved = weights(Net())

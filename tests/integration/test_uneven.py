@@ -186,7 +186,7 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
-            "some ranks would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
+            "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
             "sampler or drop_last=True give all ranks equally many"
         )
     )

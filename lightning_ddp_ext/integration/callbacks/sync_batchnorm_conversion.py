@@ -34,15 +34,15 @@ class SyncBatchNormConversion(pl.Callback):
 
     Args:
         include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
-            that fits a module counts for all layers in it.
+            that matches a module counts for all layers in it.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
             number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
             opened before the Trainer was made.
 
     Raises:
-        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` fits no layer, or
-            layers or ranks were chosen beside ``sync_batchnorm=True``.
+        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` matches no layer, or
+            layers or ranks were chosen in addition to ``sync_batchnorm=True``.
 
     Example::
 
