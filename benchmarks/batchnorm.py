@@ -1,4 +1,4 @@
-"""What BatchNorm over all ranks costs, by layer and in a network.
+"""Measure the cost of BatchNorm over all ranks, by layer and in a network.
 
     python benchmarks/batchnorm.py            # about 3 minutes on 2 cores
     python benchmarks/batchnorm.py layers     # one table
@@ -163,7 +163,7 @@ def network_step(strategy: str, converted: bool, batch_size: int, steps: int) ->
 
 def measure_network(effort: Effort) -> Table:
     kinds = {
-        "stock `ddp`, statistics of each rank's own": ("ddp", False),
+        "stock `ddp`, statistics of each rank alone": ("ddp", False),
         "`ddp_ext`, the same": ("ddp_ext", False),
         "`ddp_ext`, converted": ("ddp_ext", True),
     }

@@ -1,4 +1,4 @@
-"""All-reduce by size: torch's own, and the ring of sends and receives; beside a model of it and the machine's limit.
+"""Measure all-reduce by size: torch's own and a ring of sends and receives, beside a model and the machine's limit.
 
     python benchmarks/collectives.py    # 2 and 4 ranks over gloo, about 2 minutes
 
@@ -43,7 +43,7 @@ def timed(reduce: Callable[[Tensor], object], tensor: Tensor) -> Figures:
 
 
 def milliseconds(sizes: list[int], world_size: int, repeats: int) -> list[Results]:
-    """Of torch's, the ring and one of its transfers on rank 0, by size."""
+    """Return the times of torch's all-reduce, of the ring and of one of its transfers on rank 0, by size."""
 
     def work(rank: int, directory: Path) -> list[Results]:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)

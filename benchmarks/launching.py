@@ -1,4 +1,4 @@
-"""Launch, end and death of ranks, beside stock Lightning in the same run.
+"""Measure the launch, end and death of ranks, beside stock Lightning in the same run.
 
     python benchmarks/launching.py                      # everything, about 11 minutes on 2 cores
     python benchmarks/launching.py start --repeats 1    # one table
@@ -121,7 +121,7 @@ def import_once() -> Figures:
 
 
 def measure_imports(effort: Effort) -> Table:
-    """Return what importing the package takes in a process that has imported Lightning."""
+    """Measure the time and memory of importing the package in a process that has imported Lightning."""
     compile_sources()
     found = take_turns({"ours": import_once}, effort.repeats(7))["ours"]
     row = ["`import lightning_ddp_ext` after `import lightning`", spread(found["ms"]), spread(found["MiB"])]
@@ -158,7 +158,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def measure_deaths(effort: Effort) -> Table:
-    """Each rank is killed in its turn."""
+    """Measure one kill of each rank."""
     world_size = effort.choose(4, quick=2)
     rows = []
     for name in effort.choose(list(DEATHS), quick=["fork"]):

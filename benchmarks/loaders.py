@@ -1,4 +1,4 @@
-"""Training steps over our loaders beside stock Lightning's, and the first step of an epoch resumed in its middle.
+"""Measure steps over our loaders beside stock Lightning's, and the first step of an epoch resumed in the middle.
 
     python benchmarks/loaders.py    # about 2 minutes on 2 cores
 
@@ -139,7 +139,7 @@ class SaveAt(L.Callback):
 
 
 def measure_resume(effort: Effort) -> Table:
-    """Stock Lightning counts on from the middle, but reads the epoch's first samples again."""
+    """Measure the first step after a resume; stock counts from the middle, but reads the first samples again."""
     length, batch_size = effort.choose((10**8, 50_000), quick=(10_000, 500))
     half = length // batch_size // 2
     strategies: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""How much memory a process takes."""
+"""Measure the memory of a process."""
 
 from __future__ import annotations
 

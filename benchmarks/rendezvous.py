@@ -1,4 +1,4 @@
-"""How ranks find each other: the rendezvous alone, a file that killed ranks left, and the channel at hundreds of ranks.
+"""Measure how ranks connect: the rendezvous alone, with a file of killed ranks, and the channel with many ranks.
 
     python benchmarks/rendezvous.py                     # about 1 minute on 2 idle cores
     python benchmarks/rendezvous.py scale --repeats 1   # one table
@@ -95,7 +95,7 @@ def milliseconds_to_join(kind: str, world_size: int) -> Figures:
 
 
 def measure_rendezvous(effort: Effort) -> Table:
-    """From the last rank's arrival until every rank has its group."""
+    """Measure the time from the last rank's arrival until every rank has its group."""
     kinds = ("bare torch", "`tcp://`", "`file://`")
     rows = []
     for world_size in effort.choose((2, 8, 32), quick=(2,)):
@@ -109,7 +109,7 @@ def measure_rendezvous(effort: Effort) -> Table:
 
 
 def measure_stale_files(effort: Effort) -> Table:
-    """Reuses of one file, each after a run whose ranks were killed, at another point each time."""
+    """Count failed reuses of one file, each after a run whose ranks were killed at another point."""
     reuses, failures = effort.repeats(20), 0
     with scratch_directory() as directory:
 

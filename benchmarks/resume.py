@@ -1,4 +1,4 @@
-"""What resuming adds before the first batch, and the memory that it takes, beside stock Lightning and bare loops.
+"""Measure the time that resuming adds before the first batch, and its memory, beside stock Lightning and bare loops.
 
     python benchmarks/resume.py    # about 5 minutes on 2 cores
 

@@ -1,4 +1,4 @@
-"""Our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
+"""Measure our samplers beside torch's DistributedSampler, which makes a list of all indices in each epoch.
 
     python benchmarks/samplers.py                       # about 2 minutes on 2 cores; takes 8 GiB of memory
     python benchmarks/samplers.py index --repeats 3     # one table
@@ -52,7 +52,7 @@ def exhaust(indices: Iterable[Any]) -> None:
 
 
 def first_index(kind: Any, length: int, position: int = 0) -> Figures:
-    """Of rank 3 of 8, and the memory for it and 200,000 more."""
+    """Return the time to the first index on rank 3 of 8, and the memory for it and 200,000 more."""
     next(iter(kind(Sized(1000), 8, 3)))  # first calls
     sampler = kind(Sized(length), 8, 3)
     before = reset_peak()
@@ -75,7 +75,7 @@ def measure_first(effort: Effort) -> Table:
         f"`ScalableDistributedSampler`, {power(longer)}": partial(first_index, ours, longer),
         f"`ScalableDistributedSampler`, {power(longest)}": partial(first_index, ours, longest),
         f"resumed in the middle of {power(longer)}": partial(first_index, ours, longer, longer // 2),
-        f"torch's order as we make it, {power(long)}": partial(first_index, TorchOrderSampler, long),
+        f"torch's order by `ddp_ext`, {power(long)}": partial(first_index, TorchOrderSampler, long),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(3))
     rows = [[name, spread(found["ms"]), f"{spread(found['MiB']).median:.2f}"] for name, found in results.items()]
@@ -83,7 +83,7 @@ def measure_first(effort: Effort) -> Table:
 
 
 def next_indices(make: Callable[[], Any], count: int) -> Figures:
-    """Once the first one is there, when torch has paid for its list."""
+    """Return the time of an index after the first one, when torch has built its list."""
     indices = iter(make())
     exhaust(islice(indices, count // 20))  # the block that is read, its memory, first calls
     begin = time.process_time()
@@ -104,11 +104,11 @@ def measure_index(effort: Effort) -> Table:
     scalable, longest = (partial(ScalableDistributedSampler, Sized(n), 8, 3) for n in (10**8, 10**12))
     in_torchs_order = partial(TorchOrderSampler, Sized(length), 8, 3)
     turns: dict[str, Callable[[], Figures]] = {
-        "torch, once its list is there": partial(next_indices, stock, count),
+        "torch, after it has built its list": partial(next_indices, stock, count),
         f"torch, over a whole epoch of {power(length)}": partial(whole_epoch, stock, length // 8),
         "`ScalableDistributedSampler`, of 1e8": partial(next_indices, scalable, count),
         "`ScalableDistributedSampler`, of 1e12": partial(next_indices, longest, count),
-        f"torch's order as we make it, over {power(length)}": partial(next_indices, in_torchs_order, count),
+        f"torch's order by `ddp_ext`, over {power(length)}": partial(next_indices, in_torchs_order, count),
     }
     results = take_turns({name: alone(work) for name, work in turns.items()}, effort.repeats(5))
     return Table("index", ["processor time of an index", "ns"], [[n, spread(f["ns"])] for n, f in results.items()])
@@ -127,7 +127,7 @@ def measure_epoch(effort: Effort) -> Table:
     samplers = {
         "torch": DistributedSampler,
         "`ScalableDistributedSampler`": ScalableDistributedSampler,
-        "torch's order as we make it": TorchOrderSampler,
+        "torch's order by `ddp_ext`": TorchOrderSampler,
     }
     kinds = {name: alone(partial(epoch, kind, length)) for name, kind in samplers.items()}
     results = take_turns(kinds, effort.repeats(5))
@@ -146,7 +146,7 @@ def drawing(dealt: bool, length: int) -> Figures:
 
 
 def measure_batches(effort: Effort) -> Table:
-    """Over a whole epoch: the wrapper draws all batches when the epoch begins."""
+    """Measure a whole epoch, because the wrapper draws all batches when the epoch begins."""
     length = effort.choose(500_000, quick=1000)
     kinds = {"alone": False, "with `DistributedBatchSamplerWrapper`": True}
     turns = {name: alone(partial(drawing, dealt, length)) for name, dealt in kinds.items()}

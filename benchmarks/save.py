@@ -1,4 +1,4 @@
-"""Saving in the foreground and in the background, and verifying, beside stock Lightning.
+"""Measure saves in the foreground and in the background, and verification, beside stock Lightning.
 
 python benchmarks/save.py    # about 4 minutes on 2 cores; takes 4 GiB of disk
 """
@@ -101,7 +101,7 @@ def make_our_io() -> Any:
 
 
 def wait(io: Any) -> None:
-    """Until what was given to the background is written."""
+    """Wait until the background saves are written."""
     if isinstance(io, AsyncCheckpointIO):
         io.teardown()
     else:
@@ -139,7 +139,7 @@ def measure_background(effort: Effort) -> Table:
         kinds = {name: alone(partial(stalls, io, size, saves, directory / "it.ckpt")) for name, io in ios.items()}
         results = take_turns(kinds, effort.repeats(5))
     rows = [[name, *map(spread, figures.values())] for name, figures in results.items()]
-    title = f"seconds that training stands still for {size_of(size)} in the background"
+    title = f"seconds for which training waits to save {size_of(size)} in the background"
     return Table("background", [title, "first", "later", "× a memory copy", "memory × payload"], rows)
 
 
@@ -147,7 +147,7 @@ def measure_background(effort: Effort) -> Table:
 
 
 def gigabytes_a_second(mebibytes: int, path: Path) -> Figures:
-    """From a file that is in memory already, as after a save."""
+    """Return the speed for a file in the page cache, as after a save."""
     torch.save(content_of(mebibytes), path)
     archive = Archive.open(path)
     for _ in range(2):  # the first one reads from the disk

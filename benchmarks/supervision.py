@@ -1,4 +1,4 @@
-"""What a step costs, with and without values logged over all ranks, and how ranks end when one of them gets SIGTERM.
+"""Measure a step with and without values logged over all ranks, and the exit of all ranks after SIGTERM to one.
 
     python benchmarks/supervision.py    # about 4 minutes on 2 cores
 
@@ -117,7 +117,7 @@ def measure_epoch_end(effort: Effort) -> Table:
 
 
 def measure_max_time(effort: Effort) -> Table:
-    """With `max_time` Lightning broadcasts after each step whether it has passed."""
+    """Measure steps with `max_time`, for which Lightning broadcasts after each step whether the time has passed."""
     steps, ranks = effort.choose((150, 4), quick=(20, 2))
     turns: dict[str, Callable[[], Figures]] = {
         kind: partial(step, kind, 0, steps, ranks, max_time="00:01:00:00") for kind in ("stock", "ours")

@@ -1,4 +1,4 @@
-"""What it costs a training step that ranks agree on having one more batch: `uneven_inputs=`.
+"""Measure the cost of `uneven_inputs=`, with which ranks agree in each step whether they have one more batch.
 
     python benchmarks/uneven.py    # about 2 minutes on 2 cores
 

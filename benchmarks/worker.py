@@ -20,7 +20,7 @@ from training import Net, make_trainer
 
 
 class Noted(Net):
-    """Writes when its first step begins, and in which process."""
+    """Records when its first step begins, and in which process."""
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         if index == 0:

@@ -1,4 +1,4 @@
-"""Show a problem in the smallest script: change the model until it fails, and send the script with all that it prints.
+"""Show a problem in the smallest script: change the model until it fails, and send the script with its whole output.
 
 Run it: python examples/bug_report.py, or with "ddp" behind it for stock Lightning's strategy.
 """
@@ -13,7 +13,7 @@ import lightning_ddp_ext  # noqa: F401 - registers the strategy "ddp_ext"
 
 
 class Model(BoringModel):
-    """Put what fails here."""
+    """Put the failing code here."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Let rank 1 get stuck on purpose: the watchdog names the rank and its line, and stops both ranks.
+"""Make rank 1 get stuck on purpose: the watchdog names the rank and its line, and stops both ranks.
 
 Run it: python examples/hang_watchdog.py
 """
@@ -29,7 +29,7 @@ if __name__ == "__main__":
         accelerator="cpu",
         devices=2,
         max_epochs=1,
-        # In real runs choose more than the longest step and save together, such as 600 s. The report has all stacks.
+        # In real runs choose more than the longest step plus a save, such as 600 s. The report has all stacks.
         callbacks=[ddpx.HangWatchdog(timeout=5, directory="hang_reports")],
         logger=False,
     )

@@ -1,4 +1,4 @@
-"""End this process, whatever kind of process it is, and delay a forced exit for unfinished work."""
+"""Run actions when this process exits, and force its exit within a time limit, after unfinished work."""
 
 from __future__ import annotations
 

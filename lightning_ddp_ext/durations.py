@@ -40,6 +40,7 @@ def to_timedelta(value: float | timedelta | None, *, field: str) -> timedelta | 
         )
     if not seconds >= SHORTEST.total_seconds():  # nor NaN
         raise ConfigurationError(
-            f"{field} must be a positive number of seconds, from 0.001 (got {value!r}); write {field}=60 for a minute"
+            f"{field} must be a positive number of seconds, at least 0.001 (got {value!r}); "
+            f"write {field}=60 for a minute"
         )
     return timedelta(seconds=min(float(seconds), LONGEST.total_seconds()))

@@ -51,7 +51,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # has none b
 
     @override
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs  # the base class would replace the caller's ``extra`` by its own
+        return msg, kwargs  # the base class would replace the caller's ``extra``
 
 
 def _own_rank() -> int | None:
@@ -66,6 +66,6 @@ def _numbers(ranks: int | Iterable[int] | str) -> frozenset[int]:
     numbers = list(several)
     if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in numbers):
         raise ConfigurationError(
-            f"ranks must be 'all', a rank or several, counted from 0 (got {ranks!r}); write ranks=0, say"
+            f"ranks must be 'all', a rank, or several ranks, counted from 0 (got {ranks!r}); write for example ranks=0"
         )
     return frozenset(numbers)

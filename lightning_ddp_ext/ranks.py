@@ -24,7 +24,7 @@ _ROOM, _LENGTH = 1 << 10, 8
 
 @dataclass(frozen=True)
 class Ranks:
-    """A set of ranks, from the view of one of them. Each method is collective: every rank must call it.
+    """A set of ranks, as one of them sees it. Each method is collective: every rank must call it.
 
     Args:
         rank: this rank.
@@ -83,7 +83,7 @@ class Ranks:
         return [pickle.loads(head[_LENGTH:] + tail) for head, tail in zip(heads, tails, strict=True)]
 
     def broadcast(self, buffers: Iterable[Tensor]) -> None:
-        """Fill buffers, bytes in CPU memory, with rank 0's; the next one is made while the last one travels."""
+        """Fill byte buffers in CPU memory with those of rank 0; the next one is made while the last one is sent."""
         finish: Callable[[], None] = lambda: None  # noqa: E731
         for piece in (piece for buffer in buffers for piece in buffer.split(_PIECE)):
             sent = piece.to(self._wire)

@@ -20,15 +20,15 @@ class World:
     """The place of this process among all processes of the run. All counts start at 0.
 
     Attributes:
-        rank: this process among all.
-        world_size: processes in all.
-        local_rank: this process among those of its node.
-        local_world_size: processes on this node.
-        node_rank: this node among all.
+        rank: the number of this process among all processes.
+        world_size: the number of all processes.
+        local_rank: the number of this process among those of its node.
+        local_world_size: the number of processes on this node.
+        node_rank: the number of this node among all nodes.
         source: the source of the numbers, for messages: ``"torchrun"``, ``"SLURM"``, ``"arguments"`` ...
 
     Raises:
-        ConfigurationError: the numbers contradict one another.
+        ConfigurationError: the numbers contradict each other.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, if all but the last one hold as many processes as this one."""
+        """The number of nodes, if all but the last one have as many processes as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @property
@@ -106,9 +106,9 @@ def read_world(
 
     Args:
         environ: environment variables, usually ``os.environ``; only read.
-        rank: this process among all; needs ``world_size``.
-        world_size: processes in all; needs ``rank``.
-        devices: processes per node of the Trainer, used if no variable has the number; by default all of the world.
+        rank: the number of this process; needs ``world_size``.
+        world_size: the number of all processes; needs ``rank``.
+        devices: the Trainer's processes per node, used if no variable has the number; by default ``world_size``.
 
     Raises:
         ConfigurationError: an argument is missing or wrong, or a variable is missing, not an integer, or out of
@@ -236,7 +236,9 @@ def _slurm_tasks_on_node(environ: Environ) -> int | None:
 def _check_integer(field: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         kind = type(value).__name__
-        raise ConfigurationError(f"{field} must be an integer (got {value!r}, of type {kind}); write {field}=1, say")
+        raise ConfigurationError(
+            f"{field} must be an integer (got {value!r}, of type {kind}); write for example {field}=1"
+        )
 
 
 def _integer(environ: Environ, name: str) -> int:
@@ -244,8 +246,8 @@ def _integer(environ: Environ, name: str) -> int:
         return int(environ[name])
     except (KeyError, ValueError):
         raise ConfigurationError(
-            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write {name}=1, say, or unset "
-            "the launcher's variables"
+            f"{name} in the environment must be an integer (got {environ.get(name)!r}); write for example {name}=1, "
+            "or unset the launcher's variables"
         ) from None
 
 

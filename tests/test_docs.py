@@ -98,7 +98,7 @@ def test_scripts_of_pages_run(code: str, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_page_that_is_stopped_continues_when_it_is_run_again(tmp_path: Path) -> None:
-    """The page's claim: SIGTERM to any rank, and the same command again."""
+    """After SIGTERM to any rank the same command continues, as the page claims."""
     script, found = tmp_path / "train.py", list[bool]()
     script.write_text(PAGES["guides/preemption.md"][0][1])
     for _ in range(2):
@@ -134,7 +134,7 @@ RUN = [(name, code) for name, code in SHELL if re.search(r"^(\$ )?\w", commands_
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "code"), RUN, ids=[name for name, _ in RUN])
 def test_commands_of_pages_run(name: str, code: str, tmp_path: Path) -> None:
-    """They end with success, and print what the page shows; on this machine, at a free port."""
+    """The commands succeed and print what the page shows, with a directory and a free port of this machine."""
     commands = re.sub(r"^\$ ", "", commands_of(code), flags=re.MULTILINE)
     shown: list[str] = []
     if commands != commands_of(code):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_ddp_ext.durations import LONGEST, SHORTEST, to_timedelta
 from lightning_ddp_ext.errors import ConfigurationError
 
-BOUNDED = "must be a positive number of seconds, from 0.001 (got {!r}); write timeout=60 for a minute"
+BOUNDED = "must be a positive number of seconds, at least 0.001 (got {!r}); write timeout=60 for a minute"
 TYPED = "must be seconds or a timedelta (got {0!r}, of type {0.__class__.__name__}); write timeout=60 or "
 
 
@@ -23,7 +23,7 @@ def test_seconds_and_timedelta_of_the_same_length_are_equal(milliseconds: int) -
 
 
 def test_bounds_and_none_are_taken() -> None:
-    """None is an argument that was not given; a longer duration is as good as none."""
+    """None means that the argument was not given; durations beyond the longest one are shortened to it."""
     for value in (SHORTEST, LONGEST, None):
         assert to_timedelta(value, field="timeout") == value
     for beyond in (math.inf, 1e30, timedelta.max):
@@ -38,7 +38,7 @@ def test_bounds_and_none_are_taken() -> None:
     ],
 )
 def test_values_that_are_not_durations_are_refused(rule: str, values: tuple[object, ...]) -> None:
-    """Field, rule, value and remedy, also for what torch cannot count."""
+    """The message has field, rule, value and remedy, also for durations that torch cannot count."""
     for value in values:
         with pytest.raises(ConfigurationError) as refused:
             to_timedelta(value, field="timeout")  # type: ignore[call-overload]

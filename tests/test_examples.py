@@ -42,7 +42,7 @@ LONG = ("gan_manual_optimization.py", "bug_report.py", "ring_all_reduce.py", "mo
 
 @pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.nightly] * (each in LONG)) for each in PRINTED])
 def test_scripts(name: str, tmp_path: Path) -> None:
-    """It ends with success and prints what it should."""
+    """Each script succeeds and prints the expected line."""
     output = run_on_ranks(EXAMPLES / name, cwd=tmp_path)
     assert re.search(PRINTED[name], output), output
 
@@ -113,7 +113,7 @@ def test_exact_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_torchrun(tmp_path: Path) -> None:
-    """The script finds the ranks of torchrun; that it starts its second rank itself is seen on the README's example."""
+    """The script uses the ranks of torchrun; the README's example covers a script that starts its own ranks."""
     done = run_script(EXAMPLES / "torchrun.sh", cwd=tmp_path, launcher=("bash",))
     assert done.exit_code == 0, done.output
     assert re.search(PRINTED["minimal.py"], done.output), done.output

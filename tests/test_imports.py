@@ -61,7 +61,7 @@ def subpackage(module: str) -> str:
 
 
 def test_subpackages_import_only_those_before_them() -> None:
-    """For types as well."""
+    """This includes imports for types."""
     upwards = [
         (module, imported)
         for module in FILES
@@ -72,7 +72,7 @@ def test_subpackages_import_only_those_before_them() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """For types as well, directly or through others."""
+    """This includes imports for types, and cycles through other modules."""
     try:
         TopologicalSorter({module: ours(module) for module in FILES}).prepare()
     except CycleError as error:
@@ -80,7 +80,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_only_adapters_import_lightning() -> None:
-    """Errors and rank facts do not even need torch, which a launcher would load for nothing."""
+    """``errors`` and ``world`` do not import torch either, which a launcher would load in vain."""
     roots = {module: {name.partition(".")[0] for name in imports_of(module)} for module in FILES}
     adapters = ("integration", "cli")
     assert [m for m in FILES if roots[m] & LIGHTNING and subpackage(m) not in adapters] == []
@@ -89,7 +89,7 @@ def test_only_adapters_import_lightning() -> None:
 
 
 def test_windows_is_refused_in_a_sentence() -> None:
-    """Before anything is imported that is not there."""
+    """The error is raised before any module is imported that Windows lacks."""
     code = "import sys; sys.platform = 'win32'; import lightning_ddp_ext"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
@@ -97,5 +97,5 @@ def test_windows_is_refused_in_a_sentence() -> None:
 
 
 def test_other_programs_find_each_distribution_once() -> None:
-    """The finder that waits for the other Lightning's import finds nothing else."""
+    """The finder that waits for the import of the other Lightning finds no other module."""
     assert importlib.metadata.packages_distributions()["torch"] == ["torch"]

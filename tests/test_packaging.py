@@ -32,7 +32,7 @@ def test_public_names_exist_once() -> None:
 
 
 def test_public_api_is_as_recorded() -> None:
-    """A public name, argument, default or type changes on purpose: what differs is listed, with what to do."""
+    """Public names, arguments, defaults and types change only on purpose: the message lists changes and remedy."""
     public_api = pytest.importorskip("tests.public_api", reason="needs griffe, which is for development")
     recorded, found = public_api.RECORDED.read_text().splitlines(), public_api.lines()
     gone = [f"- {line}" for line in recorded if line not in found]

@@ -38,7 +38,7 @@ class Unprintable:
 def test_lines_appear_on_their_ranks(
     variables: dict[str, str], shown: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a launcher's variables; alone it is rank 0."""
+    """The launcher's variables give the rank; without any, the process is rank 0."""
     for name in (*TORCHRUN, "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -50,7 +50,7 @@ def test_lines_appear_on_their_ranks(
 
 
 def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFixture) -> None:
-    """Function, file and `stacklevel` are the caller's, and so is what he gives as `extra`."""
+    """Function, file, `stacklevel` and `extra` are the caller's."""
 
     def helper() -> None:
         rank_logger("tests.some").warning("of the caller", stacklevel=1 + COUNTS_CALLERS)
@@ -68,11 +68,11 @@ def test_a_line_is_as_if_the_logger_had_been_called(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("ranks", ["0", [0, -1], True, 1.5, None])
 def test_other_ranks_are_refused(ranks: Any) -> None:
-    """The message names the argument, what it may be, and what it was."""
+    """The message names the argument, the allowed values and the value received."""
     with pytest.raises(ConfigurationError) as refused:
         rank_logger("tests.some", ranks=ranks)
     assert str(refused.value) == (
-        f"ranks must be 'all', a rank or several, counted from 0 (got {ranks!r}); write ranks=0, say"
+        f"ranks must be 'all', a rank, or several ranks, counted from 0 (got {ranks!r}); write for example ranks=0"
     )
 
 
@@ -87,6 +87,6 @@ def in_a_group(rank: int, world_size: int, store: str) -> list[bool]:
 
 
 def test_a_process_group_overrides_variables(tmp_path: Any) -> None:
-    """A logger that was made before there is a group follows it, and what was before it afterwards."""
+    """A logger that was made before the group takes its rank from it, and afterwards from the variables again."""
     env = {"RANK": str, "LOCAL_RANK": str, "WORLD_SIZE": lambda _: "2"}
     assert run_ranks(in_a_group, 2, f"{tmp_path}/store", env=env) == [[False, True, False], [True, False, True]]

@@ -1,4 +1,4 @@
-"""What rank 0 does for all: the same outcome on every rank, whatever it is."""
+"""Work of rank 0 for all ranks has the same result, or the same error, on every rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fit_and_catch(rank: int, world_size: int, directory: Path) -> list[tuple[str
 
 
 def test_every_rank_has_the_result_or_raises_the_error(tmp_path: Path) -> None:
-    """The work is done once; other ranks have a note on where an error happened, and rank 0's traceback."""
+    """The work runs once; on other ranks an error has a note with its origin, and rank 0's traceback."""
     first, other = run_ranks(fit_and_catch, 2, tmp_path)
     assert first[0] == other[0] == ("[1, 2]", "", [])
     assert [said for said, *_ in first[1:]] == [said for _, said, _ in WORKS]
@@ -73,7 +73,7 @@ def exchange(kind: Kind, directory: Path, length: int) -> tuple[list[str], str, 
 
 
 def test_a_small_value_takes_one_collective(tmp_path: Path) -> None:
-    """A longer one takes two, also if it is long on one rank alone."""
+    """A longer value takes two collectives, even if it is long on one rank only."""
     for length, collectives in ((10, 2), (600, 3), (2000, 4)):
         expected = (["0" * length, "1" * length * 2], "0" * length, collectives)
         assert on_ranks("stock", exchange, tmp_path, length) == [expected] * 2

@@ -58,7 +58,7 @@ def without(environ: dict[str, str], name: str) -> dict[str, str]:
 
 @given(st.integers(1, 64), st.integers(1, 64), st.data())
 def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int, data: st.DataObject) -> None:
-    """Whatever the source of a world, its node and local rank lead back to its rank."""
+    """For every source of a world, node rank and local rank give the rank."""
     size = nodes * per_node
     rank = data.draw(st.integers(0, size - 1))
     plain = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node)}
@@ -89,7 +89,7 @@ def test_rank_is_node_times_processes_plus_local_rank(nodes: int, per_node: int,
     ],
 )
 def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], source: str) -> None:
-    """Each describes the same world with its own variables, and those of an outer one do not override the inner one."""
+    """All launchers describe the same world; an outer one's variables do not override those of the inner one."""
     assert read(dict(itertools.chain.from_iterable(layer.items() for layer in layers))) == world(source=source)
 
 
@@ -106,7 +106,7 @@ def test_the_innermost_launcher_takes_precedence(layers: list[dict[str, str]], s
 def test_arguments_override_launchers_and_are_completed(
     arguments: dict[str, int], environ: dict[str, str], local_rank: int, local_world_size: int, node_rank: int
 ) -> None:
-    """Arguments set local rank and node, else variables, else the Trainer's devices."""
+    """Local rank and node rank follow from arguments, else from variables, else from the Trainer's devices."""
     expected = world(local_rank=local_rank, local_world_size=local_world_size, node_rank=node_rank, source="arguments")
     assert read(environ, rank=3, world_size=4, **arguments) == expected
 
@@ -126,7 +126,7 @@ def test_arguments_override_launchers_and_are_completed(
     ],
 )
 def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> None:
-    """Variables that do not make a whole world, interactive jobs and single MPI processes leave it to Lightning."""
+    """Incomplete variables, interactive jobs and single MPI processes are left to Lightning."""
     assert read_world(environ) is None
 
 
@@ -141,7 +141,7 @@ def test_leftover_variables_do_not_name_a_launcher(environ: dict[str, str]) -> N
     ],
 )
 def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], local_world_size: int) -> None:
-    """The step's nodes precede the job's, then the requested number, then all tasks, or the Trainer's devices."""
+    """It is taken from the step, else the job, else the request, else all tasks, or the Trainer's devices."""
     job = without(SLURM, "SLURM_NNODES")
     assert read({**job, "SLURM_NTASKS": "7", **changes}).local_world_size == local_world_size
     assert read(job, devices=2) == world(source="SLURM")
@@ -157,16 +157,16 @@ def test_slurm_has_the_number_of_processes_on_a_node(changes: dict[str, str], lo
         ),
         (
             lambda: read({}, rank="0", world_size=2),
-            "rank must be an integer (got '0', of type str); write rank=1, say",
+            "rank must be an integer (got '0', of type str); write for example rank=1",
         ),
         (
             lambda: read(without(TORCHRUN, "RANK")),
-            "RANK in the environment must be an integer (got None); write RANK=1, say, or unset the launcher's "
+            "RANK in the environment must be an integer (got None); write for example RANK=1, or unset the launcher's "
             "variables",
         ),
         (
             lambda: read({**PLAIN, "NODE_RANK": "a"}),
-            "NODE_RANK in the environment must be an integer (got 'a'); write NODE_RANK=1, say, or unset the "
+            "NODE_RANK in the environment must be an integer (got 'a'); write for example NODE_RANK=1, or unset the "
             "launcher's variables",
         ),
         (

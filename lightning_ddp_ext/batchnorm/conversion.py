@@ -41,7 +41,7 @@ class Conversion:
     world_size: int
 
     def summary(self) -> str:
-        """Say in one line how many layers were converted, and why the others were not."""
+        """Return one line: how many layers were converted, and why the others were not."""
         reasons = Counter([*self.unsupported.values(), *self.left_alone.values()])
         total = len(self.converted) + reasons.total()
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
@@ -80,9 +80,9 @@ def convert_sync_batchnorm(
 
     Args:
         module: the model, or a layer.
-        include: convert only layers that one of these fits: a pattern for the layer's name, ``"backbone.*"``, a class
-            of layers, or several of them. A pattern or class that fits a module counts for all layers in it.
-        exclude: convert no layer that one of these fits.
+        include: convert only layers that match one of these: a pattern for the layer's name, ``"backbone.*"``, a class
+            of layers, or several of them. A pattern or class that matches a module counts for all layers in it.
+        exclude: convert no layer that matches one of these.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
             number ``n`` for groups of ``n`` consecutive ranks, or a process group. ``"node"`` and numbers need an
@@ -96,7 +96,7 @@ def convert_sync_batchnorm(
             or lazy, or had their ``forward`` replaced.
 
     Raises:
-        ConfigurationError: a selector fits no layer, or ``process_group`` is not one of these.
+        ConfigurationError: a selector matches no layer, or ``process_group`` is not one of these.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     >>> isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)

@@ -52,7 +52,7 @@ def batchnorm_group() -> dist.ProcessGroup | None:
     cannot confuse them.
     """
     context = current()
-    if context is None or not is_gloo("cuda"):  # beside NCCL for GPUs, gloo is not worth a group
+    if context is None or not is_gloo("cuda"):  # with NCCL for GPUs, a separate group does not pay off
         return None
     return context.new_group(purpose="BatchNorm")
 

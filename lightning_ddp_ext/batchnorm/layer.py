@@ -21,8 +21,8 @@ CONTEXT = "_ddpx_context"  # the attribute that layers get when they are convert
 class SyncBatchNorm(_BatchNorm):
     r"""BatchNorm over the batches of all ranks, for inputs (N, C) to (N, C, D, H, W), on CPU and CUDA.
 
-    In training, mean and variance are those of all ranks' batches joined, however many values each of them has, even
-    none; running statistics are the same on all ranks. One collective forward and one backward: every rank must
+    In training, mean and variance are those of all ranks' batches joined, for batches of any size, even empty ones;
+    running statistics are the same on all ranks. One collective forward and one backward: every rank must
     run the same layers in the same order. In evaluation and in a single process it is ``torch.nn.BatchNorm``.
 
     Gradients are those of the *sum* of the ranks' losses, as DDP expects, which divides by the number of ranks: after
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         if not (input.is_cpu or input.is_cuda):
             raise BatchNormError(
                 f"{self._ddpx_context.name} takes inputs on cpu or cuda (got one on {input.device}); "
-                "convert without it (exclude=)"
+                "leave it out of the conversion (exclude=)"
             )
 
     def _count_batch(self) -> Running:

@@ -34,7 +34,7 @@ class Choice:
         """Return the BatchNorm layers that were not chosen, with the reasons.
 
         Raises:
-            ConfigurationError: a selector fits no layer, or is neither a pattern nor a class.
+            ConfigurationError: a selector matches no layer, or is neither a pattern nor a class.
         """
         included, excluded = _matching(model, self.include, "include"), _matching(model, self.exclude, "exclude")
         reasons: dict[Module, str] = {}
@@ -49,7 +49,7 @@ class Choice:
 
 
 def _matching(model: Module, selection: Selection, field: str) -> set[Module]:
-    """Return the modules that a selection fits, and those inside them."""
+    """Return the modules that match a selection, and those inside them."""
     if selection is None:
         return set()
     is_several = isinstance(selection, Iterable) and not isinstance(selection, (str, type))
@@ -71,7 +71,7 @@ def _fitting(model: Module, selector: Any, field: str) -> set[Module]:
         more = ", …" if len(layers) > 5 else ""
         shown = repr(selector) if isinstance(selector, str) else selector.__name__
         raise ConfigurationError(
-            f"{field}={shown} fits no BatchNorm layer; choose among {names}{more}, or modules that contain them"
+            f"{field}={shown} matches no BatchNorm layer; choose among {names}{more}, or modules that contain them"
         )
     return fitting
 

@@ -32,7 +32,7 @@ def mean_and_var(x: Tensor) -> tuple[Vector, Vector]:
 
 
 def has_large_offset(mean: Vector, var: Vector, *, eps: float) -> bool:
-    """Whether a channel's mean is too large beside its deviation for float32."""
+    """Whether a channel's mean is too large relative to its deviation for float32."""
     return bool((mean * mean > _LARGE_OFFSET**2 * (var + eps)).any())
 
 

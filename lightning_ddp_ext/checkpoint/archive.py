@@ -169,7 +169,7 @@ def _has_records(file: BinaryIO, name: str) -> bool:
         raise DamagedCheckpointError(f"checkpoint {name} is empty; {_ANOTHER}")
     if beginning != _SIGNATURE and beginning[:1] != b"\x80":
         raise DamagedCheckpointError(
-            f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, not as a file of torch.save does"
+            f"checkpoint {name} is not a checkpoint: it begins with {beginning!r}, unlike a file of torch.save"
         )
     return beginning == _SIGNATURE
 

@@ -26,7 +26,7 @@ register_package(9, lambda storage: getattr(storage, _LOCATION, None), lambda st
 
 
 def split(content: Any) -> tuple[bytes, list[UntypedStorage]]:
-    """Pickle everything but the storages of tensors; return these beside it, each once and without a copy.
+    """Pickle everything but the storages of tensors; return the pickle and the storages, each once and not copied.
 
     Raises:
         Exception: any error of pickling.

@@ -37,7 +37,7 @@ def seed_of(value: Any) -> int:
 
 
 def uneven_of(value: Any) -> Uneven:
-    """Return one of the policies for lengths that the ranks do not divide."""
+    """Return one of the policies for lengths that are not a multiple of the number of ranks."""
     if not isinstance(value, str) or value not in get_args(Uneven):
         raise ConfigurationError(f"uneven must be 'pad', 'drop' or 'exact' (got {value!r}); 'pad' is what torch does")
     return value  # type: ignore[return-value]

@@ -94,7 +94,7 @@ def set_epoch(loaders: object, epoch: int) -> None:
     Inner objects come first. So one that makes its batches in ``set_epoch`` makes them from objects that already have
     the epoch. Not collective. Exceptions of a ``set_epoch`` propagate.
 
-    The search follows attributes, whatever their names, of these objects:
+    The search follows all attributes of these objects:
 
     - instances of torch's ``DataLoader``, ``Sampler`` and ``Dataset``,
     - objects that have a method ``set_epoch``,

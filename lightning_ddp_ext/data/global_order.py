@@ -84,7 +84,7 @@ class GlobalOrderSampler(DistributedSampler[Any]):
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether the last samples are left out where the ranks do not divide the rest."""
+        """Whether the last samples are left out, so that the length is a multiple of the number of ranks."""
         return self.uneven == "drop"
 
     @property

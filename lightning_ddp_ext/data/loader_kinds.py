@@ -50,7 +50,7 @@ def global_order_of(loader: Any) -> GlobalOrderSampler | None:
 
 
 def rewind(loader: Any) -> None:
-    """Have samplers of ours start at the beginning of the epoch, even if training is in its middle."""
+    """Have samplers of ours start at the beginning of the epoch, even if training is in the middle of it."""
     for sampler in samplers_below(index_sampler_of(loader)):
         if isinstance(sampler, GlobalOrderSampler):
             sampler.resume_at(sampler.epoch, 0)
@@ -141,7 +141,7 @@ class StatePosition(LoaderPosition):
     @override
     def state_dict(self, done: int) -> dict[str, Any]:
         start, batches = self._start_before(done)
-        if self._starts and self._drawn is not None:  # after its end, some loaders start anew
+        if self._starts and self._drawn is not None:  # after its end, some loaders start again
             self._starts[-1].states.append((self._drawn, self.loader.state_dict()))
         known = [each for each in start.states if each[0] <= batches]
         drawn, state = known[-1] if known else (-start.at, None)

@@ -16,11 +16,11 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 @contextmanager
 def preserve_metric_state(results: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Have ``self.log`` and the metrics of torchmetrics work on copies in the block, and drop these at its end.
+    """Let ``self.log`` and torchmetrics work on copies within the block, and discard the copies afterwards.
 
     A key that is logged for the first time stays, with a value that adds nothing to any reduction, so that this rank
-    takes part in those at the end of the epoch. Values that are not reduced over the ranks stay where nothing else was
-    logged, since the neutral ones would be infinite or NaN.
+    takes part in the reductions at the end of the epoch. A value that is not reduced over the ranks stays if nothing
+    else was logged for its key, since a neutral value would be infinite or NaN.
 
     Args:
         results: Lightning's collection of logged values, by key.
@@ -74,7 +74,7 @@ def _empty_lists(metric: Metric, before: dict[str, Any]) -> dict[str, list[Tenso
 
 
 def _restore_result(result: Any, before: dict[str, Any] | None) -> None:
-    """Restore the value that was logged before, or none if that is ``None`` or was reset."""
+    """Restore the value that was logged before; without one, or after a reset, set a neutral value."""
     counted = None if before is None or before["has_reset"] else before
     is_joint = result.meta.sync.should and not result.meta.sync.rank_zero_only
     if not result.is_tensor:

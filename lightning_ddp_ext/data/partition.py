@@ -15,7 +15,7 @@ Uneven = Literal["pad", "drop", "exact"]
 class Shard:
     """The positions that one rank reads from ``start`` on: the k-th is ``start + rank + k * world_size``.
 
-    If the ranks do not divide the remaining positions, ``uneven`` decides:
+    If the number of remaining positions is not a multiple of the number of ranks, ``uneven`` decides:
 
     - ``"pad"``: every rank reads equally many; some read the epoch's first positions once more at their end;
     - ``"drop"``: every rank reads equally many; the last positions are left out;

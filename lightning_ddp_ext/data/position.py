@@ -157,7 +157,7 @@ class LoaderPosition:
     # Resuming.
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raise if the state is of other data, or of a number of ranks that does not fit the present one.
+        """Raise if the state is from other data, or from a number of ranks that does not fit the current one.
 
         Raises:
             ResumeError: the state differs; the error names the difference.
@@ -166,7 +166,7 @@ class LoaderPosition:
         for name, was in state["data"].items():
             if was is not None and was != (has := now.get(name)):
                 raise ResumeError(
-                    f"epoch {state['epoch']} cannot continue in its middle: {self.name} had {name}={was!r} when the "
+                    f"epoch {state['epoch']} cannot be resumed in the middle: {self.name} had {name}={was!r} when the "
                     f"checkpoint was saved, and has {has!r}; resume with the same loaders, data and number of ranks "
                     f"(any number with a sampler such as ScalableDistributedSampler), or {FROM_THE_EPOCHS_START}"
                 )
@@ -219,6 +219,6 @@ class LoaderPosition:
         dropped = sum(1 for _ in islice(batches, number))
         if dropped < number:
             raise ResumeError(
-                f"epoch {self.epoch} cannot continue in its middle: {self.name} ends after {dropped} batches, and "
+                f"epoch {self.epoch} cannot be resumed in the middle: {self.name} ends after {dropped} batches, and "
                 f"{number} were done; resume with the same data, or {FROM_THE_EPOCHS_START}"
             )

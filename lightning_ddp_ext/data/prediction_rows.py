@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ddp_ext.errors import SamplingError
 
 REMEDY = (
-    "have predict_step return a tensor or array with a row for each sample, a list with an item for each, or dicts and "
+    "return from predict_step a tensor or array with a row for each sample, a list with an item for each, or dicts and "
     "tuples of these, with the same structure in every batch, and padded where shapes differ"
 )
 
@@ -31,7 +31,7 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
     ['a', 'b', 'c']
 
     Raises:
-        SamplingError: an output does not have a first dimension by sample.
+        SamplingError: an output does not have a row for each sample.
     """
     if not batches:
         return None
@@ -61,7 +61,7 @@ def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any
         has_rows = isinstance(part, list) or (isinstance(part, (Tensor, np.ndarray)) and part.ndim > 0)
         if not has_rows or len(part) != size or type(part) is not type(first):
             raise SamplingError(
-                f"{name} must have a first dimension by sample, {size} in this batch (got {type(part).__name__}, "
+                f"{name} must have a row for each sample, {size} in this batch (got {type(part).__name__}, "
                 f"rows: {len(part) if has_rows else 'none'}); {REMEDY}"
             )
     if isinstance(first, list):

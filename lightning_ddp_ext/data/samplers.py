@@ -30,8 +30,8 @@ class ScalableDistributedSampler(GlobalOrderSampler):
         shuffle: whether the order is random, or the dataset's.
         seed: the same on every rank, not negative.
         drop_last: the same as ``uneven="drop"``; overrides ``uneven``.
-        uneven: what happens when the ranks do not divide the length: ``"pad"`` reads the epoch's first samples again,
-            ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
+        uneven: what happens when the length is not a multiple of the number of ranks: ``"pad"`` reads the epoch's first
+            samples again, ``"drop"`` leaves the last ones out, ``"exact"`` gives some ranks one more sample.
 
     Raises:
         ConfigurationError: the dataset has no length, or an argument is out of range.

@@ -36,10 +36,10 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
     ``memory://``, ...) go through fsspec within a transaction.
 
     Args:
-        map_location: the device for tensors of the file, in all forms of ``torch.load``. ``None``: the CPU,
-            from where model and optimisers copy them to each rank's device.
+        map_location: the device for the file's tensors, in any form that ``torch.load`` accepts. ``None``: the CPU,
+            from which model and optimisers copy them to each rank's device.
         background: whether ``save_checkpoint`` returns as soon as the content is copied in memory. The file may not
-            exist yet then: see :meth:`wait`. The next save, or the end of ``fit``, raises the save error.
+            exist yet: see :meth:`wait`. The next save, or the end of ``fit``, raises the save error.
         verify: whether checksums are checked on loading. Files of torch 1.6 and later have them, unless they were
             switched off; a file without checksums is read with a warning.
         weights_only: whether only data may be read, and no objects of other classes; ``None``: torch's own default.
@@ -69,7 +69,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
-        """Write ``checkpoint`` to ``path``. Only rank 0 need call it.
+        """Write ``checkpoint`` to ``path``. Only rank 0 needs to call it.
 
         Raises:
             CheckpointSaveError: it was not written, and an existing local file is left untouched; in the background
@@ -122,7 +122,9 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Remove a checkpoint, in order; after a failed save, once a save succeeds. Only rank 0 need call it.
+        """Remove a checkpoint after all earlier saves; if the last one failed, after the next save that succeeds.
+
+        Only rank 0 needs to call it.
 
         Raises:
             CheckpointError: it could not be removed.
@@ -130,7 +132,7 @@ class RankZeroCheckpointIO(pl.plugins.CheckpointIO):
         self.saver.follow_up(os.fspath(path), partial(remove, path), later=self.background, postpone=True)
 
     def link(self, target: PathLike, path: PathLike) -> None:
-        """Make ``path`` a symbolic link to the checkpoint ``target``, in order and in one step.
+        """Make ``path`` a symbolic link to the checkpoint ``target``, in one step and after all earlier saves.
 
         Raises:
             CheckpointSaveError: the file system has no links, or the path is a directory.

@@ -95,7 +95,7 @@ def _none_found(trainer: Any, stop_checkpoint: str | None) -> str:
         parts.append(f"a stop saves {stop_checkpoint}, which the same command then finds")
         name = os.path.basename(stop_checkpoint)
         others = map(str, Path(trainer.default_root_dir, "checkpoints").glob(f"*/{name}"))
-        parts += [f"{other} is of another command; give its path to resume from it" for other in others]
+        parts += [f"{other} belongs to another command; give its path to resume from it" for other in others]
     if _follows_logger(trainer):
         found_only_there = f"files in {checkpoint_directory(trainer)} are only found by a run with that directory"
         parts.append(f"{found_only_there}; set ModelCheckpoint(dirpath=...) to keep it")

@@ -182,9 +182,10 @@ class Checkpoints:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception ended the Trainer's run, so that some ranks may never make a collective call.
+        """Whether an exception ended the Trainer's run, so that some ranks may not make the next collective call.
 
-        If every rank raised one, this holds until it was handled. After a stop all ranks still make them.
+        If every rank raised one, this is true until the exception is handled. After a stop by a signal it is false,
+        because all ranks still make the same calls.
         """
         trainer, context, stops = self._trainer, current(), getattr(self._strategy, "stops", None)  # of our strategy
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -206,7 +207,7 @@ def _adapted(content: Any, path: str, model: nn.Module | None) -> dict[str, Any]
     if is_plain_state_dict(content):
         rank_zero_info(
             f"{path} is a plain state dict: its weights are loaded, and optimisers, learning rates and progress "
-            "start anew"
+            "start from scratch"
         )
         content = {"state_dict": content, "epoch": 0, "global_step": 0, "optimizer_states": [], "lr_schedulers": []}
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), Mapping):

@@ -49,7 +49,7 @@ class Evaluation(IdleSteps):
             return
         if sampler is None or not has_length:
             name = type(loader.loader).__name__
-            where = f"{name} has no sampler with a length (inf: none)"
+            where = f"{name} has no sampler with a length"
             refuse(self._strategy, _idle_rank_error(batches, where))
         spare = None
         if min(batches) == 0:  # it reads the first batch of another rank: any index of the sampler is valid
@@ -79,7 +79,8 @@ class Evaluation(IdleSteps):
 
 
 def _idle_rank_error(batches: tuple[int, ...], where: str) -> SamplingError:
+    unknown = "; inf: no length" if math.inf in batches else ""
     return SamplingError(
-        f"every rank needs its own batch in every step if {where} (got {batches} batches, by rank); choose a "
+        f"every rank needs its own batch in every step if {where} (got {batches} batches, by rank{unknown}); choose a "
         "batch_size that gives all ranks equally many batches, or set exact_evaluation=False"
     )

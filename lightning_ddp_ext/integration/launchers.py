@@ -128,9 +128,9 @@ class ProcessesLauncher(MultiProcessingLauncher):
         environment = self._environment
         if environment.creates_processes_externally:
             raise ConfigurationError(
-                f"start_method={self._start_method!r} starts the ranks itself, but this process was started as one of "
-                f"them already (rank {environment.global_rank()} of {environment.world_size()}, from "
-                f"{source_of(environment)}); use strategy='ddp_ext' here, or start the script without a launcher"
+                f"start_method={self._start_method!r} starts the ranks itself, but this process is already rank "
+                f"{environment.global_rank()} of {environment.world_size()}, from {source_of(environment)}; "
+                "use strategy='ddp_ext' here, or start the script without a launcher"
             )
         if self._already_fit and trainer is not None and trainer.state.fn == "fit":
             raise NotImplementedError(

@@ -28,7 +28,7 @@ class RanksLayerSync(pl.plugins.LayerSync):
         self._converted: Module | None = None
 
     def refuse_beside(self, other: pl.plugins.LayerSync | None) -> None:
-        """Raise if layers are chosen beside the Trainer's own layer synchronisation."""
+        """Raise if layers are chosen in addition to the Trainer's own layer synchronisation."""
         if other is not None and (self._ranks is not None or self._choice != Choice()):
             raise ConfigurationError(
                 "sync_batchnorm=True converts all layers over all ranks, but SyncBatchNormConversion "

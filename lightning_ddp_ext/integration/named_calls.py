@@ -30,7 +30,7 @@ def report_step() -> None:
 
 
 def ranks_of(strategy: Any) -> Ranks:
-    """Return the ranks of a strategy, from the view of this one."""
+    """Return the ranks of a strategy, as this rank sees them."""
     return Ranks(strategy.global_rank, strategy.world_size, strategy.root_device)
 
 

@@ -39,8 +39,8 @@ def gather_predictions(trainer: Any) -> Any:
         several loaders a list with one entry each, which is ``None`` if nothing was read. On other ranks ``None``.
 
     Raises:
-        SamplingError: on every rank: predictions are missing, or a loader does not record which samples they are
-            for, or they have no first dimension by sample, or their structures or shapes differ.
+        SamplingError: on every rank: predictions are missing, a loader does not record which samples they are for,
+            they do not have a row for each sample, or their structures or shapes differ.
 
     Example::
 

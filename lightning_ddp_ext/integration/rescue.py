@@ -158,7 +158,7 @@ class Rescue:
         try:
             self._own.write(kind, batches, *parts)
         except OSError as error:  # training continues
-            self._own, self._refusal = None, f"the states of ranks are not recorded any longer ({error})"
+            self._own, self._refusal = None, f"the ranks' states are no longer recorded ({error})"
 
     def on_iterator_start(self) -> None:
         """Note a new iterator over training data, once its first batch has been read."""
@@ -298,7 +298,7 @@ class Rescue:
         current = self._progress.current
         if current.ready > current.processed:
             if not trainer.lightning_module.automatic_optimization:
-                return "the failure came in the middle of a batch of manual optimisation"
+                return "the failure happened in the middle of a batch of manual optimisation"
             if is_in_optimizer_step(trainer) and self._evaluations > 1:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):

@@ -168,7 +168,7 @@ class Resume:
         positions, states = positions_of(self._trainer), self._own["loaders"]
         if len(states) != len(positions):
             raise ResumeError(
-                f"epoch {self.restart.epoch} cannot continue in its middle: it was read from {len(states)} training "
+                f"epoch {self.restart.epoch} cannot be resumed in the middle: it was read from {len(states)} training "
                 f"loaders, and there are {len(positions)}; resume with the same ones, or {FROM_THE_EPOCHS_START}"
             )
         for position, state in zip(positions, states, strict=True):

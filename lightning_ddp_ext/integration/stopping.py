@@ -90,7 +90,7 @@ class StopController:
 
     @property
     def _warnings(self) -> list[signal.Signals]:
-        """The signal with which schedulers announce the job timeout, unless the user handles it."""
+        """The signal of a job's time limit: that of SLURM's requeue, else SIGUSR1 unless the user handles it."""
         requeue_signal = None if self._slurm is None else self._slurm.requeue_signal
         if requeue_signal is None and has_handler(signal.SIGUSR1):
             return []

@@ -46,7 +46,7 @@ TIMEOUT = timedelta(minutes=30)  # Lightning's; the default of NCCL would be 10 
 
 
 class DDPExtStrategy(RankDevicesStrategy):
-    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits in bounded time.
+    """Lightning's ``ddp`` with a choice of how the ranks connect; after a failure every rank exits within bounded time.
 
     Args:
         init_method: where the ranks connect: ``"env://"``, ``"tcp://host:29500"``, ``"file:///shared/run42"``, or an
@@ -74,7 +74,7 @@ class DDPExtStrategy(RankDevicesStrategy):
         resume_data: where training continues in a checkpoint's epoch: ``"exact"``: with the next batch and each rank's
             random states; ``"epoch"``: at the epoch's start, for data that changed; ``"stock"``: as Lightning does.
         stop_checkpoint: where all ranks save after SIGTERM, SIGUSR1 or Ctrl-C on one of them: a path, or a file name
-            beside the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
+            next to the other checkpoints, or in ``default_root_dir`` if a logger decides where these are; ``None`` to
             save nothing. In the next run of the same command ``ckpt_path="last"`` finds it.
         rescue_checkpoint: where a survivor saves the last step after another rank died or failed: as for
             ``stop_checkpoint``, such as ``"last-rescued.ckpt"``; ``None`` to save nothing. The file is removed when a

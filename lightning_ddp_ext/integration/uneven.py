@@ -60,7 +60,7 @@ class UnevenInputs(IdleSteps):
         if min(lengths) < max(lengths) == math.inf:
             problem = (
                 f"training loader {type(loader.loader).__name__} must have a length on every rank or on none (got "
-                f"{lengths}, by rank; inf: no length), or Lightning waits for ever; give it __len__ on every rank"
+                f"{lengths}, by rank; inf: no length), or Lightning waits forever; give it __len__ on every rank"
             )
             refuse(self._strategy, SamplingError(problem))
         if math.inf not in lengths:
@@ -149,7 +149,7 @@ def _unevenness(trainer: Any, lengths: tuple[float, ...]) -> str | None:
     by_rank = listed(f"{length} on {ranks_in_words(who)}" for length, who in grouped(dict(enumerate(lengths))))
     return (
         f"the ranks have different numbers of training batches ({by_rank}), and after the first {fewest} "
-        "some ranks would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
+        "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
         "sampler or drop_last=True give all ranks equally many"
     )
 

@@ -127,7 +127,7 @@ class Coordinator:
     def _handle_hello(self, connection: Connection, hello: Hello) -> None:
         info = hello.info
         if info in self._table:
-            # This process is already a rank, and starts anew before rank 0 does.
+            # This process is already a rank, and starts again before rank 0 does.
             self._channel.reply(connection, "handshake", {"stranger": True})
             return
         error = self._objection_to(hello)

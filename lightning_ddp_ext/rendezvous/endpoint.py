@@ -175,7 +175,7 @@ class FileEndpoint(Endpoint):
 
 @dataclass
 class StoreEndpoint(Endpoint):
-    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` that no other run uses."""
+    """Rank 0 writes its address into a launcher's store at ``where``, under a ``key`` made from the run id."""
 
     where: Tcp
     key: str

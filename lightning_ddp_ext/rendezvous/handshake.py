@@ -1,4 +1,4 @@
-"""Run the part of every rank but rank 0 in the handshake: find rank 0, send a hello, wait for the reply."""
+"""Run the handshake on every rank except rank 0: find rank 0, send a hello, and wait for the reply."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Handshake:
                 raise RendezvousError(sentence)
             self._published = address = self._endpoint.look_up(self._deadline)
             if address is None:
-                self._obstacle = "no rank 0 has published its address there"
+                self._obstacle = "rank 0 has not published its address there"
             elif any(self._is_rank_zero_at(host, address) for host in address.candidates(self._hello.info.network)):
                 return
         raise self._not_found()
@@ -131,7 +131,9 @@ class Handshake:
             )
         if "stranger" in self._answers:
             return "another run answers there"
-        return "it accepted, but is silent" if closed is None else "it closed the connection without an answer"
+        if closed is None:
+            return "it accepted the connection, but did not reply"
+        return "it closed the connection without a reply"
 
     def _not_found(self) -> RendezvousError:
         found, obstacle = self._obstacle, self._endpoint.obstacle()
@@ -148,8 +150,8 @@ class Handshake:
         if self._published is not None and self._published.pid:
             found = f"{found}; pid {self._published.pid} on host {self._published.host} published its address there"
         return RendezvousError(
-            f"{self._hello.info} found no rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
-            f"check that rank 0 is started, {remedy}, and that no firewall blocks the way"
+            f"{self._hello.info} did not find rank 0 at {where} within {self._deadline.seconds:g} s ({found}); "
+            f"check that rank 0 is started, {remedy}, and that no firewall blocks the connection"
         )
 
     # Wait for the other ranks.

@@ -88,7 +88,7 @@ class ProcessContext:
 
     @contextmanager
     def _forming(self) -> Iterator[None]:
-        """Have another rank's exit end this rank's wait for it in the store, while the block runs."""
+        """End this rank's wait in the store if another rank exits while the block runs."""
         with start_run(), self.groups.forming():
             if self.peers.cause is not None:
                 raise self.peers.cause.to_error()
@@ -189,9 +189,9 @@ def current() -> ProcessContext | None:
 def join(request: Request) -> ProcessContext | None:
     """Connect to the other ranks and form the process group. Collective: every rank must call it.
 
-    A process joins once. Later calls reuse the ranks: with another backend or other variables a new group is
-    formed, another timeout is set, and any other difference raises. A world of one rank is left for another
-    one. After a failure that all ranks survived they leave, and start anew.
+    A process joins once. Later calls reuse the connections: with another backend or other variables a new group is
+    formed, another timeout is set, and any other difference raises. A process that was the only rank may join other
+    ranks later. After a failure that all ranks survived, they leave and connect again.
 
     Returns:
         The context; ``None`` if other code opened the default process group, which is then used.

@@ -52,7 +52,7 @@ class ProcessGroups:
 
     Attributes:
         request: the settings of the current default group.
-        others: groups beside the default one, by key.
+        others: all groups except the default one, by key.
         has_aborted_nccl: whether kernels that waited for other ranks returned partial sums. Work that was queued behind
             them, such as an optimiser step, used these.
     """

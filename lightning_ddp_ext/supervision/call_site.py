@@ -8,7 +8,7 @@ from types import FrameType
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
-# Packages in between, whose lines do not help users to find their mistake.
+# Packages between the call and the user's code; their lines do not help users to find their mistake.
 _BETWEEN = sys.stdlib_module_names | {
     "lightning",
     "lightning_ddp_ext",
@@ -38,7 +38,7 @@ def call_site_of(frame: FrameType | None) -> str:
 
 
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether a call of the main thread has not returned; called by another one."""
+    """Whether a call on the main thread has not returned yet; for other threads."""
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -46,5 +46,5 @@ def is_main_thread_in(call: FrameType) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; called by another one."""
+    """Return the innermost frame of the main thread; for other threads."""
     return sys._current_frames().get(threading.main_thread().ident or 0)

@@ -12,7 +12,7 @@ _LOOKS = 3  # at a rank that waits for others: it may be about to return from a 
 
 
 class CommonEnd:
-    """Determines whether every rank raises. All ranks must create theirs before one of them raises."""
+    """Determines whether every rank raises. Every rank must create its object before any rank raises."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context, self._peers = context, context.peers

@@ -24,7 +24,7 @@ _behind: Hook | None = None  # the hook that ours calls
 
 
 def install_excepthook() -> None:
-    """Put our ``sys.excepthook`` in front of the current one; call it after each forming of a group.
+    """Put our ``sys.excepthook`` in front of the current one; for use after each group is formed.
 
     torch then installs another hook, which delays output until everything is printed. A hook that a user
     put in front of ours since the first call stays there.

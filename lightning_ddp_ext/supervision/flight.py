@@ -18,7 +18,7 @@ import torch
 
 _SIZE = "2000"  # torch's own default, where it has one
 _VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-# Of each group the last few: ranks that wait for each other are at most some collectives apart.
+# The latest collectives of each group: ranks that wait for each other are only a few apart.
 _RECENT = 32
 _DEFAULT_GROUP = "default_pg"
 # For gloo and other backends, and for NCCL, which is missing in builds without CUDA.

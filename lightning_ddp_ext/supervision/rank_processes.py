@@ -144,7 +144,7 @@ class RankProcesses:
             self._raise(min(failed, key=self._order_of_blame))
         if not os.path.exists(self._results_file):
             what = "exited with status 0 in the middle of its work; look for the cause (sys.exit, an interrupt)"
-            raise self._error(RankFailedError, 0, what)  # Lightning would wait for its results for ever
+            raise self._error(RankFailedError, 0, what)  # Lightning would wait forever for its results
         return True
 
     def _wait_for_an_end(self) -> None:

@@ -22,9 +22,9 @@ _PRINTS_CAUSE_WITHIN = 6.0
 class StopSignals:
     """Handlers for signals, in front of the existing ones.
 
-    Python calls a handler in the main thread once that returns from C code: never, if it waits there for a missing
-    rank. So a thread also gets each signal, from Python's own handler in C, which immediately writes the signal's
-    number to a descriptor.
+    Python calls a handler in the main thread, once that thread returns from C code. If it waits there for a missing
+    rank, it never returns. So a second thread also gets each signal: Python's own handler in C immediately writes the
+    signal's number to a descriptor, which that thread reads.
 
     A user's handler is called after ours. Python's own handler for Ctrl-C is not: it would raise in the middle of a
     step. It handles a second Ctrl-C.

@@ -42,7 +42,7 @@ _REMEDY = "let every rank make the same calls, or give the strategy a longer tim
 
 
 class Survey:
-    """This rank's part in surveys. All ranks must create theirs before one of them sends a request.
+    """This rank's part in surveys. Every rank must create its object before any rank sends a request.
 
     Attributes:
         describe: returns this rank's report.
@@ -205,7 +205,7 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
         return event_of("hung", silences[0].who, f"{listed(silences, separator='; ')}; {wait}")
     if kind == "silence" or not elsewhere:
         return None
-    places = listed((f"{each.who} is in {each.place or 'no code of yours'}" for each in elsewhere), separator=" and ")
+    places = listed((f"{each.who} is in {each.place or 'library code'}" for each in elsewhere), separator=" and ")
     return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
 
 

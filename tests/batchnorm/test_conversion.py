@@ -73,8 +73,8 @@ def test_chosen_layers_are_converted(arguments: dict[str, Any], names: list[str]
 @pytest.mark.parametrize(
     ("selection", "told"),
     [
-        ({"include": ["stem", "backbone.*"]}, r"^include='backbone\.\*' fits no BatchNorm layer; choose among stem.1"),
-        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear fits no .* head, or modules that contain them\n"),
+        ({"include": ["stem", "backbone.*"]}, r"^include='backbone\.\*' matches no BatchNorm layer; choose among stem"),
+        ({"exclude": ["stem", nn.Linear]}, r"^exclude=Linear matches no .* head, or modules that contain them\n"),
         ({"exclude": nn.Conv2d(3, 3, 1)}, r"^exclude takes patterns of layer names and classes"),
         ({"include": [["stem"]]}, r"^include takes patterns of layer names and classes"),
     ],
@@ -158,7 +158,7 @@ def warnings_of(model: nn.Module, **choice: Any) -> list[str]:
 
 
 def test_layers_that_are_not_converted_are_named_in_one_warning() -> None:
-    """They stay as they are; the warning has their names, classes and reasons, and the arguments that end it."""
+    """These layers are unchanged; the warning has their names, classes and reasons, and the arguments that avoid it."""
     layers = [
         (Scaled(3), "0 (Scaled) overrides forward; "),
         (Mixed(3), "1 (Mixed) overrides forward; "),

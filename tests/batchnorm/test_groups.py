@@ -50,7 +50,7 @@ def members(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
 
 
 def test_statistics_are_those_of_the_ranks_in_the_group(tmp_path: Path) -> None:
-    """Only they count; a rank outside of a group is alone. A pickle has no group, and means all ranks."""
+    """Only ranks of the group count; a rank outside of it is alone. A pickled layer uses all ranks."""
     found = run_ranks(members, 4, tmp_path)
     expected = {
         "None": [[0, 1, 2, 3]],

@@ -113,7 +113,7 @@ def test_one_process_is_torchs(options: dict[str, Any]) -> None:
 
 
 def test_a_variance_beyond_half_precision_is_averaged_before_it_is_rounded() -> None:
-    """A batch may have one that float16 cannot hold, the running one need not be infinite because of it."""
+    """A batch's variance may exceed float16; the running variance stays finite."""
     running = Running(torch.zeros(1, dtype=torch.float16), torch.ones(1, dtype=torch.float16), 0.1)
     running.update(Statistics(np.zeros(1), np.array([160_000.0]), 10.0))
     assert running.var is not None

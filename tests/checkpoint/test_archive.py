@@ -45,7 +45,7 @@ def outcome(path: Path, mode: Mode = "auto") -> Any:
 
 @pytest.mark.parametrize("mode", ["auto", "broadcast"])
 def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
-    """Whatever byte of the file changes, the content is what was written, or else the error is ours."""
+    """For any changed byte of the file, the content is still as written, or our error is raised."""
     copy, content, chance = path.with_name("any.ckpt"), path.read_bytes(), random.Random(1)
     refused = 0
     for position in range(2 * (mode == "auto"), len(content), 4):
@@ -59,7 +59,7 @@ def test_no_changed_byte_gives_other_content(mode: Mode, path: Path) -> None:
 
 
 def test_a_truncated_file_is_refused_at_any_length(path: Path) -> None:
-    """However much of the end is missing, the file is damaged."""
+    """The file counts as damaged, no matter how much of its end is missing."""
     copy = path.with_name("short.ckpt")
     shutil.copy(path, copy)
     for size in reversed(range(path.stat().st_size)):

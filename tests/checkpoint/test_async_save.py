@@ -56,7 +56,7 @@ class Disk:
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=8))
 def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> None:
-    """All is done in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
+    """Jobs run in the order of the calls; removals wait for a save that succeeds; the first error is raised."""
     failing = tuple(str(number) for number, (is_save, fails) in enumerate(calls) if is_save and fails)
     expected, postponed, has_failed = list[str](), list[str](), False
     with Disk(failing=failing) as it:
@@ -113,5 +113,5 @@ def fork(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("work", [save_and_exit, fork])
 def test_an_error_that_is_not_raised_is_logged(work: Callable[[int, int], None]) -> None:
-    """At the end of the process, which has waited for the save; those of multiprocessing end in different ways."""
+    """The process logs it at its end, after it has waited for the save, also if multiprocessing forked it."""
     assert output_of_all(launch_ranks(work, 1)).count("no room") == 1

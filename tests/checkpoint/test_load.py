@@ -66,7 +66,7 @@ def test_weights_stay_in_the_file_until_they_are_dropped(is_plain: bool, tmp_pat
     ],
 )
 def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
-    """The error names what is wrong, what would be right and what was received."""
+    """The error names the mistake, the allowed values and the value received."""
     with pytest.raises(ConfigurationError, match=f"map_location {says}"):
         RankZeroCheckpointIO(map_location)
 
@@ -86,7 +86,7 @@ def test_invalid_locations_are_refused(map_location: Any, says: str) -> None:
     ],
 )
 def test_memory_is_on_the_chosen_device(map_location: Any, location: str, device: str) -> None:
-    """By the device that it was saved from; memory that stays is not copied."""
+    """The device depends on the one that it was saved from; memory that stays in place is not copied."""
     storage = numbers(3).untyped_storage()
     placed = placement(map_location)(storage, location)
     assert placed.device.type == device
@@ -125,7 +125,7 @@ BOTH = pytest.mark.parametrize("mode", ["map", "broadcast"])
 @BOTH
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_class_that_raises_does_not_make_a_file_damaged(mode: Mode, verify: bool, tmp_path: Path) -> None:
-    """Its error is named; where the bytes differ as well, they are."""
+    """The message has the class's error; if bytes are also wrong, it names those instead."""
     path, options = tmp_path / "it.ckpt", {"weights_only": False, "verify": verify}
     torch.save({"it": Raises()}, path)
     assert "ValueError: field is of an older version; make the classes" in refused(path, mode, **options)

@@ -53,7 +53,7 @@ def see_different_files(kind: Kind, directory: Path, files: Path) -> list[str]:
 
 
 def test_every_rank_gets_the_checkpoint(tmp_path: Path) -> None:
-    """Mapped or sent; a rank without the file, or with another one, receives rank 0's, and a copy is as good."""
+    """The file is mapped or sent; a rank without it, or with a different one, receives rank 0's; a copy also serves."""
     saved(tmp_path / "it.ckpt", kinds())
     shutil.copy(tmp_path / "it.ckpt", tmp_path / "copy.ckpt")
     saved(tmp_path / "other.ckpt", kinds() | {"float": kinds()["float"] + 1})  # of the same size
@@ -81,7 +81,7 @@ def use_files_that_differ(kind: Kind, directory: Path, files: Path) -> list[str]
 
 
 def test_all_ranks_raise_the_error_in_a_bad_file(tmp_path: Path) -> None:
-    """All raise rank 0's; with ``restore="map"`` so is that of a rank without the file or with another one."""
+    """All raise rank 0's error; with ``restore="map"`` also that of a rank without the file, or with another one."""
     saved(tmp_path / "whole.ckpt", {"a": numbers(6000)})
     saved(tmp_path / "other.ckpt", numbers(5))
     one, other = on_ranks("stock", use_files_that_differ, tmp_path, tmp_path)
@@ -135,7 +135,7 @@ def hang_up(*_: Any, **__: Any) -> Any:
 
 
 def test_an_object_store_is_read(tmp_path: Path) -> None:
-    """By rank 0, or by each with ``map``; a missing object and a store that fails are errors of all."""
+    """Rank 0 reads it, or each rank with ``map``; all ranks raise if the object is missing or the store fails."""
     one, other = on_ranks("stock", from_memory, tmp_path)
     assert one == other
     assert one[:2] == [f"CheckpointNotFoundError: checkpoint {URL} does not exist; give the path of a file"] * 2

@@ -62,7 +62,7 @@ def test_a_new_file_is_whole_and_has_its_own_mode(tmp_path: Path, monkeypatch: p
 
 
 def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> None:
-    """A user's setting holds for the user's own files, and is what it was afterwards."""
+    """The user's setting still applies to the user's own files, and is unchanged afterwards."""
     with without_checksums():
         write(kinds(), tmp_path / "it.ckpt")
         assert not get_crc32_options()
@@ -70,7 +70,7 @@ def test_checksums_are_recorded_with_any_setting_of_torch(tmp_path: Path) -> Non
 
 
 def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is the store's and names the URL, and the next save succeeds."""
+    """The error has the store's reason and the URL; the next save succeeds."""
 
     def fail_halfway(checkpoint: Any, file: Any) -> None:
         file.write(b"half of it")
@@ -89,7 +89,7 @@ def test_an_upload_that_breaks_off_leaves_the_old_object(url: str, monkeypatch: 
 
 
 def test_a_new_file_that_may_not_last_is_not_called_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in place when only its directory cannot be forced to the disk."""
+    """The new file is in place if only its directory could not be forced to the disk."""
     errors = iter([None, OSError(errno.EIO, "because")])
 
     def fail_for_the_directory(_: int) -> None:
@@ -140,7 +140,7 @@ def test_a_disk_that_refuses_is_named(disk: Path, tmp_path: Path) -> None:
 
 
 def test_removing(url: str) -> None:
-    """A file goes, a directory goes with all in it, and where nothing is nothing happens."""
+    """Files and whole directories are removed; a missing path is not an error."""
     directory = url.rpartition("/")[0]
     for path in (url, directory):
         write({}, url)

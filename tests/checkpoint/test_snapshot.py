@@ -54,7 +54,7 @@ def distance(one: Tensor, other: Tensor) -> int | None:
 @settings(max_examples=20, deadline=None)
 @given(checkpoints(), checkpoints())
 def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
-    """Whatever is in the checkpoint and the buffer, it is equal, and shares what was shared."""
+    """The copy is equal for any checkpoint and any earlier buffer, and tensors that shared memory still do."""
     buffer = Buffer()
     for content in (first, second):
         expected, taken = copy.deepcopy(content), buffer.snapshot(content)
@@ -68,7 +68,7 @@ def test_a_snapshot_is_a_copy_of_its_moment(first: Any, second: Any) -> None:
 
 
 def test_every_kind_of_tensor_is_taken() -> None:
-    """Whatever a save in the foreground takes is taken, and torch saves it as it would have saved the original."""
+    """The snapshot accepts what a save in the foreground accepts, and torch saves it exactly like the original."""
     original, expected = kinds() | unusual(), kinds() | unusual()
     taken = Buffer().snapshot(original)
     for name, tensor in kinds().items():

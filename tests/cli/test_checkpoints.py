@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_files_are_verified(path: Path, tmp_path: Path) -> None:
-    """Each has its sentence, damaged records are named, and the status is that of the worst; nothing is run."""
+    """Each file gets a sentence that names damaged records; the worst file sets the status; no code of a file runs."""
     good, bad, unknown = save(path), save(tmp_path / "bad.ckpt", it=WouldRun(tmp_path / "ran")), tmp_path / "u.ckpt"
     flip(flip(bad, "data/1"), "data.pkl")
     with without_checksums():
@@ -78,7 +78,7 @@ def test_unreadable_files_get_one_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On stderr, with status 1; nothing of the file is run."""
+    """The sentence is on stderr, the status is 1, and no code of the file runs."""
     monkeypatch.chdir(tmp_path)
     spoil(save(tmp_path / "it.ckpt"))
     ended = run("checkpoint", command, spelling)
@@ -95,7 +95,7 @@ def test_unreadable_files_get_one_sentence(
     ],
 )
 def test_an_unreadable_file_has_another_status(path: str, says: str) -> None:
-    """A program that deletes what `verify` calls damaged keeps it."""
+    """A program that deletes files which `verify` calls damaged keeps this one."""
     assert says in (ended := run("checkpoint", "verify", path)).stderr
     assert ended.status == 4
     assert json.loads(run("checkpoint", "verify", "--json", path).stdout)["whole"] is None
@@ -110,7 +110,7 @@ def leftover(tmp_path: Path) -> Path:
 
 
 def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
-    """Path and size; other files stay, whatever they are called, and no link is followed."""
+    """The list has path and size; files with similar names stay, and links are not followed."""
     names = (".ddpx-ab12.link", ".ddpx-aaaaaaaaaaaaaaaa.partial", ".ddpx-bbbbbbbbbbbbbbbb.partial")
     link, trap, directory = map(leftover.with_name, names)
     others = [leftover.with_name(name) for name in ("it.ckpt", ".ddpx-notes.partial", f"{leftover.name}.ckpt")]
@@ -132,7 +132,7 @@ def test_leftovers_are_listed_and_removed_on_request(leftover: Path) -> None:
 
 
 def test_what_may_still_be_written_is_left_alone(leftover: Path) -> None:
-    """A file of the last hour, which another host may be writing, and one that this host is writing."""
+    """This covers a file of the last hour, which another host may be writing, and one that this host is writing."""
     with atomic_write(leftover.with_name("it.ckpt")):
         ended = run("checkpoint", "clean", leftover.parent, "--yes")
         assert (ended.status, ended.stdout.count(" is not an hour old: kept\n")) == (0, 2)

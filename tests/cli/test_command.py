@@ -30,7 +30,7 @@ def test_as_a_module(tmp_path: Path) -> None:
 
 
 def test_help_and_version() -> None:
-    """Help names the commands; an unknown one has status 2."""
+    """Help names the commands; an unknown command exits with status 2."""
     assert all(command in run("checkpoint", "--help").stdout for command in ("verify", "clean"))
     assert run("--version").stdout == f"lightning-ddp-ext {metadata.version('lightning-ddp-ext')}\n"
     assert run("checkpoint", "fix").status == 2

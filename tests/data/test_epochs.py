@@ -78,7 +78,7 @@ class Answering(Dataset[int]):
 
 
 def test_other_objects_get_no_epoch() -> None:
-    """Neither modules and Trainers and what is below them, nor what only promises a method of that name."""
+    """Modules, Trainers and objects inside them get none, nor do objects that only claim to have such a method."""
     beyond = Taker()
     trainer, data, module = Trainer(barebones=True), LightningDataModule(), Module()
     trainer.held = data.held = module.held = beyond
@@ -89,7 +89,7 @@ def test_other_objects_get_no_epoch() -> None:
 
 
 def test_data_is_not_walked_through() -> None:
-    """Of lists of a million values and of big object graphs in a dataset, next to nothing is looked at."""
+    """The search skips nearly all of a list of a million values, and of a large object graph in a dataset."""
     numbers = CountingList([0] * 1_000_000)
     records = CountingList({"image": [index], "box": (1, 2)} for index in range(100_000))
     lists = CountingList([numbers] * 1000)

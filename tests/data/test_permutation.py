@@ -24,7 +24,7 @@ def counts(values: NDArray[Any], length: int, cells: int) -> NDArray[np.int64]:
 
 @pytest.mark.parametrize("length", [1, 2, 1000, 65_535, 65_536, 65_537, 65_538, 100_003, 257 * 256, 2**18, 999_999])
 def test_lengths_around_the_table_and_beyond_are_bijections(length: int) -> None:
-    """Short orders come from a table, longer ones from a network; the change loses nothing."""
+    """Short orders are read from a table, longer ones from a network; both are complete near the limit."""
     assert np.array_equal(np.sort(Permutation(length, 3).apply(np.arange(length))), np.arange(length))
 
 

@@ -35,7 +35,7 @@ class Lazy(list[int]):
 
 
 def test_a_sampler_is_the_same_whatever_its_dataset_holds() -> None:
-    """A new process has not read a sample yet."""
+    """The identity does not depend on samples that the process has read."""
     data = Lazy(range(5))
     sampler = RandomSampler(data, replacement=True)
     before = identity_of(BatchSampler(sampler, 2, drop_last=False))
@@ -87,7 +87,7 @@ KINDS: dict[str, Any] = {
 @law
 @given(kind=st.sampled_from([*KINDS]), length=st.integers(1, 60), ranks=st.integers(1, 9), epoch=st.integers(0, 3))
 def test_the_order_does_not_depend_on_the_number_of_ranks(kind: str, length: int, ranks: int, epoch: int) -> None:
-    """Taken in turn it is one process's; "pad" continues with the first items, and "drop" leaves the last ones out."""
+    """The ranks' items in turn are the order of one process; "pad" appends the first items, "drop" omits the last."""
 
     def shares(world_size: int, uneven: str) -> list[list[Any]]:
         return dealt(lambda w, r: KINDS[kind](length, w, r, seed=3, uneven=uneven), world_size, epoch)
@@ -145,7 +145,7 @@ def test_other_numbers_of_ranks_read_the_rest(
     ("length", "digest"), [(1000, "0df14c22ea6ace32"), (70_001, "0dbb2761ad438328"), (2**62, "58228eda3b538ecb")]
 )
 def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
-    """A seed and an epoch have the same indices in every version, so checkpoints continue in their order."""
+    """A seed and an epoch give the same indices in every version, so checkpoints continue in their order."""
     sampler = ScalableDistributedSampler(range(length), 3, 1, seed=7)
     sampler.set_epoch(5)
     indices = list(islice(sampler, 40_000))
@@ -154,7 +154,7 @@ def test_an_order_stays_what_it_was(length: int, digest: str) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "in order"])
 def test_another_seed_or_epoch_makes_another_order(kind: str) -> None:
-    """In every sampler that shuffles, draws or shares out."""
+    """This holds for every sampler that shuffles, draws, or divides items among the ranks."""
     seeds_and_epochs = ((1, 0), (2, 0), (1, 1), (1, 2))
     orders = [dealt(lambda w, r, s=seed: KINDS[kind](50, w, r, seed=s), 1, epoch) for seed, epoch in seeds_and_epochs]
     assert len({str(order[0][1:]) for order in orders}) == len(orders)  # the first one may tell the epoch
@@ -168,7 +168,7 @@ def test_the_exact_sampler_deals_each_sample_once_in_the_datasets_order() -> Non
 
 
 def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
-    """Less than a mebibyte where no list could be, no index twice, and no rounding near 2**62."""
+    """Orders too long for a list take less than a MiB, repeat no index, and do not round near 2**62."""
     length = 2**62 - 3
     sampler = ScalableDistributedSampler(range(length), 1000, 7)
     assert len(set(islice(sampler, 40_000))) == 40_000
@@ -188,7 +188,7 @@ def test_huge_orders_need_no_memory_and_end_where_they_should() -> None:
 
 @pytest.mark.parametrize("taken", [1, 256, 257, 33_000])
 def test_an_order_continues_at_any_position(taken: int) -> None:
-    """To the sample, wherever in a block of computed indices."""
+    """It continues with the exact sample, at any place in a block of computed indices."""
     whole = list(scalable(100_000, seed=4)(3, 1))
     resumed = scalable(100_000, seed=4)(3, 1)
     resumed.resume_at(0, 3 * taken)
@@ -196,7 +196,7 @@ def test_an_order_continues_at_any_position(taken: int) -> None:
 
 
 def test_a_position_belongs_to_its_epoch() -> None:
-    """Setting the same epoch keeps it, another one begins at its beginning, also after going back."""
+    """Setting the same epoch keeps the position; another epoch starts at its beginning, even an earlier one."""
     sampler = scalable(100)(1, 0)
     [whole] = dealt(scalable(100), 1, 5)
     sampler.resume_at(5, 40)
@@ -210,7 +210,7 @@ def test_a_position_belongs_to_its_epoch() -> None:
 
 
 def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None:
-    """One made early follows the epoch that is set before it is used; one in use is not disturbed by the next epoch."""
+    """An iterator follows the epoch that is set before its first item; a later epoch does not affect it."""
     sampler = scalable(2000)(1, 0)
     iterator = iter(sampler)
     sampler.set_epoch(3)
@@ -220,7 +220,7 @@ def test_an_iterator_keeps_the_epoch_that_its_first_index_was_drawn_in() -> None
 
 
 def test_a_sampler_can_be_pickled_while_it_is_read() -> None:
-    """Spawned processes get a copy that reads the same."""
+    """Spawned processes get a copy that yields the same indices."""
     sampler = scalable(100)(2, 1)
     sampler.resume_at(3, 10)
     next(iter(sampler))
@@ -252,7 +252,7 @@ def test_bad_arguments_are_refused(make: Any, says: str) -> None:
 
 
 def test_drawing_leaves_generators_alone() -> None:
-    """Global generators, and the sampler's own, are where the rest of the program has left them."""
+    """Global generators, and the sampler's own, keep their states."""
 
     def draw(sampler: Epochs) -> tuple[float, ...]:
         return sampler.draw(), torch.rand(()).item(), random.random(), float(np.random.random())
@@ -280,7 +280,7 @@ def test_batches_reach_the_loader_unchanged() -> None:
 
 
 def test_a_sampler_that_yields_too_little_is_named() -> None:
-    """Its length is a promise; more than that is left unread."""
+    """A sampler must yield as many items as its length; further items are not read."""
     with pytest.raises(ConfigurationError, match=r"its length, 9 \(got 7\); correct Epochs.__len__"):
         list(SharedSampler(Epochs(7, promised=9), 2, 0))
     assert len(in_turn(dealt(lambda w, r: SharedSampler(Epochs(7, promised=6), w, r), 2))) == 6

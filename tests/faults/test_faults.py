@@ -1,4 +1,4 @@
-"""Runs that are struck from outside, at any time: all processes end within the promised bound, and nothing is lost.
+"""After a fault at any time all processes of a run end within the promised bound, and nothing is lost.
 
 ``make soak`` tries as many seeds as one likes. How long each took is in ``faults.csv`` in the directory of the tests
 (``--basetemp``), beside the bound.
@@ -59,7 +59,7 @@ BOUNDS: dict[str, float] = {
 
 @dataclass(frozen=True)
 class Strike:
-    """What happens to a rank, or to the process that launched it, and how many seconds after that all trained."""
+    """The fault of a rank or its launching process, and its time in seconds after all ranks began to train."""
 
     what: str
     whom: int | None
@@ -101,11 +101,11 @@ def draw(seed: int) -> Case:
     return Case(seed, started, world_size, chance.choice(DURING), tuple(strikes))
 
 
-# The run, and what happens to it.
+# The run, and its faults.
 
 
 class Run:
-    """A run under way: what it has written, and its processes by id, as descriptors that poll as ready at the end."""
+    """A run in progress: its output, and its processes by id, as descriptors that become readable when they exit."""
 
     def __init__(self, case: Case, directory: Path, processes: RankProcesses) -> None:
         self.case, self.directory = case, directory
@@ -204,7 +204,7 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> tuple
         return seconds, left, run.output + "".join(outcome.output for outcome in outcomes), outcomes
 
 
-# What should be otherwise.
+# Faults of the outcome.
 
 
 def wrong_endings(case: Case, outcomes: list[Outcome], output: str) -> Iterator[str]:
@@ -242,7 +242,7 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint is from, and its weights with it; None for a damaged one."""
+    """Return the step of a checkpoint, together with its weights; None for a damaged one."""
     try:
         if zipfile.ZipFile(path).testzip() is not None:
             return None
@@ -275,7 +275,7 @@ def parameter(seed: int) -> Any:
 def test_a_fault_is_survived(
     case: Case, tmp_path: Path, request: pytest.FixtureRequest, record: Callable[[Case, float], None]
 ) -> None:
-    """All processes end in time, the culprit is named, and the same command continues: each sample once an epoch."""
+    """All processes end in time and name the culprit; the same command then reads each sample once an epoch."""
     hosts = request.getfixturevalue("two_hosts") if case.started == BY_HAND[1] else None
     seconds, left, output, outcomes = strike_and_wait(case, tmp_path, hosts)
     record(case, seconds)

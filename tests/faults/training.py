@@ -1,4 +1,4 @@
-"""The run that faults happen to; as a script, ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
+"""Train in the run that suffers the faults; as a script, ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
 
 Its weights count: how many steps have been made, and how often each sample has been seen. Each rank writes to
 ``output`` in the directory of the run which process it is once it trains, and rank 0 which steps it has saved.
@@ -64,7 +64,7 @@ class Counting(L.LightningModule):
 
 
 class TellingIO(RankZeroCheckpointIO):
-    """Says which step has been saved, or copied for a save in the background."""
+    """Prints which step was saved, or copied for a save in the background."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         super().save_checkpoint(checkpoint, path, storage_options)
@@ -96,20 +96,20 @@ def train(directory: Path, devices: int, during: str, max_epochs: int = -1, **op
 
 
 def write_to(directory: Path) -> None:
-    """Have this process, and those that it starts, write to a file, which outlives all of them."""
+    """Have this process and its children write to a file, which outlives all of them."""
     output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
 
 
 def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during: str) -> None:
-    """One of the ranks that a user starts one by one."""
+    """Train on one of the ranks that a user starts by hand."""
     write_to(directory)
     train(directory, world_size, during, init_method=url, rank=rank, world_size=world_size)
 
 
 def run_again(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
-    """Run the same command again, to the end of an epoch; return how often samples were seen, and the steps."""
+    """Run the same command again until an epoch ends; return how often each sample was read, and the steps."""
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)
     return model.seen.detach(), model.steps.detach()[::500].clone()

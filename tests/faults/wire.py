@@ -1,6 +1,6 @@
-"""A wire between two hosts that delays each packet and loses some: a process that carries frames from port to port.
+"""Connect two hosts by a wire that delays each packet and loses some: a process carries frames from port to port.
 
-``tc netem`` does the same where the kernel has it, which the kernels of many containers have not.
+``tc netem`` does the same, but the kernels of many containers lack it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGEST = 1 << 17  # segments are put together to frames of 64 KiB
 
 @contextlib.contextmanager
 def bad_wire(hosts: Network, *, delay: float, loss: float) -> Iterator[Callable[[], None]]:
-    """Delay packets between the hosts by ``delay`` seconds, lose a share of ``loss``; what it yields cuts the wire."""
+    """Delay packets between the hosts by ``delay`` seconds, lose a share of ``loss``; yield a function that cuts it."""
     enter = ("nsenter", f"--net=/proc/{hosts.switch.pid}/ns/net", sys.executable, "-m", __name__)
     hosts.switch.ip("link set port0 nomaster", "link set port1 nomaster")
     with subprocess.Popen([*enter, str(delay), str(loss)], stdout=subprocess.PIPE) as carrier:

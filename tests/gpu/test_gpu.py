@@ -283,5 +283,5 @@ def save_and_restore(rank: int, world_size: int, directory: Path, background: bo
 def test_a_gpu_checkpoint_is_complete_and_loads_on_any_device(
     background: bool, restored_on: str, tmp_path: Path
 ) -> None:
-    """What is trained after a background save began is not in the file; optimisers follow their parameters."""
+    """Steps after the start of a background save are not in the file; optimiser states follow their parameters."""
     assert on_ranks(save_and_restore, 2, tmp_path, background, restored_on) == [True, True]

@@ -1,4 +1,4 @@
-"""Damage to checkpoint files, as disks do it."""
+"""Damage checkpoint files as a faulty disk does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WouldRun:
 
 @contextmanager
 def without_checksums() -> Iterator[None]:
-    """Have ``torch.save`` record none, as a user may."""
+    """Have ``torch.save`` record no checksums, as a user may choose."""
     set_crc32_options(False)
     try:
         yield

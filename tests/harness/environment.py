@@ -1,4 +1,4 @@
-"""What a test needs of its machine: environment variables of ranks and scripts, a port, or else a reason to skip."""
+"""Provide what a test needs from its machine: environment variables, a free port, or a reason to skip the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
 
-# Variables for ranks: a value for all, a function of the rank, or None for a variable that must not be there.
+# Variables for ranks: a value for all ranks, a function of the rank, or None for a variable that must be unset.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
 
 
@@ -25,7 +25,7 @@ def environment_of(rank: int, env: Environment) -> dict[str, str]:
 
 
 def by_hand_env(world_size: int, port: int | None = None) -> dict[str, Callable[[int], str]]:
-    """Return variables of ranks that a user starts one by one on one machine; with a port also the address."""
+    """Return the variables of ranks that a user starts by hand on one machine; with a port, also the address."""
     variables: dict[str, Callable[[int], str]] = {
         "RANK": str,
         "WORLD_SIZE": lambda _: str(world_size),

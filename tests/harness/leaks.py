@@ -1,4 +1,4 @@
-"""What a test may not leave behind in the process of pytest and around it."""
+"""Find what a test leaves behind in the process of pytest and around it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _files(directory: Path) -> set[Path]:
 
 
 def _processes() -> set[psutil.Process]:
-    """Children, and what carries the mark of this test run; without the two servers of multiprocessing, which stay."""
+    """Return children and processes with the mark of this test run, except the two servers of multiprocessing."""
     this = psutil.Process()
     mark = os.environ.get(MARK)
     found = {*this.children(recursive=True), *(marked(mark) if mark else ())}

@@ -1,4 +1,4 @@
-"""Hosts made of Linux namespaces, for tests that need several machines.
+"""Make hosts from Linux namespaces, for tests that need several machines.
 
 Each host has its own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
 hosts hang on a switch in another namespace, so that a cut cable looks as it does between machines: links stay up,
@@ -53,7 +53,7 @@ class Host:
         os.close(process)
 
     def ip(self, *commands: str) -> None:
-        """Change its network, by commands of the program ``ip``."""
+        """Change the host's network by commands of the program ``ip``."""
         words = ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"]
         subprocess.run(words, input="\n".join(commands) + "\n", check=True, capture_output=True, text=True)
 

@@ -1,4 +1,4 @@
-"""How a rank ended, and how a failing test reports it."""
+"""Describe how a rank ended, for assertions and for the reports of failing tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankError:
 
     @property
     def exception(self) -> BaseException | None:
-        """The exception itself with its cause; None where it cannot be pickled."""
+        """The exception itself with its cause; None if it cannot be pickled."""
         if not self.pickled:
             return None
         error, cause = pickle.loads(self.pickled)

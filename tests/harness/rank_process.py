@@ -1,4 +1,4 @@
-"""What happens inside one rank process, from its fork to its end.
+"""Run one rank process, from its fork to its end.
 
 A rank lives as a script does: its function is the script's body, an exception that escapes goes to ``sys.excepthook``,
 non-daemon threads are waited for, ``atexit`` handlers run once, and the exit status is the interpreter's. A process of
@@ -33,7 +33,7 @@ def announce(point: str, value: object = None) -> None:
 
 
 def hold(point: str, value: object = None) -> None:
-    """On a rank: announce ``point`` and go no further until the test calls ``RankProcesses.release``."""
+    """On a rank: announce ``point``, and wait there until the test calls ``RankProcesses.release``."""
     announce(point, value)
     assert _test is not None
     _test.recv_bytes()
@@ -91,7 +91,7 @@ def _write_to(path: Path, time_limit: float) -> None:
 
 
 def _call(rank: int, world_size: int, call: bytes) -> int:
-    """Run the rank's function; the exit status that the interpreter would give, -SIGINT for a KeyboardInterrupt."""
+    """Run the rank's function; return the interpreter's exit status, which is -SIGINT for a KeyboardInterrupt."""
     try:
         function, args, kwargs = pickle.loads(call)
         _send("result", function(rank, world_size, *args, **kwargs))
@@ -115,7 +115,7 @@ def _status_of(error: SystemExit) -> int:
 
 
 def _end_as_script(status: int) -> None:
-    """End this process as the interpreter ends a script: what ``Py_FinalizeEx`` does first, in its order."""
+    """End this process as the interpreter ends a script, with the first actions of ``Py_FinalizeEx`` in their order."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # among them that of multiprocessing, which runs only once
     sys.stdout.flush()

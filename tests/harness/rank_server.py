@@ -44,7 +44,7 @@ def measured_coverage() -> Any:
 
 
 class Rank:
-    """One rank process as its test sees it: ``outcome`` is how it ended, or what it has written so far."""
+    """One rank process as its test sees it; ``outcome`` has its end, or its output so far."""
 
     def __init__(self, number: int, world_size: int, call: bytes, *, output: Path, **settings: Any) -> None:
         os.mkfifo(output)
@@ -71,7 +71,7 @@ class Rank:
 
     @property
     def failed_at(self) -> float:
-        """When; a kill is never a consequence of other failures, and comes first: its time is known late."""
+        """The time of the failure; a kill counts as the earliest, because no other failure causes it."""
         return self.outcome.error.at if self.outcome.error else 0.0
 
     def receive(self, *, has_ended: bool) -> None:
@@ -92,12 +92,12 @@ class Rank:
             self.outcome.exit_code = self.process.exitcode
 
     def end_with_stacks(self) -> None:
-        """Have the rank, and what it has started, write their stacks and die."""
+        """Have the rank and the processes that it started write their stacks and exit."""
         for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped rank does not handle other signals
             self.signal_group(number)
 
     def kill_group(self) -> None:
-        """End the rank and what it has forked."""
+        """Kill the rank and the processes that it forked."""
         self.signal_group(signal.SIGKILL)
 
     def signal_group(self, number: int) -> None:

@@ -76,7 +76,7 @@ def launch_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, 
 
 
 class RankProcesses:
-    """Rank processes under control, for tests of faults; a context manager that ends what is left of them.
+    """Rank processes under control, for tests of faults; the context manager ends those that still run.
 
     Args:
         function: called as ``function(rank, world_size, *args, **kwargs)`` on each rank.
@@ -142,7 +142,7 @@ class RankProcesses:
         os.kill(outcome.pid, signal_number)
 
     def release(self, rank: int) -> None:
-        """Release the rank from ``hold``, now or when it gets there."""
+        """Release the rank from ``hold``, now or when it arrives there."""
         self._ranks[rank].pipe.send_bytes(b"")
 
     def wait_for(self, point: str, rank: int) -> Any:
@@ -161,7 +161,7 @@ class RankProcesses:
         return outcome.output
 
     def wait(self, *ranks: int) -> list[Outcome]:
-        """Wait for the end of these ranks (none named: of all); return how they ended, in that order."""
+        """Wait until these ranks, by default all, exit; return how they ended, in that order."""
         awaited = [self._ranks[rank] for rank in ranks or sorted(self._ranks)]
         self._receive_while(lambda: any(rank.runs for rank in awaited), self._deadline)
         if any(rank.runs for rank in awaited):
@@ -169,7 +169,7 @@ class RankProcesses:
         return [rank.outcome for rank in awaited]
 
     def wait_for_failure(self) -> Outcome | None:
-        """Wait until a rank fails, end all, and return which was the first; None if all end well or time is up."""
+        """Wait until a rank fails, end all, and return the first that failed; None if all succeed or time is up."""
         self._receive_while(lambda: self._running() and not self._failed(), self._deadline)
         failed = self._failed()
         if not failed:
@@ -195,7 +195,7 @@ class RankProcesses:
             self._receive(max(0.0, deadline - time.monotonic()))
 
     def _receive(self, seconds: float) -> None:
-        """Wait so long until ranks send something or end, and take it in, with what they have written."""
+        """Wait up to this time until ranks send something or end; receive that, and their output."""
         running = self._running()
         sources = [source for rank in running for source in (rank.process.sentinel, rank.pipe, rank.output)]
         ready = connection.wait(sources, seconds)

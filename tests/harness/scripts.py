@@ -98,7 +98,7 @@ def be_the_script(rank: int, world_size: int, script: Path, argv: tuple[str, ...
 
 
 def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path) -> None:
-    """Replace a rank process by a command, which finds what a shell gives it."""
+    """Replace a rank process by a command, with the environment that a shell would give it."""
     os.chdir(cwd)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -106,7 +106,7 @@ def be_the_command(rank: int, world_size: int, command: Sequence[str], cwd: Path
 
 
 def _of_a_shell() -> Environment:
-    """Return changes that make the environment one of a user's shell, in which failing processes print their stacks."""
+    """Return changes that make the environment a user's shell in which failing processes print their stacks."""
     return {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),

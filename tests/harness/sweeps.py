@@ -1,4 +1,4 @@
-"""What sweeps have in common: a cover of few cases, a new seed each time, playing cases, and telling failures."""
+"""Share code among sweeps: choose few cases that cover much, draw a seed, run cases, and report failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ C = TypeVar("C")
 
 
 def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> list[C]:
-    """Choose cases that together try all that any of them tries, each time what tries most for its cost."""
+    """Choose cases that together try everything; in each round, the one that tries most for its cost."""
     chosen, missing = list[C](), set[Any]().union(*tried.values())
     while missing:
         chosen.append(max(tried, key=lambda case: len(tried[case] & missing) / cost(case)))
@@ -27,7 +27,7 @@ def greedy_cover(tried: Mapping[C, set[Any]], cost: Callable[[C], float]) -> lis
 
 
 def chosen_cases(parse: Callable[[str], C], cover: Sequence[C]) -> Sequence[C]:
-    """Return the cases of the variable ``SWEEP``, which are parted by semicolons, or else the cover."""
+    """Return the cases in the variable ``SWEEP``, separated by semicolons, or else the cover."""
     given = os.environ.get("SWEEP")
     return [parse(text) for text in given.split(";")] if given else cover
 
@@ -35,7 +35,7 @@ def chosen_cases(parse: Callable[[str], C], cover: Sequence[C]) -> Sequence[C]:
 def play_cases(
     play: Callable[[C, int, int, Path], Any], cases: Sequence[C], ranks_of: Callable[[C], int], directory: Path
 ) -> dict[C, list[Any] | str]:
-    """Play cases one after another, those of as many ranks on the same ones, by ``play(case, rank, ranks, place)``.
+    """Run cases one after another by ``play(case, rank, ranks, place)``; cases of one world size share their ranks.
 
     Returns what each rank returned, by case. A case that ends its processes has instead the story of their ends, and
     does not end the cases after it.
@@ -71,7 +71,7 @@ def _play_on_same_ranks(
 def _play_each(
     rank: int, ranks: int, play: Callable[[C, int, int, Path], Any], cases: Sequence[C], directory: Path
 ) -> None:
-    """Write each result down, as a later case may end this process."""
+    """Write each result to a file, because a later case may end this process."""
     for number, case in enumerate(cases):
         place = directory / str(number)
         place.mkdir(exist_ok=True)
@@ -87,6 +87,6 @@ def new_seed(capsys: pytest.CaptureFixture[str], count: int) -> tuple[int, int]:
 
 
 def expect_nothing_wrong(wrong: Mapping[Any, str], repeat: str) -> None:
-    """Fail with what is wrong by case, and with the command that repeats it."""
+    """Fail with the faults of each case, and the command that repeats it."""
     texts = [f"{repeat.format(case)}\n    {text}" for case, text in wrong.items()]
     assert not texts, f"{len(texts)} cases:\n" + "\n".join(texts)

@@ -1,4 +1,4 @@
-"""A small model, its data and its Trainer, and the same training with ours and with stock."""
+"""Train a small model with our strategy and with stock ``ddp``, and compare the results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ KINDS: tuple[Kind, ...] = ("ours", "stock")
 
 
 def data(samples: int = 24) -> TensorDataset:
-    """Return rows of four numbers and something to learn from them; always the same."""
+    """Return rows of four numbers with targets, the same in each call."""
     x = torch.linspace(-1, 1, samples * 4).reshape(samples, 4).sin()
     return TensorDataset(x, x.square().sum(1, keepdim=True))
 
 
 class Net(L.LightningModule):
-    """A little of all that DDP treats differently: parameters, buffers, metrics from every rank and every step."""
+    """A model with everything that DDP treats differently: parameters, buffers, and metrics of every rank and step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Net(L.LightningModule):
 
 
 class Recorder(L.Callback):
-    """Every metric of every step and evaluation, as this rank has seen it."""
+    """Records every metric of every step and evaluation on this rank."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, Tensor]] = []
@@ -105,7 +105,7 @@ class At(L.Callback):
 
 
 def make_trainer(strategy: Any, **options: Any) -> L.Trainer:
-    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` say otherwise."""
+    """Return a Trainer on two CPU ranks that writes nothing and prints little, unless ``options`` change that."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     chosen: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet, **options}
     return L.Trainer(strategy=strategy, **chosen)
@@ -116,7 +116,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
-    """Return our strategy for ranks started by hand, with a file in ``directory``; or stock in a ``stock_group``."""
+    """Return our strategy for ranks started by hand, with a file in ``directory``; or stock, in a ``stock_group``."""
     if kind == "stock":
         return DDPStrategy(**options)
     from lightning_ddp_ext import DDPExtStrategy  # stock is to be judged without it
@@ -125,7 +125,7 @@ def make_strategy(kind: Kind, directory: Path, **options: Any) -> DDPStrategy:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Give the collectives of this rank another ``timeout``, once a long one has covered what a busy machine delays."""
+    """Change the ``timeout`` of this rank's collectives, after the start, which a busy machine may delay."""
     from lightning_ddp_ext.rendezvous.process_context import current
 
     context = current()
@@ -142,7 +142,7 @@ def backend(name: str) -> str:
 
 @contextmanager
 def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
-    """Open and close the default process group as users may do; stock uses it, and so needs no free port."""
+    """Open and close the default process group as users may do; stock ``ddp`` uses it, so it needs no free port."""
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     yield
     gc.collect()
@@ -151,7 +151,7 @@ def stock_group(rank: int, world_size: int, directory: Path) -> Iterator[None]:
 
 
 def on_both(function: Callable[..., Any], directory: Path, *args: Any) -> tuple[list[Any], list[Any]]:
-    """Return ``function(kind, directory, *args)`` by rank, on two ranks for ours, and on two others for stock."""
+    """Return ``function(kind, directory, *args)`` by rank, on two ranks with ours and on two other ranks with stock."""
     ours, stock = (on_ranks(kind, function, directory, *args) for kind in KINDS)
     return ours, stock
 
@@ -165,7 +165,7 @@ def on_ranks(
     env: Environment | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Run ``function(kind, directory, *args)`` on ranks of one of the two sides, as ``run_ranks`` does."""
+    """Run ``function(kind, directory, *args)`` on ranks with ours or with stock, as ``run_ranks`` does."""
     (directory / kind).mkdir(exist_ok=True)
     env = {**by_hand_env(world_size), **(env or {})}
     return run_ranks(_on_side, world_size, kind, function, directory / kind, *args, env=env, **options)
@@ -177,5 +177,5 @@ def _on_side(rank: int, world_size: int, kind: Kind, function: Any, directory: P
 
 
 def assert_same(ours: Any, stock: Any) -> None:
-    """Equal to the last bit, types and shapes included."""
+    """Assert equality to the last bit, including types and shapes."""
     torch.testing.assert_close(ours, stock, rtol=0, atol=0, equal_nan=True)

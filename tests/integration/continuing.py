@@ -1,4 +1,4 @@
-"""Runs that are stopped, resumed and compared with one that was not: what each rank has read, and its weights."""
+"""Stop and resume runs, and compare the batches and weights of each rank with those of an unbroken run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Numbers(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Numbers of this rank's own, in another order each epoch, without a length."""
+    """A stream of numbers that only this rank has, in another order each epoch, without a length."""
 
     def __init__(self, length: int, rank: int) -> None:
         self.numbers = range(rank * 1000, rank * 1000 + length)
@@ -61,7 +61,7 @@ class Reversed(DistributedSampler[Any]):
 
 
 class Turning(Sampler[int]):
-    """A sampler of the user's own that deals out by itself, and begins each epoch one sample further on."""
+    """A user's sampler that divides the samples itself, and begins each epoch one sample further."""
 
     def __init__(self, samples: int, rank: int, world_size: int) -> None:
         self.own = range(rank, samples, world_size)
@@ -100,12 +100,12 @@ def sampled(order: Order, samples: int, **options: Any) -> Loaders:
 
 
 def stream(samples: int = 9, kind: Any = DataLoader, number: int = 0, **options: Any) -> Loaders:
-    """Return loaders of batches of two numbers of each rank's own."""
+    """Return loaders with batches of two numbers from each rank's stream."""
     return lambda rank, world_size: kind(Stream(samples, rank + number), batch_size=2, **options)
 
 
 class Stopped(Exception):
-    """What a run is stopped by."""
+    """The exception that stops a run."""
 
 
 class Net(L.LightningModule):
@@ -165,7 +165,7 @@ class Net(L.LightningModule):
 
 
 def steps_done(trainer: L.Trainer) -> int:
-    """Return the steps of a run as a whole, those before it was resumed included."""
+    """Return the steps of a whole run, including those before it was resumed."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
@@ -185,7 +185,7 @@ class Saver(L.Callback):
 
 @dataclass
 class Run:
-    """What one run has done on this rank."""
+    """The record of one run on this rank."""
 
     steps: list[Step]
     weights: Tensor
@@ -197,7 +197,7 @@ class Run:
 
 @dataclass
 class Training:
-    """A way to train, on this rank. Its options are the Trainer's, and those of ``run``."""
+    """A training on this rank, with options for the Trainer and for ``run``."""
 
     loaders: Callable[[], Any]
     directory: Path

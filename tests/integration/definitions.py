@@ -1,4 +1,4 @@
-"""What modules and classes of Lightning and torch, and the process itself, have at a moment, and what has changed."""
+"""Record the definitions in modules and classes of Lightning and torch, and the process's settings; list changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def changed(before: dict[str, Any]) -> list[str]:
 
 
 def of_process() -> dict[str, Any]:
-    """Environment, handlers for signals (the kernel also has those in C), limit of files, and threads of ours."""
+    """Return the environment, signal handlers (including those in C), the limit of open files, and our threads."""
     found: dict[str, Any] = dict(os.environ)
     found |= {each.name: signal.getsignal(each) for each in signal.Signals}
     found |= dict(re.findall(r"^(Sig(?:Blk|Ign|Cgt)):\t(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE))

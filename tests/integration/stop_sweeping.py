@@ -1,4 +1,4 @@
-"""Cases of the stop sweep: the hook in which a signal arrives, and a callback of Lightning's; and playing one."""
+"""Define and run cases of the stop sweep: the hook in which a signal arrives, and a callback of Lightning's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.stopping import LongValidated, shuffled
 
 
 class Swapping(L.Callback):
-    """Validates with other weights, as averaging callbacks of users do; those of Lightning swap a hook later."""
+    """Validates with other weights, as users' averaging callbacks do; Lightning's callbacks swap one hook later."""
 
     def setup(self, trainer: L.Trainer, module: L.LightningModule, stage: str) -> None:
         self.other = [torch.zeros_like(each) for each in module.parameters()]
@@ -85,7 +85,7 @@ HOOKS = sorted([f"callback.{name}" for name in _named(L.Callback)] + [f"module.{
 
 @dataclass(frozen=True)
 class Case:
-    """Which signal one of the ranks gets, and when. Its ``str``, given in the variable ``SWEEP``, plays it again."""
+    """The signal that one of the ranks gets, and its moment. Its ``str`` in the variable ``SWEEP`` repeats it."""
 
     hook: str
     kind: str
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def phase(self) -> str:
-        """What the Trainer does meanwhile."""
+        """The Trainer's stage in this hook."""
         name = self.hook.partition(".")[2]
         if name.startswith(("on_", "validation_")):
             for phase in ("sanity", "validation", "save", "epoch", "train_end", "start"):
@@ -127,7 +127,7 @@ class Case:
 
 
 class Stopped(LongValidated):
-    """With the parts that callbacks need: a backbone, and one scheduler."""
+    """A model with the parts that callbacks need: a backbone, and one scheduler."""
 
     samples = 30
     backbone = property(lambda self: self.layers[0])

@@ -1,4 +1,4 @@
-"""Runs that get a real signal at a moment of their life, on one rank."""
+"""Callbacks that send a real signal to one rank at a chosen moment of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def signalled(hook: str, earlier: int = 0, signum: int = signal.SIGTERM) -> At:
 
 
 class Validated(Net):
-    """Writes down the results of its validations."""
+    """Records the results of its validations."""
 
     samples = 4
 
@@ -36,7 +36,7 @@ class Validated(Net):
 
 
 class LongValidated(Validated):
-    """Can be stopped in the middle of a validation: its ranks keep in step, or one might end it before that."""
+    """Can be stopped in the middle of a validation: its ranks stay in step, or one might finish it before the stop."""
 
     samples = 120
 

@@ -37,7 +37,7 @@ def test_every_option_of_lightning_is_a_typed_and_explained_argument() -> None:
 
 OUT_OF_RANGE = "rank must be in 0..1 for world_size 2 (got {}); count the ranks from 0 (source: arguments)"
 ALONE = "{} must also be given (got only {}); write rank=0, world_size=2 on rank 0"
-NOT_POSITIVE = "{0} must be a positive number of seconds, from 0.001 (got {1!r}); write {0}=60"
+NOT_POSITIVE = "{0} must be a positive number of seconds, at least 0.001 (got {1!r}); write {0}=60"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init_method": TCP, "rank": 2, "world_size": 2}, OUT_OF_RANGE.format(2)),
     ({"init_method": TCP, "rank": 1}, ALONE.format("world_size", "rank=1")),
@@ -62,7 +62,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
-    """The sentence names the field, the rule, the value and the remedy, or what is nearest."""
+    """The message names the field, the rule, the value and the remedy, or the nearest allowed value."""
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         DDPExtStrategy(**arguments)
 
@@ -79,7 +79,7 @@ def start_on_an_interface(rank: int, world_size: int) -> None:
 
 
 def test_an_interface_that_the_host_does_not_have_is_refused() -> None:
-    """By gloo, which names it."""
+    """The error of gloo names it."""
     (outcome, *_) = launch_ranks(start_on_an_interface, 2, env=by_hand_env(2, free_port()))
     assert outcome.error is not None
     assert "Unable to find address for: eth99" in outcome.error.message, outcome.story()
@@ -143,6 +143,6 @@ OF_CALLBACKS: list[tuple[type[Callback], dict[str, Any], str]] = [
 def test_what_a_callback_cannot_take_is_refused(
     callback: type[Callback], arguments: dict[str, Any], message: str
 ) -> None:
-    """When it is made: the message names the argument, what it may be, and what it was."""
+    """The constructor raises; the message names the argument, the allowed values and the value received."""
     with pytest.raises(DDPExtError, match=re.escape(message)):
         callback(**arguments)

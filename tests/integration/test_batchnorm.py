@@ -1,4 +1,4 @@
-"""A model that is trained with BatchNorm over all ranks learns as in one process, and is itself again afterwards."""
+"""With BatchNorm over all ranks a model learns as in one process, and afterwards has its own layers again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.harness.training import At, Kind, Net, assert_same, data, make_strate
 
 
 class Joint(Net):
-    """Learns batches of six, whatever the number of ranks."""
+    """Learns from batches of six samples on any number of ranks."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         world_size = self.trainer.world_size
@@ -88,7 +88,7 @@ class Recomputed(Joint):
 
 
 class Split(nn.BatchNorm2d):
-    """Another layer for the lower half of the images."""
+    """Has a separate layer for the lower half of the images."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -147,7 +147,7 @@ def facts(model: nn.Module) -> dict[str, Any]:
 
 @dataclass
 class Feature:
-    """Something that a user may do beside, with the options of the Trainer and of the strategy."""
+    """A feature that users combine with BatchNorm, with its options of the Trainer and the strategy."""
 
     model: Callable[[], Joint] = Joint
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -188,7 +188,7 @@ def learn(feature: Feature, trainer: L.Trainer) -> dict[str, Any]:
 
 
 def features_alone(rank: int, world_size: int) -> dict[str, Any]:
-    """Without conversion; the callback, which may be pickled for spawned ranks, does nothing on one rank."""
+    """Train without conversion; the callback, which can be pickled for spawned ranks, does nothing on one rank."""
     from lightning_ddp_ext import SyncBatchNormConversion
 
     model = Odd()
@@ -263,7 +263,7 @@ def fit_and_leave(kind: Kind, directory: Path, by: str) -> list[str]:
     ("kind", "by"), [pytest.param("ours", "flag", marks=pytest.mark.lowest), ("stock", "callback")]
 )
 def test_whatever_ends_fit_the_model_is_what_it_was(kind: Kind, by: str, tmp_path: Path) -> None:
-    """Types, modes, keys and sharing: after the end, an error, Ctrl-C, nothing to train, and Lightning's Tuner.
+    """Types, modes, keys and sharing are unchanged after success, errors, Ctrl-C, an empty fit, and Lightning's Tuner.
 
     Rank 0 logs the converted layers in one line, and names the others in one warning.
     """
@@ -302,7 +302,7 @@ def choose(kind: Kind, directory: Path, model: Joint, options: dict[str, Any]) -
 def test_a_choice_that_cannot_be_followed_ends_fit_on_all_ranks(
     model: Joint, options: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    """A layer whose forward does not reach ours is named; the Trainer's flag leaves no choice of ranks."""
+    """The error names a layer whose forward does not reach ours; the Trainer's flag allows no choice of ranks."""
     for error in on_ranks("ours", choose, tmp_path, model, options):
         assert told in error
 
@@ -322,7 +322,7 @@ def resume(kind: Kind, directory: Path) -> None:
 
 
 def test_checkpoints_are_those_of_plain_layers_and_resuming_changes_nothing(tmp_path: Path) -> None:
-    """A file from amid training has a plain model's keys; a resumed run is the uninterrupted one, bit by bit."""
+    """A file from the middle of training has a plain model's keys; a resumed run equals an unbroken one, bit by bit."""
     on_ranks("ours", resume, tmp_path)
 
 

@@ -67,7 +67,7 @@ def ignore(model: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, what rank 1 does to itself after a batch, and what each rank raises."""
+    """The training, the change that rank 1 makes after a batch, and the error on each rank."""
 
     said: str | None
     change: Callable[[Any], object] = ignore
@@ -128,7 +128,7 @@ def diverge(kind: Kind, directory: Path) -> DivergenceError | None:
 
 
 def test_the_error_names_the_first_tensor_and_the_ranks(tmp_path: Path) -> None:
-    """All three ranks raise it at the next check: which rank differs from the other two, and in which tensors."""
+    """All three ranks raise it at the next check, with the rank that differs from the other two, and its tensors."""
     names = ("parameter layers.0.weight", "parameter layers.0.bias")
     for error in on_ranks("stock", diverge, tmp_path, world_size=3):
         assert str(error).startswith(f"the ranks differ after step 2: rank 0 in {names[0]} (tensors that differ: 2); ")
@@ -151,7 +151,7 @@ def resume_sharded(kind: Kind, directory: Path) -> None:
 
 
 def test_a_sharded_optimiser_is_left_out(tmp_path: Path) -> None:
-    """Each rank has the state of other parameters once a run is resumed."""
+    """After a resume each rank has the states of other parameters."""
     on_ranks("ours", resume_sharded, tmp_path)
 
 
@@ -164,6 +164,6 @@ def average(kind: Kind, directory: Path) -> str:
 
 
 def test_models_that_are_averaged_are_refused(tmp_path: Path) -> None:
-    """They differ on purpose."""
+    """Such models differ on purpose."""
     for message in on_ranks("stock", average, tmp_path):
         assert message.startswith("RankConsistency needs a strategy with the same model on each rank")

@@ -91,7 +91,7 @@ def test_unused_parameters_are_named(tmp_path: Path) -> None:
 
 
 class WithBackbone(Net):
-    """Is called as `BackboneFinetuning` wants it; keeps running means at the begin and the end of each step."""
+    """Has the attribute that `BackboneFinetuning` needs; updates running means at the start and end of each step."""
 
     def __init__(self) -> None:
         super().__init__()

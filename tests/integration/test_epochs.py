@@ -1,4 +1,4 @@
-"""Each epoch has its own order and its own random numbers, in whatever the training data are read from."""
+"""Each epoch has its own order and its own random numbers, for every kind of loader, sampler and dataset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Epochs = dict[int, set[int]]  # what has been read in each
 
 
 class TakesEpoch:
-    """Knows the epoch that it was given last; 99 if none."""
+    """Keeps the last epoch that it was given; 99 without any."""
 
     epoch = 99
 
@@ -80,7 +80,7 @@ class Around(Sampler[Any]):
 
 
 class OwnLoader(TakesEpoch):
-    """No DataLoader."""
+    """A loader that is not a DataLoader."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter([torch.full((2, 1), float(self.epoch))] * 3)
@@ -102,7 +102,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Reader(Net):
-    """Writes down what it has been given in which epoch, in validation too."""
+    """Records its batches by epoch, also in validation."""
 
     def __init__(self, train: Callable[[], Any], val: Callable[[], Any] = list) -> None:
         super().__init__(train)
@@ -176,7 +176,7 @@ def draw(kind: Kind, directory: Path) -> list[Epochs]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_path: Path) -> None:
-    """A run repeats another of the same seed; no two epochs, ranks, workers or seeds have a number in common."""
+    """Runs with the same seed draw the same numbers; two epochs, ranks, workers or seeds never share a number."""
     by_rank = on_ranks(kind, draw, tmp_path)
     assert all(first == again for first, again, _ in by_rank)
     drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]

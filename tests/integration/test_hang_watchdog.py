@@ -1,4 +1,4 @@
-"""`HangWatchdog` in training: which rank is stuck, and where, whatever has become of it."""
+"""`HangWatchdog` names the stuck rank and its place in training, whatever happened to that rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Stuck(Net):
 
 
 class Slow(Stuck):
-    """Takes longer for an epoch, and for a validation, than anything may take; but moves."""
+    """Makes progress, but takes longer than the timeout for an epoch and for a validation."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pause()
@@ -166,13 +166,13 @@ def test_calls_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def test_ranks_that_move_are_left_alone(tmp_path: Path) -> None:
-    """However long an epoch takes, or a validation."""
+    """An epoch or a validation may take any time."""
     outcomes = launch_ranks(fit, 2, tmp_path, Slow(), limit_val_batches=1.0, env=by_hand_env(2))
     assert [outcome.exit_code for outcome in outcomes] == [0, 0], outcomes
 
 
 def test_a_stuck_worker_of_a_loader_ends_with_its_rank(tmp_path: Path) -> None:
-    """It would never look whether the rank is still there."""
+    """The worker itself would never check whether its rank still exists."""
     model = Stuck("dataset", num_workers=1, multiprocessing_context="fork")
     outcomes = launch_ranks(fit, 2, tmp_path, model, env=by_hand_env(2))
     expect_report(outcomes, 1, f"{NEVER}train_dataloader_next, ", tmp_path)
@@ -191,7 +191,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     expect_report(outcomes, 0, sentence, tmp_path, reports=2)
 
 
-def test_going_on(tmp_path: Path) -> None:
+def test_a_rank_continues(tmp_path: Path) -> None:
     """With ``on_hang="continue"`` a rank that moves again trains to the end."""
     model = Stuck("dataset", hold_in_step)
     with RankProcesses(fit, 2, tmp_path, model, on_hang="continue", env=by_hand_env(2)) as ranks:

@@ -24,7 +24,7 @@ Lengths = list[int]  # batches of each rank
 
 
 def batch_of(rank: int, index: int) -> Tensor:
-    """Two rows that no other rank, step or epoch has."""
+    """Return two rows that no other rank, step or epoch has."""
     return torch.arange(6.0).reshape(2, 3).add(10 * rank + index).sin()
 
 
@@ -34,7 +34,7 @@ def joined(lengths: Lengths, index: int) -> Tensor:
 
 
 class Batches(Dataset[Tensor]):
-    """Of one rank; or, for one process, of all of them."""
+    """The batches of one rank; or, for one process, those of all ranks."""
 
     def __init__(self, lengths: Lengths, rank: int | None) -> None:
         self.lengths, self.rank = lengths, rank
@@ -57,7 +57,7 @@ class Stream(IterableDataset[Tensor]):
 
 
 class Net(L.LightningModule):
-    """Counts samples in every way that there is."""
+    """Counts samples in logged values, in metrics and in BatchNorm."""
 
     def __init__(self, loader: Any, kind: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Net(L.LightningModule):
 
 
 def fit(strategy: Any, lengths: Lengths, rank: int | None, kind: str, **options: Any) -> dict[str, Any]:
-    """Two epochs, on one of the ranks or on one process for all; and all that must be equal."""
+    """Train for two epochs, on one of the ranks or in one process for all; return all values that must be equal."""
     torch.manual_seed(1)
     batches = Batches(lengths, rank)
     loader = DataLoader(Stream(batches) if kind == "stream" else batches, batch_size=None)
@@ -155,7 +155,7 @@ def test_ranks_learn_what_one_process_learns_from_the_same_batches(
 
 
 def resume(rank: int, world_size: int, directory: Path) -> None:
-    """From checkpoints with and without an idle rank the ranks learn what they learn without a stop."""
+    """Resume from checkpoints with and without an idle rank; the ranks learn what they learn without a stop."""
     warnings.simplefilter("ignore")
     points = {f"train_batch_end-{done}": done for done in (2, 4)}
     for kind in ("sized", "stream"):
@@ -201,7 +201,7 @@ def refused(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 def test_what_an_idle_rank_cannot_take_part_in_is_refused(tmp_path: Path) -> None:
-    """Before the first step, on every rank, with what to do."""
+    """Every rank raises before the first step, with a remedy."""
     needed = [
         "a single training loader (got 2); combine their datasets",
         "a training_step that takes a batch (it takes dataloader_iter); take batch",

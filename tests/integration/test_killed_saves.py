@@ -21,7 +21,7 @@ NAMES = "abcd"
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_a_killed_save_leaves_a_whole_checkpoint(background: bool, tmp_path: Path) -> None:
-    """After each of many kills at random moments: a whole file, at most one leftover, which the next start removes."""
+    """Many kills at random moments each leave a whole file and at most one leftover, which the next start removes."""
     [hits] = run_ranks(kill_writers, 1, tmp_path / "it.ckpt", background, time_limit=170)
     assert hits > KILLS / 10, "kills that came in the midst of writing"
 

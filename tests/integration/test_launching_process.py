@@ -1,4 +1,4 @@
-"""What a script that starts its own ranks finds afterwards: its environment, its results, ranks that were right."""
+"""A script that starts its own ranks keeps its environment, gets the results, and its ranks had the right settings."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reports(done: Outcome, what: str) -> list[dict[str, Any]]:
 
 @pytest.mark.lowest
 def test_a_script_and_its_trainers() -> None:
-    """A plain script, in a shell with an exported RANK, starts its ranks once for all that it does.
+    """A plain script, in a shell with an exported RANK, starts its ranks once for all its Trainers.
 
     Stock ones among its Trainers use the same ranks; a variable may say where these meet. No class and no module of
     Lightning or torch is changed, by the import, and in and after each run.
@@ -105,7 +105,7 @@ def test_a_script_and_its_trainers() -> None:
 
 
 class Variables(L.Callback):
-    """Reports what a started rank finds of the launching process's settings."""
+    """Reports the settings of the launching process that a started rank has."""
 
     def on_fit_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         flag = torch.are_deterministic_algorithms_enabled()
@@ -159,7 +159,7 @@ def fit_by_fork(rank: int, world_size: int) -> tuple[int, float, bool]:
 
 @pytest.mark.lowest
 def test_results_of_any_size_are_returned() -> None:
-    """More than a pipe holds: Lightning reads it when the ranks have exited, and they exit when it is read.
+    """Results may exceed a pipe: Lightning would read it after the ranks exit, and the ranks exit after it is read.
 
     Other threads find a variable such as PATH in the environment all the time.
     """

@@ -52,7 +52,7 @@ def test_a_save_on_some_ranks_names_one_that_did_not_make_it(ranks: list[int], a
 
 
 def test_a_save_after_the_last_step_names_the_rank_that_finished(tmp_path: Path) -> None:
-    """A rank that finished without the call is also named."""
+    """The error also names a rank that finished without the call."""
     saving, _ = endings(save_on, 2, tmp_path, [0], 4)
     assert saving.error is not None
     assert "rank 1 (host" in saving.error.message
@@ -100,7 +100,7 @@ def late_at_a_barrier(rank: int, world_size: int, directory: Path, late: int) ->
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_late_for_a_barrier_is_named(late: int, tmp_path: Path) -> None:
-    """The waiting rank raises with its name, also if it is rank 0, which has the record."""
+    """The waiting rank raises an error with its name, even if it is rank 0, which keeps the record."""
     with RankProcesses(late_at_a_barrier, 2, tmp_path, late, env=by_hand_env(2)) as ranks:
         (outcome,) = ranks.wait(1 - late)
     assert outcome.error is not None

@@ -154,7 +154,7 @@ def collectives(kind: Kind, directory: Path) -> dict[str, Counter[str]]:
 
 @pytest.mark.nightly
 def test_a_step_makes_one_collective(tmp_path: Path) -> None:
-    """Whatever the number of values, and with no barrier, also not for an epoch's values; stock makes two for each.
+    """This holds for any number of values, without a barrier, also at an epoch's end; stock makes two for each value.
 
     Nor is there stock's broadcast of whether there was a signal.
     """
@@ -216,7 +216,7 @@ def log_alone(kind: Kind, directory: Path) -> str:
 
 
 def test_a_rank_that_logs_nothing_where_another_one_does_is_named_immediately(tmp_path: Path) -> None:
-    """Although none has logged before, so that no rank expects a value; all ranks raise."""
+    """All ranks raise, even if no rank has logged before, so that none expects a value."""
     for message in on_ranks("ours", log_alone, tmp_path):
         assert "rank 1 began the reduction of training_step.a (mean)" in message
         assert "and rank 0 (host" in message

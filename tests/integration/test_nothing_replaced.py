@@ -1,4 +1,4 @@
-"""What training leaves of itself in a Trainer, in its process and in the objects of its user: nothing."""
+"""Training leaves nothing behind in a Trainer, in its process, or in the user's objects."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def changed_by_runs(rank: int, world_size: int, directory: Path) -> list[dict[st
 
 
 def test_a_run_leaves_its_process_as_it_was(tmp_path: Path) -> None:
-    """However it ends; but the channel stays, and after a failure SIGTERM waits for some seconds."""
+    """This holds for every end; only the channel stays, and after a failure SIGTERM waits for some seconds."""
     deferred = {"SIGTERM", "SigCgt"}
     for changes in run_ranks(changed_by_runs, 2, tmp_path, env={**by_hand_env(2), "OMP_NUM_THREADS": "1"}):
         names = [{name for name in changed if not name.startswith("ddpx-")} for changed in changes]
@@ -146,7 +146,7 @@ class Profiles(Net):
 
 
 def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return what runs leave of profilers that the user made, and whether the Trainer still has them."""
+    """Return the counts of profilers that the user made, and whether the Trainer still has them after runs."""
     found: dict[str, Any] = {}
     for profiler in (PassThroughProfiler(str(directory), "times"), SimpleProfiler(), None):
         trainer = make_trainer(make_strategy(kind, directory), profiler=profiler, max_epochs=1)
@@ -160,7 +160,7 @@ def profile_runs(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_a_profiler_of_the_users_works_and_stays_the_trainers(tmp_path: Path) -> None:
-    """A part that the module profiles is counted, and after a run the Trainer has the object that it was given."""
+    """The profiler counts a part that the module profiles, and after a run the Trainer still has this profiler."""
     ours, stock = on_both(profile_runs, tmp_path)
     assert ours == stock
     assert [calls for *_, calls in ours[0].values()] == [None, 4, None]
@@ -197,7 +197,7 @@ def train_on(trainer: L.Trainer) -> Any:
 
 
 def test_a_fitted_trainer_is_copied_and_pickled_as_with_stock(tmp_path: Path) -> None:
-    """It, its strategy, its loops, its model and its loader; and a copy tests and trains as the stock one's does."""
+    """So are its strategy, loops, model and loader; a copy tests and trains as a copy of stock's does."""
     for mine, expected in zip(*on_both(copy_fitted, tmp_path), strict=True):
         assert mine.keys() == expected.keys(), {name: mine[name] for name in mine.keys() - expected.keys()}
         assert_same(mine, expected)

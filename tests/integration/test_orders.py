@@ -1,4 +1,4 @@
-"""Whose samples each rank reads, and in which order, as training sees it."""
+"""Each rank reads the right samples in the right order, as training sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fit(kind: Kind, directory: Path, make: Callable[[], Any], **options: Any) ->
 
 
 class Backwards(BatchSampler):
-    """A class that Lightning makes anew, with its own sampler."""
+    """A loader class of which Lightning makes a new object, with its own sampler."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[::-1] for batch in super().__iter__())
@@ -62,7 +62,7 @@ def orders(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
-    """Batch for batch, in every epoch, whatever the length, the batches and the seed, and after a resume."""
+    """Every batch of every epoch is the same, for any length, batch size and seed, and after a resume."""
     ours, stock = on_both(orders, tmp_path)
     assert ours == stock
     assert ours[0]["resumed"].keys() == {1, 2}
@@ -70,7 +70,7 @@ def test_the_default_order_is_stock_lightnings(tmp_path: Path) -> None:
 
 
 def samples(runs: Iterable[Batches], epoch: int) -> list[int]:
-    """Everything that the ranks have read in an epoch."""
+    """Return all samples that the ranks read in an epoch."""
     return [sample for run in runs for batch in run[epoch] for sample in batch]
 
 
@@ -81,7 +81,7 @@ def each_once() -> DataLoader[Any]:
 
 
 class Even(RandomSampler):
-    """A sampler of the user's own that yields as many."""
+    """A user's sampler that yields as many."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([index & ~1 for index in super().__iter__()])
@@ -99,7 +99,7 @@ def draw(kind: Kind, directory: Path) -> tuple[Batches, ...]:
 
 
 def test_ranks_share_out_what_a_sampler_draws(tmp_path: Path) -> None:
-    """Each epoch has one draw, by the weights, whose parts the ranks read, also where their seeds differ."""
+    """All ranks divide one weighted draw per epoch, even if their seeds differ."""
     env = {"PL_GLOBAL_SEED": lambda rank: str(100 + rank)}
     whole, by_weight, *others = zip(*on_ranks("ours", draw, tmp_path, env=env), strict=True)  # type: ignore[arg-type]
     replaced, part, even, shuffled, batched = (samples(each, 0) for each in others)

@@ -132,5 +132,5 @@ def debug_rank_3(rank: int, world_size: int) -> str:
 
 
 def test_a_rank_that_does_not_exist_is_refused() -> None:
-    """Before the ranks wait for each other."""
+    """The error is raised before the ranks wait for each other."""
     assert run_ranks(debug_rank_3, 1) == ["RankDebugger needs a rank from 0 to 0 (got 3)"]

@@ -58,7 +58,7 @@ def drawn(seed: int) -> Chain:
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Weights]:
-    """Return the results of runs without a fault, each made once."""
+    """Return the result of a run without a fault; each run is made once."""
 
     @functools.cache
     def run(world_size: int, **options: Any) -> Weights:
@@ -73,7 +73,7 @@ CASES = [*CHAINS[::2], *(pytest.param(each, marks=pytest.mark.nightly) for each 
 
 @pytest.mark.parametrize("chain", [*CASES, *map(drawn, range(FIRST, FIRST + COUNT))], ids=str)
 def test_a_chain_of_kills_is_survived(chain: Chain, unbroken: Callable[..., Weights], tmp_path: Path) -> None:
-    """No step that a survivor has finished is lost in any, and the end is that of a run that nothing happened to."""
+    """No step that a survivor finished is lost, and the final state is that of a run without a fault."""
     world_size, options, kills = chain
     for kill in (*kills, None):
         plan = Plan(kill, strategy=OPTIONS[world_size], trainer=options)
@@ -114,14 +114,14 @@ def train_with_loggers(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_any_survivor_saves_where_rank_zero_would_look(tmp_path: Path) -> None:
-    """Loggers may tell rank 0 alone which directory a run has."""
+    """Loggers may give the run's directory to rank 0 alone."""
     _, survivor = launch_ranks(train_with_loggers, 2, tmp_path)
     [saved_to] = tmp_path.rglob(NAME)
     assert saved_to.parent.parent == tmp_path / "checkpoints", survivor.story()
 
 
 def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
-    """It may be all that is left of another run."""
+    """The older file may be the last one of another run."""
     run_ranks(train, 2, Plan(trainer={"max_epochs": 1}), tmp_path)
     [older] = tmp_path.glob("*.ckpt")
     launch_ranks(train, 2, Plan(Kill("on_after_backward", 5)), tmp_path)
@@ -135,7 +135,7 @@ def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path)
 
 
 def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., Weights], tmp_path: Path) -> None:
-    """Full shared memory ends no training."""
+    """Full shared memory does not end training."""
     ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
@@ -144,7 +144,7 @@ def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., W
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
 ) -> None:
-    """However long that takes, within ``save_deadline``; it then raises the cause, and the same command continues."""
+    """It waits up to ``save_deadline`` and then raises the cause; the same command continues."""
     options = {"start_method": start_method}
     killed = Plan(Kill("on_after_backward", 5), rescue="slow", strategy=options)
     (outcome,) = launch_ranks(train, 1, killed, tmp_path)
@@ -168,7 +168,7 @@ ORPHANED = """
 
 @pytest.mark.nightly
 def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
-    """It saves, and exits also if a hook is stuck."""
+    """It saves, and exits even if a hook is stuck."""
     script = run_script(ORPHANED, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
     assert "RankDiedError: rank 0 " in script.output, script.output
     assert saved(tmp_path) >= 5
@@ -213,7 +213,7 @@ def test_a_disk_that_does_not_take_the_checkpoint_hides_no_error(rescue: str, sa
 
 @pytest.mark.parametrize(("reason", "plan"), REFUSED)
 def test_what_could_be_a_wrong_checkpoint_is_refused(reason: str, plan: Plan, tmp_path: Path) -> None:
-    """In one line, beside the error."""
+    """A line next to the error gives the reason."""
     survivor, _ = launch_ranks(train, 2, plan, tmp_path)
     assert survivor.exit_code == 1
     [line] = [line for line in survivor.output.splitlines() if "no checkpoint of the last step: " in line]

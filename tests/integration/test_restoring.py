@@ -1,4 +1,4 @@
-"""Resuming and evaluating from files: all ranks get all of it, however it reaches them."""
+"""All ranks get the whole content of a file that they resume or evaluate from, whether it is mapped or sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOTH = pytest.mark.parametrize("kind", KINDS)
 
 
 def fit_from(trainer: L.Trainer, path: Path | str, model: L.LightningModule | None = None) -> dict[str, Any]:
-    """Train from a checkpoint, and return everything as it was when training began."""
+    """Train from a checkpoint, and return the whole state at the start of training."""
     states: list[dict[str, Any]] = []
     trainer.callbacks.append(At("on_train_start", lambda trainer: states.append(everything(trainer))))  # type: ignore[attr-defined]
     trainer.fit(Net() if model is None else model, ckpt_path=path)
@@ -59,7 +59,7 @@ class TwoOptimizers(Net):
 
 
 def resumed(kind: Kind, directory: Path, path: Path, mode: Any, model: Any) -> tuple[dict[str, Any], int]:
-    """Everything when training begins, and the steps at its end; with `auto`, rank 0 alone has the file."""
+    """Return the state at the start of training and the final step; with `auto`, only rank 0 has the file."""
     if mode == "auto":
         os.chdir(path.parent if os.environ["RANK"] == "0" else directory)
         path = Path(path.name)
@@ -82,7 +82,7 @@ def resumed(kind: Kind, directory: Path, path: Path, mode: Any, model: Any) -> t
 def test_a_run_continues_with_all_that_was_saved(
     kind: Kind, world_size: int, mode: str, model: Any, tmp_path: Path
 ) -> None:
-    """Weights, optimisers, schedules, scaler, progress and every kind of tensor are on each rank what they were."""
+    """Each rank has the same weights, optimisers, schedules, scaler, progress and every kind of tensor as before."""
     scaler = torch.amp.GradScaler("cpu", init_scale=12.0)
     before = train_and_save(tmp_path / "it.ckpt", model(), [MixedPrecision("16-mixed", "cpu", scaler)])
     results = on_ranks(kind, resumed, tmp_path, tmp_path / "it.ckpt", mode, model, world_size=world_size)
@@ -92,7 +92,7 @@ def test_a_run_continues_with_all_that_was_saved(
 
 
 class SwapsWeights(Net):
-    """Reads and changes what is about to be loaded."""
+    """Reads and changes the content before it is loaded."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         loaded = checkpoint["state_dict"]
@@ -103,7 +103,7 @@ class SwapsWeights(Net):
 
 
 class Lenient(Net):
-    """Takes what it finds, and has something that no file has."""
+    """Loads the keys that it finds, and has a key that no file has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_a_compiled_model_is_restored_and_saved(tmp_path: Path) -> None:
 
 
 def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Everything when training begins; and what is logged, about that and the other uses of the file."""
+    """Return the state at the start of training, and the log lines about this and the file's other uses."""
     told: list[str] = []
     rank_zero.log.addFilter(lambda record: told.append(record.getMessage()) is None)
     state = fit_from(trainer_for(kind, directory, max_epochs=1), path)
@@ -171,7 +171,7 @@ def from_state_dict(kind: Kind, directory: Path, path: Path) -> tuple[dict[str, 
 def test_a_plain_state_dict_starts_a_run(kind: Kind, tmp_path: Path) -> None:
     """A file of `torch.save(model.state_dict())`, also of a wrapped and compiled model, gives a run its weights.
 
-    So it does for validation, test and predictions, and the log says what starts anew.
+    So it does for validation, test and predictions, and the log lists what starts from scratch.
     """
     torch.manual_seed(1)
     saved = weights(Net())
@@ -192,7 +192,7 @@ def last_on_rank_zero(kind: Kind, directory: Path) -> dict[str, Any]:
 @pytest.mark.lowest
 @BOTH
 def test_last_is_what_rank_zero_finds(kind: Kind, tmp_path: Path) -> None:
-    """A rank whose disk has no `last.ckpt` resumes all the same, from rank 0's."""
+    """A rank whose disk has no `last.ckpt` resumes from rank 0's."""
     for rank in "01":
         (tmp_path / kind / rank).mkdir(parents=True)
     before = train_and_save(tmp_path / kind / "0" / "last.ckpt")
@@ -207,7 +207,7 @@ def check_what_was_sent(archive: Archive, *tensors: Any, check: Any = Archive.ch
 
 
 def run_again(kind: Kind, directory: Path, kept: Path, is_stopped: bool) -> dict[str, Any]:
-    """One and the same command line; rank 1 gets a SIGTERM after some batches the first time, and cannot read later."""
+    """Run one command line; in the first run rank 1 gets SIGTERM after some batches, and later it cannot read files."""
     states: list[dict[str, Any]] = []
     callbacks: list[Any] = [
         At("on_train_start", lambda trainer: states.append(everything(trainer))),
@@ -257,7 +257,7 @@ def refused_last(kind: Kind, directory: Path, kept: Path) -> str:
 
 
 def test_last_is_not_an_older_file_if_the_newest_cannot_be_read(tmp_path: Path) -> None:
-    """It may be whole: every rank raises the reason, and names it."""
+    """The newest file may be whole: every rank raises an error with its name and the reason."""
     train_and_save(tmp_path / "last.ckpt")
     os.utime(tmp_path / "last.ckpt", (0, 0))
     (tmp_path / "last-preempted.ckpt").symlink_to("/proc/self/mem")  # where nothing is mapped, reading is an error

@@ -106,7 +106,7 @@ def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[st
 
 
 def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_path: Path) -> None:
-    """Every rank raises and names ``resume_data="epoch"``, with which a run trains on all of that epoch."""
+    """Every rank's error names ``resume_data="epoch"``, with which a run trains on the whole epoch again."""
     paths = run_ranks(save_all, 2, tmp_path, env=by_hand_env(2))[0]
     for world_size in (2, 1):
         place = tmp_path / str(world_size)
@@ -117,7 +117,7 @@ def test_an_epoch_that_cannot_be_continued_is_refused_and_can_be_begun_anew(tmp_
             message = by_rank[0]["more workers of a stream"]
             assert "had num_workers=1 when the checkpoint was saved, and has 2; resume with" in message
     message = by_rank[0]["a loader with a state"]
-    assert "epoch 1 cannot continue in its middle" in message
+    assert "epoch 1 cannot be resumed in the middle" in message
     assert "had ranks=2 when the checkpoint was saved, and has 1; resume with" in message
 
 
@@ -145,7 +145,7 @@ def test_data_and_random_numbers_can_be_left_to_stock(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) -> None:
-    """It does not record the other ranks' data; rank 0 warns, and all read their own."""
+    """It does not record the positions of other ranks; rank 0 warns, and every rank reads its own data."""
     paths, _ = on_ranks("stock", save_points, tmp_path, stateful_stream, "train_batch_end-2")
     (first, warned), (second, silent) = on_ranks("ours", resume_points, tmp_path, stateful_stream, paths)
     assert warned == ["the checkpoint does not record the progress in epoch 0; it starts again"]
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_stock_lightning_begins_the_epoch_again(tmp_path: Path) 
 
 
 def resume_exceptions(rank: int, world_size: int, directory: Path) -> list[list[str]]:
-    """Return warnings of resumes from an exception, with an order that is drawn and one that is not."""
+    """Return the warnings of runs that resume after an exception, with a drawn order and with a fixed one."""
     found = []
     for name, is_drawn in {"drawn": True, "listed": False}.items():
         options = {"use_distributed_sampler": False}

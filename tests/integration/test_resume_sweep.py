@@ -1,4 +1,4 @@
-"""Resume anywhere equals never stopped: generated runs, stops and resumes, whatever is read and however.
+"""A resumed run equals one that never stopped, for generated combinations of data, stops and resumes.
 
 ``make test`` plays a pairwise cover, ``make nightly`` cases of a new seed (``SWEEP_SEED``, ``SWEEP_COUNT``).
 """
@@ -67,7 +67,7 @@ def played(halves: Sequence[Half], number: int, directory: Path) -> dict[Case, l
 
 
 def play(cases: Iterable[Case], directory: Path) -> dict[Case, str]:
-    """Play cases, many to a process; by case, what is wrong."""
+    """Run cases, many to a process; return the faults by case."""
     befores = played([(case, None) for case in cases], 0, directory)
     paths = {case: records[0].path for case, records in befores.items() if not case.stays}
     afters = played([(case, path) for case, path in paths.items() if path], 1, directory / "after")
@@ -124,7 +124,7 @@ def judge_rest(case: Case, epoch: int, befores: list[Played], afters: list[Playe
 
 @pytest.mark.parametrize("ranks", ["1", "2", "other"])
 def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path) -> None:
-    """Each pair of ways to read, to stop and to resume: same batches, same weights to the last bit."""
+    """For each pair of ways to read, to stop and to resume, batches and weights are the same, to the last bit."""
     cases = chosen_cases(Case.parse, [*map(Case.parse, FOUND), *pairwise_cover()])
     expect_nothing_wrong(
         play([case for case in cases if ("2" if ranks_of(case) == "3" else ranks_of(case)) == ranks], tmp_path), REPEAT
@@ -134,7 +134,7 @@ def test_a_run_that_is_resumed_equals_one_that_is_not(ranks: str, tmp_path: Path
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_runs_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn from all levels of all factors."""
+    """The cases are drawn from all levels of all factors."""
     seed, count = new_seed(capsys, 60)
     chance = random.Random(seed)
     expect_nothing_wrong(

@@ -17,7 +17,7 @@ from tests.integration.continuing import KEPT, Loaders, Net, Numbers, Points, Tr
 
 
 class Plans(Net):
-    """Has Lightning make its loaders before anything is restored."""
+    """Makes Lightning create the loaders before anything is restored."""
 
     def configure_optimizers(self) -> Any:
         assert self.trainer.estimated_stepping_batches > 0
@@ -63,7 +63,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str
 
 @pytest.mark.lowest
 def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
-    """However often it was stopped, the batches that are left are the same, and so are the weights, bit for bit."""
+    """After any number of stops, the remaining batches are the same, and so are the weights, bit for bit."""
     found = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2))
     assert found == [{name: {} for name in CASES}] * 2
 
@@ -85,12 +85,12 @@ def fail_again_and_again(rank: int, world_size: int, directory: Path) -> list[st
 
 
 def test_a_run_that_fails_again_and_again_trains_on_each_batch_once(tmp_path: Path) -> None:
-    """If a batch raises, first, last or within an epoch, the saved run continues with that batch, or its whole step."""
+    """If the first, last or another batch of an epoch raises, the run later continues with it, or with its step."""
     assert run_ranks(fail_again_and_again, 2, tmp_path, env=by_hand_env(2)) == [["", ""]] * 2
 
 
 def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
-    """Return the difference after ``validate``."""
+    """Return the difference of a run that resumes from a checkpoint saved after ``validate``."""
     training = Training(lambda: shuffled(20)(rank, 2), directory, 2, {"max_epochs": 2, "dropout": False})
     path = str(directory / "validated.ckpt")
     L.seed_everything(7, verbose=False)
@@ -104,5 +104,5 @@ def resume_ended_run(rank: int, world_size: int, directory: Path) -> str:
 
 
 def test_a_finished_run_continues_where_training_was(tmp_path: Path) -> None:
-    """Saved after ``validate``."""
+    """Its checkpoint is saved after ``validate``."""
     assert run_ranks(resume_ended_run, 2, tmp_path, env=by_hand_env(2)) == [""] * 2

@@ -1,4 +1,4 @@
-"""A resume with another batch size, without the limit that there was, and on other ranks.
+"""Resume with another batch size, without the earlier limit, and on another number of ranks.
 
 Other ranks with the same data, and what else must continue as before, are cases of ``test_resume_sweep``.
 """
@@ -37,7 +37,7 @@ def resume(rank: int, world_size: int, directory: Path, path: str) -> list[Step]
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_rest_of_an_epoch_is_read_once_in_other_batches(ranks: int, tmp_path: Path) -> None:
-    """The next epoch is a whole one of the ranks that resume."""
+    """The next epoch is a full epoch on the new ranks."""
     saved = run_ranks(save, 2, tmp_path, env=by_hand_env(2))
     path = saved[0].saved[POINT]
     (tmp_path / "resumed").mkdir()

@@ -24,7 +24,7 @@ from tests.integration.checkpointing import Keeper, checkpoint_callback, trainer
 
 
 class Ballast(L.Callback):
-    """Makes the checkpoints of some epochs ones that do not fit the disk."""
+    """Makes the checkpoints of some epochs too large for the disk."""
 
     def __init__(self, epochs: tuple[int, ...]) -> None:
         self.epochs = epochs
@@ -126,7 +126,7 @@ def raises_in_training(kind: Kind, directory: Path, background: bool, callback: 
 
 @pytest.mark.parametrize(("kind", "background"), [(OnExceptionCheckpoint, False), (RankZeroCheckpoint, True)])
 def test_an_exception_leaves_its_checkpoint(kind: Any, background: bool, tmp_path: Path) -> None:
-    """Callbacks that save on an exception have their file when one rank has failed, and the cause is what is raised."""
+    """After a failure on one rank, callbacks that save on an exception have their file, and the cause is raised."""
     options = {} if kind is OnExceptionCheckpoint else {"save_on_exception": True, "save_last": True}
     callback = kind(dirpath=tmp_path, filename="rest", **options)
     results = on_ranks("ours", raises_in_training, tmp_path, background, callback)
@@ -158,7 +158,7 @@ def fails_over_nccl(kind: Kind, directory: Path) -> tuple[str, str]:
 
 
 def test_nothing_is_saved_once_nccl_was_aborted(tmp_path: Path) -> None:
-    """Kernels that waited return then, and a queued step uses partial sums; the cause is still what is raised."""
+    """Waiting kernels then return, and a queued step uses partial sums; the error is still the cause."""
     results = on_ranks("ours", fails_over_nccl, tmp_path)
     assert [results[0][0].partition(":")[0], results[1][0]] == ["RankFailedError", "ValueError: on purpose"]
     assert all("NCCL was aborted because of another rank's failure" in saving for _, saving in results)
@@ -185,7 +185,7 @@ def files_at_every_step(kind: Kind, directory: Path, place: Path, options: dict[
 @pytest.mark.lowest
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Path) -> None:
-    """Nothing is removed before its successor is on the disk; a link never points at nothing; what is read is there."""
+    """No file is removed before its successor is on the disk, a link always has a target, and files are readable."""
     place = tmp_path / "kept"
     options = {"save_last": "link"} if kind == "stock" else {}
     seen = on_ranks(kind, files_at_every_step, tmp_path, place, options)[0]
@@ -197,7 +197,7 @@ def test_in_the_background_there_is_always_a_checkpoint(kind: Kind, tmp_path: Pa
 
 
 def best_by_rank(kind: Kind, directory: Path) -> dict[str, Any]:
-    """Return a score that differs between ranks, and would lead each to another checkpoint."""
+    """Return a score that differs between ranks, so that each alone would choose another checkpoint."""
 
     class Scores(L.Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -225,7 +225,7 @@ def test_the_best_scores_are_rank_zeros_on_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.lowest
 def test_the_callback_brings_its_io_to_a_single_device(tmp_path: Path) -> None:
-    """Without a strategy of several ranks it saves as well; where the Trainer has another IO, that is an error."""
+    """The callback saves without a strategy of several ranks; another IO in the Trainer is an error."""
     callback = RankZeroCheckpoint(tmp_path, checkpoint_io=RankZeroCheckpointIO(background=True))
     options = {"devices": 1, "callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
     trainer, other = (make_trainer("auto", plugins=plugins, **options) for plugins in ([], [RankZeroCheckpointIO()]))
@@ -248,7 +248,7 @@ def test_the_callbacks_state_is_that_of_model_checkpoint() -> None:
 
 
 def forked(rank: int, world_size: int, directory: Path) -> list[bool]:
-    """Fork ranks from a process that continues with the model; return whether it has learned, and what was saved."""
+    """Fork ranks from a process that keeps the model; return whether it has the old weights, and the saved ones."""
     io, model = RankZeroCheckpointIO(background=True), Net()
     io.save_checkpoint({"used": "before"}, directory / "before.ckpt")  # its thread is not there after a fork
     before, callback = weights(model), ModelCheckpoint(directory, "it")
@@ -264,7 +264,7 @@ def test_forked_ranks_give_their_weights_to_the_process_that_forked_them(tmp_pat
 
 
 class Waits:
-    """Is pickled when the test lets it."""
+    """Blocks its pickling until the test allows it."""
 
     def __reduce__(self) -> Any:
         hold("saving")
@@ -272,7 +272,7 @@ class Waits:
 
 
 class OwnIO(RankZeroCheckpointIO):
-    """Writes by itself."""
+    """A user's checkpoint IO."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         torch.save(checkpoint, path)
@@ -293,7 +293,7 @@ def saves_slowly(
 def test_a_save_is_finished_when_another_rank_dies(
     io: type[RankZeroCheckpointIO], save_deadline: float, is_finished: bool, tmp_path: Path
 ) -> None:
-    """It needs nothing of the others, so rank 0 finishes it before it ends because of them; or ends at the deadline."""
+    """A save does not need the other ranks, so rank 0 finishes it before it exits, or exits at the deadline."""
     with RankProcesses(saves_slowly, 2, tmp_path, io, save_deadline, env=by_hand_env(2)) as ranks:
         ranks.wait_for("saving", rank=0)
         ranks.kill(1)

@@ -34,7 +34,7 @@ def refusal(trainer: L.Trainer) -> str:
 
 
 def trials(kind: Kind, directory: Path) -> list[Any]:
-    """Return what a script can do with its ranks after it caught an exception of all, in each of these hooks."""
+    """Return the results of calls after a script caught an exception that all ranks raised, in each of these hooks."""
     found: list[Any] = []
     for hook in ("setup", "on_train_batch_start", "on_train_batch_end", "on_validation_epoch_end"):
         trainer, path = make_trainer(make_strategy(kind, directory), callbacks=[Fault(hook, boom)]), directory / hook
@@ -169,7 +169,7 @@ def fit_in_turn(rank: int, world_size: int, worlds: list[tuple[Any, int]]) -> li
 
 
 def test_worlds_of_other_sizes_in_turn() -> None:
-    """In any order, without a launcher and without an address; a rank that is alone has no connections to serve."""
+    """The order is free, without a launcher and without an address; a single rank has no connections."""
     worlds = [("popen", 1), ("fork", 2), ("popen", 1), ("fork", 3), ("fork", 1)]
     env = {"OMP_NUM_THREADS": "1"}  # a forked process cannot use OpenMP threads that its parent has started
     expected = [[devices, 60 + number, devices > 1] for number, (_, devices) in enumerate(worlds)]

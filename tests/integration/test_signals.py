@@ -79,7 +79,7 @@ class Evaluated(LongValidated):
 
 
 def test_an_evaluation_stops_in_the_middle(tmp_path: Path) -> None:
-    """All ranks after the same step; there is nothing to save."""
+    """All ranks stop after the same step, without saving."""
     found = run_ranks(stopped_in_evaluation, 2, tmp_path, env=by_hand_env(2))
     assert found[0] == found[1]
     assert [(function, status) for function, status, *_ in found[0]] == [(function, 143) for function in EVALUATIONS]
@@ -124,7 +124,7 @@ def saved_elsewhere(rank: int, world_size: int, directory: Path) -> list[list[st
 
 
 def test_a_save_is_finished_before_the_one_of_the_stop(tmp_path: Path) -> None:
-    """One that has begun, or continues in the background; with ``stop_checkpoint=None`` there is nothing to save."""
+    """This covers a save that has begun, and one in the background; ``stop_checkpoint=None`` saves nothing."""
     for background, saving, nothing in run_ranks(saved_elsewhere, 2, tmp_path, env=by_hand_env(2)):
         assert "last-preempted.ckpt" in background
         assert len(background) >= 3
@@ -175,7 +175,7 @@ def by_each_signal(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_each_signal_ends_with_its_status_and_is_passed_on(tmp_path: Path) -> None:
-    """To the handler that the user had put there before, which is there again afterwards; SIGUSR1 is theirs alone."""
+    """The user's earlier handler is called, and restored afterwards; SIGUSR1 reaches only the user's handler."""
     expected: list[Any] = []
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         stopped = (128 + signum, ["last-preempted.ckpt"], True)
@@ -201,7 +201,7 @@ def beside_others(rank: int, world_size: int, directory: Path) -> list[Any]:
 
 
 def test_signals_with_other_handlers(tmp_path: Path) -> None:
-    """One is heeded though another loop is woken by it, and after a nested run; what is the user's stays theirs."""
+    """Ours act beside another loop's wake-up descriptor and after a nested run; the user's handlers are kept."""
     for woken, nested, ignored, stacks in run_ranks(beside_others, 2, tmp_path, env=by_hand_env(2)):
         assert woken[:2] == nested[:2] == (143, ["last-preempted.ckpt"])
         assert woken[2] in range(2, 6)
@@ -217,7 +217,7 @@ def signalled_after_a_run(rank: int, world_size: int, directory: Path) -> None:
 
 
 def test_a_run_that_was_not_torn_down_handles_no_signals(tmp_path: Path) -> None:
-    """SIGTERM ends the process as by default."""
+    """SIGTERM then ends the process, as it does by default."""
     for outcome in launch_ranks(signalled_after_a_run, 2, tmp_path, env=by_hand_env(2)):
         assert outcome.exit_code == -signal.SIGTERM, outcome.story()
 

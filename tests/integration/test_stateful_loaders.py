@@ -15,7 +15,7 @@ from tests.integration.continuing import Numbers, Stream, Training, generations
 
 
 class Counted(Numbers):
-    """Counts how often its samples are read."""
+    """A dataset that counts how often its samples are read."""
 
     reads = 0
 
@@ -89,7 +89,7 @@ def read(rank: int, world_size: int, directory: Path) -> tuple[dict[str, Counts]
 
 
 def test_each_rank_continues_with_its_own_next_batch_and_saves_its_state(tmp_path: Path) -> None:
-    """States, which can be large, are not read before each batch; finished batches are not repeated or lost."""
+    """States can be large and are not read before each batch; finished batches are neither repeated nor lost."""
     for counts, wrong in run_ranks(read, 2, tmp_path, env=by_hand_env(2)):
         assert wrong == {}
         for name, ((first, without), (again, with_two), (resumed, after)) in counts.items():

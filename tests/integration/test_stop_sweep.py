@@ -72,7 +72,7 @@ def play_all(cases: Sequence[Case], directory: Path) -> dict[Case, str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path) -> None:
-    """Same steps, same validations, same weights, and no rank that another one waits for."""
+    """Steps, validations and weights are the same, and no rank waits for another one in vain."""
     cases = [case for case in chosen_cases(Case.parse, cover()) if case.ranks == ranks]
     expect_nothing_wrong(play_all(cases, tmp_path), REPEAT)
 
@@ -80,7 +80,7 @@ def test_a_stopped_run_continues_as_if_uninterrupted(ranks: int, tmp_path: Path)
 @pytest.mark.nightly
 @pytest.mark.timeout(0)  # SWEEP_COUNT says how long it takes
 def test_cases_of_a_new_seed_do_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Drawn from all hooks, callbacks and signals."""
+    """The cases are drawn from all hooks, callbacks and signals."""
     seed, count = new_seed(capsys, 300)
     chance = random.Random(seed)
     expect_nothing_wrong(play_all([drawn(chance) for _ in range(count)], tmp_path), REPEAT)

@@ -1,4 +1,4 @@
-"""A signal to any rank: all save and stop after the same step, and the same command continues there.
+"""After a signal to any rank, all ranks save and stop after the same step, and the same command continues there.
 
 ``test_resume_sweep`` and ``test_stop_sweep`` compare resumed runs with runs that were not stopped.
 """
@@ -21,8 +21,8 @@ from tests.integration.stopping import shuffled, signalled
 
 Moment = tuple[str, int]  # a hook of a callback, and how often it has been called before
 
-# When the signal comes, and after how many steps all have stopped at the earliest: in 2 epochs of 3 steps, each with
-# 2 of validation. The ranks agree on a step by messages, which take one or two steps more on a busy machine.
+# The moment of the signal, and the fewest steps after which the ranks stop; a run has 2 epochs, each with 3 training
+# and 2 validation steps. The ranks agree on the step by messages, so on a busy machine they stop some steps later.
 MOMENTS: dict[Moment, int] = {
     ("on_train_batch_start", 0): 1,
     ("on_train_batch_start", 1): 2,
@@ -34,7 +34,7 @@ MOMENTS: dict[Moment, int] = {
 
 
 def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[Any, ...]]:
-    """Return the ends of runs that are signalled on one rank or the other: status, files, and later steps."""
+    """Return how runs end after a signal to one of the ranks: status, files, and steps made after it."""
     found = []
     for number, (moment, steps) in enumerate(MOMENTS.items()):
         place = directory / str(moment)
@@ -47,13 +47,13 @@ def stop_at_moments(rank: int, world_size: int, directory: Path) -> list[tuple[A
 
 @pytest.mark.lowest
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    """Whatever the moment, and whichever of the ranks got it: same step, saved, status 143."""
+    """At every moment, and on either rank: the ranks stop after the same step, save, and exit with status 143."""
     first, second = run_ranks(stop_at_moments, 2, tmp_path, env=by_hand_env(2))
     assert first == second
     assert all(end in [(143, ["last-preempted.ckpt"], later) for later in range(4)] for end in first), first
 
 
-# The Trainer's options that say where checkpoints are, made in a rank; by where the stop checkpoint is, as a pattern.
+# Trainer options that choose the checkpoint directory, made on a rank; each with a pattern for the stop checkpoint.
 OF_COMMAND = "checkpoints/*-*/last-preempted.ckpt"
 PLACES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
     "as Lightning chooses": (OF_COMMAND, lambda place: {"logger": True}),
@@ -121,4 +121,4 @@ def test_another_command_names_a_stop_checkpoint_and_leaves_it(tmp_path: Path) -
     """Two experiments may share a directory."""
     [outcome] = launch_ranks(other_commands, 1, tmp_path)
     assert outcome.result == [0, 0, 2], outcome.story()
-    assert outcome.output.count("last-preempted.ckpt is of another command; give its path to resume from it") == 1
+    assert outcome.output.count("last-preempted.ckpt belongs to another command; give its path to resume from it") == 1

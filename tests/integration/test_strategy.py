@@ -1,4 +1,4 @@
-"""The strategy by name and as an object: what a user has of it, inside and outside of a run."""
+"""The strategy works by name and as an object, inside and outside of a run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUFFIXES = {
 
 @pytest.mark.lowest
 def test_a_name_stands_for_its_start_method_and_option() -> None:
-    """Fifteen names are added, and no others; a reload changes nothing; Lightning's own stay what they were."""
+    """Fifteen names are added; a reload changes nothing; Lightning's own names are unchanged."""
     expected = {
         name + suffix: {"start_method": start_method, **options}
         for name, start_method in START_METHODS.items()
@@ -53,7 +53,7 @@ def _is_ours(strategy: object) -> bool:
 
 @pytest.mark.lowest
 def test_a_notebook_may_fork_ranks_and_do_nothing_else() -> None:
-    """Lightning refuses the others in an interactive session; how a notebook trains, the example shows."""
+    """Lightning refuses other start methods in an interactive session; the example shows how a notebook trains."""
     names = ("ddp_ext_notebook", "ddp_ext_fork", "ddp_ext", "ddp_ext_spawn")
     launchers: list[Any] = [make_trainer(name).strategy.launcher for name in names]
     assert [launcher.is_interactive_compatible for launcher in launchers] == [True, True, False, False]
@@ -81,7 +81,7 @@ def use_strategy(kind: Kind, directory: Path) -> dict[str, Any]:
 
 
 def test_the_strategy_serves_its_user(tmp_path: Path) -> None:
-    """`world`, which is right as soon as there is a Trainer, and `barrier` work, and the strategy can be pickled."""
+    """`world` is right as soon as the strategy has a Trainer, `barrier` works, and the strategy can be pickled."""
     for rank, found in enumerate(on_ranks("ours", use_strategy, tmp_path)):
         counts = {"world_size": 2, "local_world_size": 2, "node_rank": 0}
         world = World(rank=rank, local_rank=rank, source="RANK, WORLD_SIZE and LOCAL_RANK", **counts)
@@ -106,7 +106,7 @@ def open_by_hand(kind: Kind, directory: Path) -> tuple[Any, ...]:
 
 
 def test_the_strategy_is_used_by_hand_as_stock_is(tmp_path: Path) -> None:
-    """`setup_environment` needs no module, a backend may be registered late, and Lightning's hints are given."""
+    """`setup_environment` works without a module, a backend may be registered late, and Lightning's hints appear."""
     ours, stock = on_both(open_by_hand, tmp_path)
     assert [facts[0] for facts in ours] == ["later", "later"]
     assert [facts[1:] for facts in ours] == [facts[1:] for facts in stock]

@@ -1,4 +1,4 @@
-"""Ranks that wait in vain: without any callback, the one that they have waited for is named."""
+"""Without any callback, ranks that wait in vain name the rank that they waited for."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_stopped_process_is_named() -> None:
 
 @pytest.mark.nightly
 def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> None:
-    """However long a rank takes there: it must answer."""
+    """A rank may take any time there, but its process must reply."""
     with training(2, f"file://{tmp_path}/store", StoppedAtTheEnd(), max_epochs=1) as ranks:
         let_continue(ranks)
         ranks.wait_for("at the end", 0)
@@ -111,7 +111,7 @@ def test_ranks_wait_at_the_end_but_not_for_a_stopped_process(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("in_group", "over"), [(True, "gloo"), (False, "nccl_stand_in")], ids=["all_reduce", "NCCL"])
 def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp_path: Path) -> None:
-    """It is named with file and line, later also on itself, and before torch's own limit for NCCL."""
+    """The others name it with file and line, and later it does so itself, before torch's own limit for NCCL."""
     with training(3, f"file://{tmp_path}/store", Late([1], in_group), over=over) as ranks:
         let_continue(ranks)
         outcomes = ranks.wait(0, 2)
@@ -121,7 +121,7 @@ def test_a_rank_that_does_something_else_is_named(in_group: bool, over: str, tmp
 
 
 def test_ranks_that_another_ones_timeout_has_released_are_not_taken_for_it(tmp_path: Path) -> None:
-    """A rank that has waited long enough closes its connections, also to those that wait for the same one."""
+    """A rank whose wait timed out closes its connections, also to ranks that wait for the same rank."""
     with training(4, f"file://{tmp_path}/store", Late([0, 1, 3], in_group=True)) as ranks:
         let_continue(ranks)
         for rank in (0, 1):

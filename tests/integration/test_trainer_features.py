@@ -158,7 +158,7 @@ def use_all(kind: Kind, directory: Path) -> dict[str, Result]:
 
 
 def test_features_do_what_they_do_with_stock(tmp_path: Path) -> None:
-    """Weights, metrics, files, and what is called how often are equal on each rank, to the last bit."""
+    """Weights, metrics, files and the numbers of calls are equal on each rank, to the last bit."""
     ours, stock = on_both(use_all, tmp_path)
     for mine, theirs in zip(ours, stock, strict=True):
         for name in (*OPTIONS, *FEATURES):

@@ -25,7 +25,7 @@ STOP = {"uneven_inputs": "stop_at_shortest"}
 
 
 class Data:
-    """This rank's own numbers, as many as the epoch has."""
+    """A dataset with this rank's numbers, as many as the epoch has."""
 
     def __init__(self, rank: int, lengths: Lengths) -> None:
         self.rank, self.lengths, self.epoch = rank, lengths, 0
@@ -76,14 +76,14 @@ def two_streams(mode: Any) -> Loaders:
 
 @dataclass
 class Case:
-    """Lengths by rank and epoch, how they are read, and how training goes."""
+    """Lengths by rank and epoch, the kind of loader, and the options of training."""
 
     lengths: list[Lengths]
     loaders: Loaders = stream
     options: dict[str, Any] = field(default_factory=dict)
 
     def training(self, rank: int, directory: Path, *, cut: bool = False) -> Training:
-        """With ranks that stop at the shortest; or with data that are ``cut`` to its lengths beforehand."""
+        """Return a training whose ranks stop at the shortest, or one on data that are ``cut`` to equal lengths."""
         defaults = {"max_epochs": len(self.lengths[0]), "use_distributed_sampler": False, "limit_val_batches": 1.0}
         options, lengths = {**defaults, "dropout": False, **self.options}, self.lengths[rank]
         if cut:
@@ -114,7 +114,7 @@ def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, list[Run
 
 
 def test_an_epoch_ends_as_if_no_rank_had_more_data_than_the_shortest(tmp_path: Path) -> None:
-    """Steps, validations, ends of epochs, counts and weights are those of data that are cut to the same."""
+    """Steps, validations, ends of epochs, counts and weights are those of data that are cut to equal lengths."""
     by_rank = run_ranks(run_cases, 2, tmp_path, env=by_hand_env(2))
     for found in by_rank:
         for name, (uneven, cut) in found.items():
@@ -136,7 +136,7 @@ def resume(rank: int, world_size: int, directory: Path) -> list[dict[str, str]]:
 
 @pytest.mark.lowest
 def test_an_epoch_that_will_end_early_can_be_resumed_in_its_middle(tmp_path: Path) -> None:
-    """From each checkpoint on the same batches are trained on as without a stop, and epochs end where they did."""
+    """From each checkpoint a run trains on the same batches as without a stop, and its epochs end at the same step."""
     assert run_ranks(resume, 2, tmp_path, env=by_hand_env(2)) == [[{}, {}]] * 2
 
 
@@ -155,7 +155,7 @@ def break_on_one(rank: int, world_size: int, directory: Path) -> Any:
 
 
 def test_data_that_raise_on_one_rank_end_all(tmp_path: Path) -> None:
-    """The others wait for an answer about their next batch, and get the cause instead."""
+    """The other ranks wait for the exchange about the next batch, and raise the cause instead."""
     assert run_ranks(break_on_one, 2, tmp_path, env=by_hand_env(2)) == [1, None]
 
 
@@ -166,7 +166,7 @@ def fit(directory: Path, loaders: Any, strategy: dict[str, Any] | None = None, *
 
 
 def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], list[int]]:
-    """Return the errors of different lengths, and the steps if these do not matter."""
+    """Return the errors for different lengths, and the steps of runs whose limits make the lengths irrelevant."""
     warnings.simplefilter("ignore")
     found = []
     for loaders, strategy in ((indexed(rank, [3 + rank]), {}), ((stream, indexed)[rank](rank, [3]), STOP)):
@@ -178,7 +178,7 @@ def refused(rank: int, world_size: int, directory: Path) -> tuple[list[str], lis
 
 
 def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: Path) -> None:
-    """On every rank, with all numbers and what to do; not where a limit in batches or steps makes them even."""
+    """Every rank raises with all numbers and a remedy, unless a limit in batches or steps makes them even."""
     (first, steps), (second, others) = run_ranks(refused, 2, tmp_path, env=by_hand_env(2))
     assert steps == others == [6, 3]
     assert (
@@ -186,7 +186,7 @@ def test_lengths_that_differ_are_refused_where_some_ranks_would_wait(tmp_path: P
         == second[0]
         == (
             "the ranks have different numbers of training batches (3 on rank 0, 4 on rank 1), and after the first 3 "
-            "some ranks would wait for ever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
+            "some ranks would wait forever; pass DDPExtStrategy(uneven_inputs='join') or 'stop_at_shortest', or let a "
             "sampler or drop_last=True give all ranks equally many"
         )
     )
@@ -206,7 +206,7 @@ def warned(rank: int, world_size: int, directory: Path) -> list[list[str]]:
 
 @pytest.mark.lowest
 def test_ranks_that_read_the_same_are_warned_once(tmp_path: Path) -> None:
-    """Rank 0 names the class of data that are not shared out; others are left alone."""
+    """Rank 0 names the class of data that are not divided among the ranks; other data cause no warning."""
     first, second = run_ranks(warned, 2, tmp_path, env=by_hand_env(2))
     assert [len(each) for each in first] == [1, 0, 1, 0]
     assert first[0][0].startswith(

@@ -129,7 +129,7 @@ def look(kind: Kind, directory: Path) -> list[Any]:
 
 
 def test_users_see_loaders_as_stock_shows_them(tmp_path: Path) -> None:
-    """Of their class, with attributes to read and to set, to copy, to make anew, and with Lightning's hints."""
+    """Loaders have their class, can be changed, copied and made again, and cause Lightning's hints."""
     ours, stock = on_both(look, tmp_path)
     assert ours == stock
     assert (ours[0][3], ours[0][7]) == (2, 4)

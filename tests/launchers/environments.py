@@ -1,4 +1,4 @@
-"""The variables that launchers leave in the environment of each of two ranks on one node, as they leave them."""
+"""Reproduce the variables that each launcher sets for two ranks on one node."""
 
 from __future__ import annotations
 

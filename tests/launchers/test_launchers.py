@@ -62,7 +62,7 @@ class Runs:
         return json.dumps({"urls": urls, "devices": 2, "num_nodes": self._nodes, **options})
 
     def expect_trained(self, output: str, *, returns: int | None = None, launches: Sequence[int] | None = None) -> None:
-        """Fail unless in each run every rank has taken part, met the others, and learned what it learns with stock.
+        """Fail unless in each run every rank took part, connected to the others, and learned what it learns with stock.
 
         Args:
             output: what all processes have printed.
@@ -109,7 +109,7 @@ def learn_as(kind: Kind, directory: Path) -> tuple[str, list[Any]]:
 
 
 def run_script(argument: str, env: Environment, processes: int = 2, **options: Any) -> str:
-    """Run the script in that many processes without a launcher, to a good end; return the output of all."""
+    """Run the script in that many processes without a launcher; all must succeed; return their output."""
     return output_of_all(launch_ranks(be_the_script, processes, argument, env=env | {"PYTHONPATH": ROOT}, **options))
 
 
@@ -134,14 +134,14 @@ def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) ->
 
 
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
-    """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
+    """RANK, WORLD_SIZE and LOCAL_RANK make any process a rank."""
     runs = Runs(tmp_path, "none", *METHODS)
     runs.expect_trained(run_script(runs.argument(), by_hand_env(2, free_port())))
 
 
 @pytest.mark.lowest
 def test_by_hand_with_arguments(tmp_path: Path) -> None:
-    """``rank=`` and ``world_size=`` make a rank of any process; a limit of a month is more than the kernel counts."""
+    """``rank=`` and ``world_size=`` make any process a rank; a month is a longer time limit than the kernel counts."""
     runs = Runs(tmp_path, "none", *METHODS)
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     limits = dict.fromkeys(("init_timeout", "heartbeat_timeout", "timeout", "save_deadline"), 30 * 86400)
@@ -150,7 +150,7 @@ def test_by_hand_with_arguments(tmp_path: Path) -> None:
 
 
 def test_srun(tmp_path: Path) -> None:
-    """A task of srun is a rank, and needs nothing else: the job gives the address."""
+    """A task of srun is a rank; the job gives the address."""
     runs = Runs(tmp_path, "none", *METHODS)
     runs.expect_trained(run_script(runs.argument(), by_srun()))
 
@@ -210,7 +210,7 @@ def nodes(two_hosts: Network) -> Network:
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
-    """An agent on each node starts its ranks, and starts them again when one was killed, which the others name."""
+    """An agent on each node starts its ranks, and restarts them after a kill; the other ranks name the killed one."""
     runs = Runs(shared_dir, "file", "tcp", nodes=2, tcp=f"tcp://{nodes[0].address}:{PORT}")
     words = ["--nnodes=2", "--nproc-per-node=2", "--node-rank={node}", "--max-restarts=1"]
     words += ["--rdzv-backend=c10d", f"--rdzv-endpoint=host-a:{PORT + 1}", "--rdzv-id=run42"]
@@ -222,7 +222,7 @@ def test_torchrun_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
 
 @pytest.mark.netns
 def test_by_hand_on_two_nodes(nodes: Network, shared_dir: Path) -> None:
-    """One process per rank, started by hand on the node where it shall run; the network may be one of IPv6."""
+    """Each rank is a process that a user starts on its node; the network may use IPv6."""
     urls = {"tcp": f"tcp://{nodes[0].address}:{PORT + 1}", "ipv6": f"tcp://[{nodes[0].address6}]:{PORT + 2}"}
     runs = Runs(shared_dir, *METHODS, "ipv6", nodes=2, **urls)
     env: Environment = {
@@ -249,7 +249,7 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
 
 
 def test_a_started_rank_collects_no_imports() -> None:
-    """Its exit does not wait until what the imports made is collected; in another process they are collected."""
+    """Its exit does not wait for a garbage collection of imported objects; other processes collect them."""
     source = "import gc\n\nimport lightning_ddp_ext\n\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
     printed = [scripts.run_script(source, env={"LOCAL_RANK": rank}).output.strip() for rank in ("0", None)]
     assert printed == ["True True", "True False"]

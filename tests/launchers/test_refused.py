@@ -1,4 +1,4 @@
-"""Pairs of launcher and init method that cannot work: the error has the reason, on a rank that is still alone."""
+"""Pairs of launcher and init method that cannot work raise an error with the reason before any rank connects."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
     start_methods = ("spawn", "fork", "forkserver")
     choices: list[Options] = [{"start_method": method} for method in start_methods]
     expected = [
-        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process was started as one of "
-        f"them already (rank 0 of 2, from {name}); use strategy='ddp_ext' here, or start the script without a launcher"
+        f"ConfigurationError: start_method={method!r} starts the ranks itself, but this process is already rank "
+        f"0 of 2, from {name}; use strategy='ddp_ext' here, or start the script without a launcher"
         for method in start_methods
     ]
     if not is_told:

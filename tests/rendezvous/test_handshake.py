@@ -46,7 +46,7 @@ def test_a_start_that_cannot_be(kind: str, third: dict[str, Any], expected: str,
 
 
 def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
-    """Rank 0 stays for a moment."""
+    """Rank 0 keeps listening for a moment."""
     common = {"init_timeout": LONG, "world_size": 3, "timeouts": Timeouts(after_refusal=LONG)}
     settings = [{"rank": rank, **common} for rank in (0, 1, 1, 2)]
     with RankProcesses(connect, 4, place("file", tmp_path), settings) as ranks:
@@ -59,7 +59,7 @@ def test_late_ranks_raise_why_the_start_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> None:
-    """They do not affect it."""
+    """The active run is not affected."""
     where, late = place(kind, tmp_path), ((0, 2), (1, 2), (4, 5))
     settings: list[dict[str, Any]] = [{"world_size": 2, "stop": "all_reduce"}] * 2
     settings += [{"rank": rank, "world_size": world_size} for rank, world_size in late]
@@ -84,7 +84,7 @@ def test_latecomers_raise_that_a_run_is_active(kind: str, tmp_path: Path) -> Non
 
 
 def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> None:
-    """At the port of a killed run there may be another run's rank 0 by now."""
+    """Meanwhile another run's rank 0 may listen at the port of a killed run."""
     ours, other = (FileEndpoint(str(tmp_path / name)) for name in ("ours", "other"))
     with started(str(other.path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:
         for seat in range(2):
@@ -94,7 +94,10 @@ def test_an_answer_counts_only_with_the_nonce_that_was_read(tmp_path: Path) -> N
         ours.publish(replace(address, nonce="of a killed run"))
         (lost,) = endings(str(ours.path), [{"rank": 1, "world_size": 2, "timeouts": SOON}], init_timeout=2.0)
     # The last attempt may have had no time for an answer.
-    found = r"\((another run answers there|it accepted, but is silent); pid {} on host {} published its address"
+    found = (
+        r"\((another run answers there|it accepted the connection, but did not reply); "
+        r"pid {} on host {} published its address"
+    )
     assert re.search(found.format(ranks.pids[0], HOST), sentence(lost, RendezvousError))
 
 
@@ -109,7 +112,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_other_connections_do_not_disturb_a_start() -> None:
-    """Port scanners, say, ranks beyond their own world, and any number that send nothing.
+    """Port scanners, ranks beyond their own world, and many silent connections do not matter.
 
     At a loopback address only those of this host reach rank 0 and its store.
     """
@@ -144,7 +147,7 @@ def test_other_connections_do_not_disturb_a_start() -> None:
 
 @pytest.mark.parametrize("answer", [silent, web])
 def test_a_stale_address_is_replaced(answer: Answer, tmp_path: Path) -> None:
-    """A rank that has read what a killed run left looks again, also where another program listens there by now."""
+    """A rank that read the address of a killed run reads it again, even if another program now listens there."""
     path = tmp_path / "run"
     with server(answer) as where:
         FileEndpoint(str(path)).publish(Address((where.host,), where.port, "of a killed run", "network"))

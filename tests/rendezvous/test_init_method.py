@@ -99,7 +99,7 @@ def test_malformed_urls_are_refused(url: str, expected: str) -> None:
     ],
 )
 def test_wrong_values_are_refused(make: Callable[[], object], expected: str) -> None:
-    """Values made by hand are held to the same rules as a URL, and so is the variable."""
+    """The same rules apply to objects, to URLs and to the variable."""
     assert refusal(make) == expected
 
 
@@ -130,7 +130,7 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_several_nodes_do_not_share_a_temporary_directory(shared_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor that of TMPDIR, nor a link to it; a new file, and one that an earlier run left, are fine."""
+    """TMPDIR and links to it are refused as well; a new file, and one that an earlier run left, are accepted."""
     monkeypatch.setattr(tempfile, "tempdir", f"{shared_dir}/local")
     for name in ("local", "localised"):
         (shared_dir / name).mkdir()

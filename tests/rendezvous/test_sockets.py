@@ -50,7 +50,7 @@ def test_a_descriptor_that_means_something_else_by_now_is_left_alone(listener: s
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::"])
 def test_ranks_reach_rank_0_by_either_family_or_on_this_host_only(host: str) -> None:
-    """A run of one machine is not offered to the network; gloo's listeners, which must not be shut down, stay open."""
+    """A run on one machine is not reachable from the network; gloo's listeners stay open, since gloo needs them."""
     with OpenedSockets() as opened:
         listener = listen(host, 0)
     opened.abort()

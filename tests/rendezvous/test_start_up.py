@@ -126,7 +126,7 @@ def join_with_few_descriptors(number: int, world_size: int, where: Tcp | str) ->
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
 def test_ranks_connect_in_any_order_and_exit_in_good_order(kind: str, tmp_path: Path) -> None:
-    """All are in one group, end with status 0 without leaving by themselves, and no file stays.
+    """All ranks join one group, exit with status 0 without calling ``leave``, and leave no file behind.
 
     Rank 0, to which all connect, raises its limit of open files by what it needs.
     """
@@ -150,7 +150,7 @@ def test_a_rank_that_never_starts(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.netns
 def test_a_link_cut_while_the_group_forms(two_hosts: Network) -> None:
-    """Both sides name a rank beyond the cut, also on a rank whose main thread stands still."""
+    """Both sides name a rank beyond the cut, also on a rank whose main thread is blocked."""
     where = Tcp(two_hosts[0].address, free_port())
     hosts = [two_hosts[0], two_hosts[1], two_hosts[0]]
     settings: list[dict[str, Any]] = [{"init_timeout": LONG, "timeouts": Timeouts(heartbeat=3.0)} for _ in hosts]
@@ -172,10 +172,10 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
     found, remedy = "Connection refused", "that this address is its host's"
     if kind == "file":
-        found, remedy = "no rank 0 has published its address there", "that it sees the same file"
+        found, remedy = "rank 0 has not published its address there", "that it sees the same file"
     assert sentence(outcome, RendezvousError) == (
-        f"{process(1, outcome.pid)} found no rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
-        f"started, {remedy}, and that no firewall blocks the way"
+        f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
+        f"started, {remedy}, and that no firewall blocks the connection"
     )
 
 
@@ -202,7 +202,7 @@ def test_a_rank_that_ends_before_all_have_connected(
 
 @pytest.mark.parametrize(("kind", "victim"), [("tcp", 0), ("file", 2)])
 def test_a_rank_killed_while_the_group_forms_is_named_immediately(kind: str, victim: int, tmp_path: Path) -> None:
-    """A death is known from the channel, long before init_timeout, with host and pid."""
+    """The channel reports a death long before init_timeout, with host and pid."""
     settings: list[dict[str, Any]] = [{"init_timeout": LONG} for _ in range(3)]
     settings[victim]["stop"] = "init_process_group"
     with started(place(kind, tmp_path), settings) as ranks:
@@ -270,8 +270,9 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
         "use; stop the program that holds it or choose another port"
     )
     assert sentence(second, RendezvousError) == (
-        f"{process(1, second.pid)} found no rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted, but is silent); "
-        "check that rank 0 is started, that this address is its host's, and that no firewall blocks the way"
+        f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
+        "connection, but did not reply); check that rank 0 is started, that this address is its host's, and that no "
+        "firewall blocks the connection"
         if answer is silent
         else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
         "other program uses, or give the address of rank 0's host"
@@ -280,7 +281,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
 
 @pytest.mark.parametrize("answer", [silent, web])
 def test_a_server_that_is_not_a_store_raises(answer: Answer) -> None:
-    """Soon after the deadline, also where torch's client would wait for ever."""
+    """The error follows soon after the deadline, even if torch's client would wait for ever."""
     with (
         server(answer) as where,
         pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{where.port} cannot be used"),
@@ -297,7 +298,7 @@ def test_a_host_name_that_does_not_resolve() -> None:
 
 
 def test_a_file_that_is_empty_or_left_by_a_killed_run_will_do(tmp_path: Path) -> None:
-    """Such as one of ``tempfile.mkstemp``; the next run starts there, and removes it at its end."""
+    """The next run starts there, and removes the file at its end; ``tempfile.mkstemp`` makes such files."""
     path = tmp_path / "store"
     path.touch()
     with started(str(path), [{"init_timeout": LONG, "stop": "all_reduce"}] * 2) as ranks:

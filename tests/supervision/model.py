@@ -1,4 +1,4 @@
-"""Trainings that go wrong at a chosen moment, on chosen ranks, in a chosen way."""
+"""Train a model that fails at a chosen moment, on chosen ranks, in a chosen way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = socket.gethostname()
 
 
 class BoomError(ValueError):
-    """What goes wrong in these tests; no other code raises it."""
+    """The error of these tests; no other code raises it."""
 
 
 def throw(error: Exception) -> None:
@@ -87,7 +87,7 @@ class Fault(At):
 
 
 def in_step(action: Callable[[], object], *ranks: int) -> Fault:
-    """In the second step, when there are gradients of a first one."""
+    """Fail in the second step, when the first one has left gradients."""
     return Fault("on_train_batch_start", action, *ranks, earlier=1)
 
 
@@ -102,7 +102,7 @@ def make_trainer(devices: int, strategy: str | ddpx.DDPExtStrategy, *callbacks: 
 def by_hand(
     rank: int, world_size: int, url: str, *, grace: dict[str, float] | None = None, **options: Any
 ) -> ddpx.DDPExtStrategy:
-    """Return the strategy of a rank that was started by hand; ``grace`` as in ``Timeouts``."""
+    """Return the strategy of a rank that was started by hand; for ``grace`` see ``Timeouts``."""
     strategy = ddpx.DDPExtStrategy(url, rank=rank, world_size=world_size, **options)
     timeouts = strategy.rendezvous.timeouts
     strategy.rendezvous.timeouts = replace(timeouts, grace={**timeouts.grace, **(grace or {})})
@@ -110,6 +110,6 @@ def by_hand(
 
 
 def fit(rank: int, world_size: int, url: str, *faults: Fault, model: Net | None = None, **options: Any) -> None:
-    """One training on a rank that was started by hand."""
+    """Train once on a rank that was started by hand."""
     strategy = by_hand(rank, world_size, url, **options)
     make_trainer(world_size, strategy, *faults).fit(model or Net())

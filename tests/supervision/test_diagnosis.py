@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Findings, str | None]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_sentence(name: str) -> None:
-    """It is the sentence that a user reads."""
+    """The reports give the sentence that a user reads."""
     case, expected = CASES[name]
     assert (case.diagnosis.reason if case.diagnosis else None) == expected
 
@@ -62,7 +62,7 @@ def entry(number: int, op: int, state: str = "completed", group: str = "0") -> d
 
 
 def test_collectives_of_a_trace() -> None:
-    """Per group the last one entered and the first one that has not ended; a new group of an old name begins anew."""
+    """Each group has its last entered and its first unfinished collective; a new group with an old name starts at 0."""
     old = [entry(1, 1), entry(2, 2, "started")]
     new = [entry(1, 7), entry(2, 8), entry(3, 9, "started"), entry(4, 10, "started")]
     first, other = flights_in({"entries": [*old, *new, entry(1, 1, group="5"), {**entry(9, 9), "is_p2p": True}]})

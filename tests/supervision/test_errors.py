@@ -71,7 +71,7 @@ def catch_and_stay(rank: int, world_size: int, url: str, fault: Fault, hook: str
 def test_others_raise_while_the_failed_rank_continues(
     hook: str, culprit: int, steps: int, url: str, tmp_path: Path
 ) -> None:
-    """Wherever a rank fails, the other one ends and names the cause, though the first lives on; rank 0 can save."""
+    """The other rank exits and names the cause, even if the failed one keeps running; rank 0 can still save."""
     fault = Fault(hook, boom, culprit, earlier=1 if steps else 0)
     with RankProcesses(catch_and_stay, 2, url, fault, hook, tmp_path) as ranks:
         ranks.wait_for("caught", culprit)
@@ -93,7 +93,7 @@ def test_others_raise_while_the_failed_rank_continues(
     ],
 )
 def test_a_rank_that_nothing_can_wake_exits(end: Callable[[], None], said: str, url: str) -> None:
-    """If the main thread waits in user code for ever, the process still exits, and prints the reason."""
+    """The process exits and prints the reason even if its main thread blocks in user code for ever."""
     faults = in_step(end, 0), in_step(wait_for_ever, 1)
     culprit, ended = launch_ranks(fit, 2, url, *faults, grace={"failed": 0.1, "died": 0.3})
     assert f"[rank 1] {said.format(who(0, culprit.pid))}" in ended.output
@@ -107,14 +107,14 @@ def leave_a_thread() -> None:
 
 @pytest.mark.parametrize("faults", [(Fault("on_exception", wait_for_ever),), ()], ids=["in a hook", "at the end"])
 def test_a_rank_that_raised_exits_within_the_save_deadline(faults: tuple[Fault, ...], url: str) -> None:
-    """Whatever its hooks, or threads of its script, wait for; the message has the line."""
+    """It exits even if hooks, or threads of its script, block; the message has the line where they do."""
     for outcome in launch_ranks(fit, 2, url, in_step(leave_a_thread, 0), *faults, save_deadline=0.3):
         assert outcome.exit_code == 1, outcome.story()
         assert re.search(STUCK, outcome.output) or (outcome.rank == 1 and not faults), outcome.story()
 
 
 def wait_for_the_limit(thread: str = "ddpx-stop-deadline") -> None:
-    """Wait until the time is over at which a process that is at work must not be ended."""
+    """Wait until the time has passed within which a working process must not be killed."""
     while timers := [each for each in threading.enumerate() if each.name == thread]:
         with suppress(RuntimeError):  # not started yet
             timers[0].join()
@@ -135,7 +135,7 @@ def collapse_otherwise() -> None:
 
 @pytest.mark.parametrize("next_step", [None, wait_for_the_limit], ids=["other work", "the next fit"])
 def test_a_script_that_catches_an_exception_of_a_hook_continues(next_step: Callable[[], None] | None, url: str) -> None:
-    """Lightning tears nothing down where ``on_exception`` raises; the limit is over with the Trainer's call."""
+    """Lightning skips teardown if ``on_exception`` raises; the limit still ends with the Trainer's call."""
     run_ranks(catch_and_work, 2, url, next_step)
 
 
@@ -196,7 +196,7 @@ def fit_twice(rank: int, world_size: int, url: str, end: Callable[[], None], cul
     ],
 )
 def test_a_rank_that_ends_between_two_fits_is_named(end: Callable[[], None], culprit: int, said: str, url: str) -> None:
-    """Ranks that wait in the second one raise for an exception outside of any Trainer call, and of an early end."""
+    """Ranks that wait in the second fit raise after an exception outside of Trainer calls, and after an early exit."""
     outcomes = launch_ranks(fit_twice, 2, url, end, culprit)
     gone, needy = outcomes[culprit], outcomes[1 - culprit]
     assert needy.error is not None, needy.story()

@@ -1,4 +1,4 @@
-"""What ranks print at the end, on one terminal: a rank's own failure as a traceback, another one's as a line."""
+"""A failed rank prints a traceback, and the other ranks on the same terminal print one line."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_torchrun_has_the_cause_in_its_table(tmp_path: Path) -> None:
 
 
 def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) -> int:
-    """Count the calls of a user's hook after groups were formed again, as Trainers do it."""
+    """Count the calls of a user's hook after groups were formed again, as Trainers form them."""
     calls = []
     before = sys.excepthook
 
@@ -100,7 +100,7 @@ def fail_with_a_hook(rank: int, world_size: int, directory: Path, chains: bool) 
 
 @pytest.mark.parametrize("chains", [True, False])
 def test_a_users_hook_is_called_once(chains: bool, tmp_path: Path) -> None:
-    """However many groups a process has formed since; it calls the one before it, and torch's once, if it wants to."""
+    """The number of groups does not matter; the hook calls the one before it, and torch's hook at most once."""
     (outcome,) = launch_ranks(fail_with_a_hook, 1, tmp_path, chains)
     assert outcome.result == 1, outcome.story()
     assert [line for line in outcome.output.splitlines() if BOOM in line] == [f"[rank0]: {BOOM}"] * chains

@@ -1,4 +1,4 @@
-"""Which errors are a rank's own, and which only echo the exit of another rank."""
+"""A rank's own errors are told apart from errors that only echo the exit of another rank."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_other_errors_are_the_ranks_own(name: str) -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_an_error_because_of_an_echo_is_an_echo(hidden: bool) -> None:
-    """An error that user code raises because of a broken collective is not this rank's own either."""
+    """An error that user code raises because of a broken collective also counts as an echo."""
     error = KeyError("logger")
     error.__context__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:34712.")
     error.__suppress_context__ = hidden

@@ -1,6 +1,6 @@
-"""How runs end whose ranks a process has started as functions: after a failure, after a kill, after a signal.
+"""Runs whose ranks are forked functions end correctly: after a failure, after a kill, after a signal.
 
-By fork, from a process that has imported everything already; every test fails if one of its processes is left.
+The forking process has imported everything already; every test fails if one of its processes is left.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ENDS = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> None:
-    """Rank 0 prints a line, and the launching process the error of the rank that failed or died, or that left early."""
+    """Rank 0 prints a line; the launching process prints the error of the rank that failed, died or exited early."""
     faults, line, error = ENDS[end]
     with RankProcesses(train, 1, tmp_path, Fault("setup", announce_step), *faults) as launching:
         pids = pids_of_ranks(launching)
@@ -73,7 +73,7 @@ def test_the_launching_process_raises_the_cause(end: str, tmp_path: Path) -> Non
 def test_a_signal_to_the_launching_process_alone_ends_the_ranks(
     number: int, status: int, said: str, tmp_path: Path
 ) -> None:
-    """In a notebook only the kernel gets Ctrl-C, not its children; on SIGTERM all save and stop."""
+    """In a notebook only the kernel gets Ctrl-C, not its children; after SIGTERM all ranks save and stop."""
     with RankProcesses(train, 1, tmp_path, IN_THIRD_STEP, endless=True) as launching:
         pids_of_ranks(launching)
         launching.kill(0, number)

@@ -1,4 +1,4 @@
-"""How runs end whose ranks a script has started: after a kill while they start, after Ctrl-C, and well.
+"""Runs whose ranks a script started end correctly: after a kill during the start, after Ctrl-C, and after success.
 
 The script is a process of the harness, which has imported everything; the ranks that it starts are run as a user runs
 them. What is so whichever way functions are started is in ``test_fork``, where nothing is imported anew; what torchrun
@@ -53,7 +53,7 @@ def wait_for_ranks(script: RankProcesses) -> None:
 
 
 def wait_for_rank_one(script: RankProcesses) -> int:
-    """Wait until rank 1 has begun, before it imports anything; its process id."""
+    """Wait until rank 1 has started, before it imports anything; return its process id."""
     output = script.wait_for_output("rank 1 begins as process", 0)
     return int(re.findall(r"^rank 1 begins as process (\d+)$", output, re.MULTILINE)[0])
 
@@ -74,7 +74,7 @@ def lines_of(stderr: str) -> list[str]:
     ],
 )
 def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdict: str) -> None:
-    """A rank that is killed while it has not imported anything yet is named, long before ``init_timeout``."""
+    """The error names a rank that was killed before it imported anything, long before ``init_timeout``."""
     with train("stays", strategy=strategy) as script:
         pid = wait_for_rank_one(script)
         os.kill(pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ def test_a_kill_during_start_up_is_reported_by_the_launcher(strategy: str, verdi
 
 @pytest.mark.nightly
 def test_a_rank_that_is_orphaned_while_it_starts_ends() -> None:
-    """One whose launcher is killed while it imports ends when it has imported this package."""
+    """If its launcher is killed during the imports, the rank exits once it has imported this package."""
     with train() as script:
         wait_for_rank_one(script)
         script.kill(0)
@@ -105,7 +105,7 @@ def test_an_interrupt_from_the_terminal_ends_all_processes() -> None:
 
 @pytest.mark.nightly
 def test_the_launching_rank_waits_for_those_that_still_work(tmp_path: Path) -> None:
-    """Rank 0 has started the others and ends after them; one that works on after ``fit`` is not an orphan."""
+    """Rank 0 started the others and exits after them; a rank that still works after ``fit`` is not an orphan."""
     env = {"DDPX_INIT_METHOD": f"file://{tmp_path}/store"}
     with train("lingers", env=env, ends_within=0.0) as script:
         (done,) = script.wait()

@@ -1,4 +1,4 @@
-"""A callback that has one rank wait for a debugger, with any strategy."""
+"""A callback that makes one rank wait for a debugger, with any strategy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankDebugger(pl.Callback):
     """Has one rank wait for VS Code, PyCharm or another debugger that speaks the Debug Adapter Protocol to attach.
 
     The rank prints where it waits, before any hook of the module. It needs debugpy: ``pip
-    install debugpy``. With ``DDPExtStrategy`` no time limit holds: ``timeout``, named barriers,
+    install debugpy``. With ``DDPExtStrategy`` no time limit applies: ``timeout``, named barriers,
     ``heartbeat_timeout`` and ``HangWatchdog`` are off. If a rank exits, all ranks still stop. With another strategy the
     other ranks wait as long as its ``timeout``.
 

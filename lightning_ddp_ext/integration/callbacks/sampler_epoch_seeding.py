@@ -1,4 +1,4 @@
-"""A callback that gives everything below the loaders its epoch, with any strategy."""
+"""A callback that calls ``set_epoch`` on everything inside the loaders, with any strategy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from ..replaced_methods import Prepare, ReplacedMethods
 
 
 class SamplerEpochSeeding(pl.Callback):
-    """Gives each epoch its own order, everywhere below the loaders, and on request its own random numbers.
+    """Gives each epoch a new order, by ``set_epoch`` on everything inside the loaders, and seeds each epoch on request.
 
-    Just before a loader is iterated over, in training and in evaluation, everything below it that has a method
-    ``set_epoch`` is given the epoch that training is in, also after a resume: samplers, batch samplers, what they wrap,
-    datasets and what they wrap, loaders that are not a ``DataLoader``, and datasets in persistent workers.
+    Before a loader is iterated over, in training, in evaluation and after a resume, the callback passes the current
+    training epoch to everything inside it that has a method ``set_epoch``: samplers and batch samplers, the objects
+    that they wrap, datasets and the objects that they wrap, loaders that are not a ``DataLoader``, and datasets in
+    persistent workers.
 
     ``DDPExtStrategy`` does this by itself: there the callback is needed for ``seed`` alone.
 

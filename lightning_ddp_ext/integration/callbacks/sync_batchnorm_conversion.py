@@ -17,8 +17,8 @@ class SyncBatchNormConversion(pl.Callback):
     """Give BatchNorm layers the statistics of all ranks' batches while a model is trained.
 
     When ``fit`` begins, layers become synchronised ones, on CPU and CUDA. When training ends they are restored:
-    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts have the same
-    keys all the time. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
+    ``on_train_end`` of the module and of later callbacks, and exports, see plain BatchNorm. State dicts keep the
+    same keys. Copies of layers that are made in between stay synchronised until ``restore_batchnorm`` restores
     them. Layers that are added later are not converted. Rank 0 logs the conversion. With one rank nothing is done.
 
     A subclass of BatchNorm that overrides ``forward`` stays as it is, and rank 0 names it in a warning, unless
@@ -34,15 +34,15 @@ class SyncBatchNormConversion(pl.Callback):
 
     Args:
         include, exclude: patterns for names of layers, ``"backbone.*"``, classes of layers, or several of them; one
-            that fits a module counts for all layers in it.
+            that matches a module counts for all layers in it.
         predicate: convert only layers for which ``predicate(name, layer)`` is true.
         process_group: the ranks whose batches are joined: ``None`` for all, ``"node"`` for those on one machine, a
             number ``n`` for groups of ``n`` consecutive ranks, or a ``torch.distributed.ProcessGroup`` that was
             opened before the Trainer was made.
 
     Raises:
-        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` fits no layer, or
-            layers or ranks were chosen beside ``sync_batchnorm=True``.
+        ConfigurationError: ``process_group`` is invalid; in ``fit``, ``include`` or ``exclude`` matches no layer, or
+            layers or ranks were chosen in addition to ``sync_batchnorm=True``.
 
     Example::
 
