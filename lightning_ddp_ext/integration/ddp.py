@@ -45,7 +45,9 @@ class GradientAveraging:
         is_on_gpu = self._strategy.root_device.type != "cpu"  # where DDP also moves what is on another device
         if self._strategy.world_size > 1 or is_on_gpu or type(model) is not DistributedDataParallel:
             return
-        if options or model._get_ddp_logging_data().get("comm_hook"):
+        # If torch renames this, DDP stays, which is only slower.
+        described = getattr(model, "_get_ddp_logging_data", None)
+        if options or described is None or described().get("comm_hook"):
             return
         if any(getattr(module, "sparse", False) is True for module in model.modules()):
             return  # DDP would also coalesce their gradients
@@ -66,7 +68,6 @@ class GradientAveraging:
             dist.broadcast(parameter.data, src=0)
         if strategy.root_device.type == "cuda":
             torch.cuda.synchronize(strategy.root_device)  # Lightning forms DDP on a separate stream
-        _forget_buckets(strategy._ddp_comm_state)
         strategy.model = strategy.lightning_module
         strategy._pl_static_graph_delay_done = False
         before = strategy._ddp_kwargs
@@ -81,14 +82,6 @@ class GradientAveraging:
             return as_lightning(*args, **kwargs)
         with self._strategy.precision_plugin.train_step_context():
             return self._strategy.lightning_module.training_step(*args, **kwargs)
-
-
-def _forget_buckets(state: Any) -> None:
-    """Have a ``PowerSGDState`` start with new buckets, which DDP rearranges after its first step."""
-    if hasattr(state, "start_powerSGD_iter"):
-        state.iter = min(state.iter, max(0, state.start_powerSGD_iter - 2))
-        for known in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            known.clear()
 
 
 def name_unused(error: BaseException, message: str, module: nn.Module | None) -> None:
