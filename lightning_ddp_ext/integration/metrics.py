@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.ranks import is_gloo
 from lightning_ddp_ext.reductions.all_reduce import all_reduce
-from lightning_ddp_ext.reductions.batched import DTYPES, MOST_COMMON, OPS, Value, reduce_batch, reduce_common
+from lightning_ddp_ext.reductions.batched import DTYPES, OPS, PER_MESSAGE, Value, reduce_batch, reduce_common
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
 from lightning_ddp_ext.supervision.survey import Survey
@@ -82,7 +82,7 @@ class BatchedMetrics:
         if not (self._ahead and self._ahead[0][0] is logged.value):
             due = [each for each in results_of(self._strategy.current_trainer).values() if self._is_due(each)]
             due = due if due and due[0] is logged else [logged]
-            numbers = [(each, number) for each in due[: MOST_COMMON // 2] for number in _numbers_of(each)]
+            numbers = [(each, number) for each in due[: PER_MESSAGE // 2] for number in _numbers_of(each)]
             values = [Value(_name_of(each), each.meta.sync.op, number) for each, number in numbers]
             self._enter(values)
             results = reduce_common(values, device=self._device, idle_ranks=self._strategy.data.idle_ranks)

@@ -1,7 +1,7 @@
 """Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
 
-The messages of all ranks have the same length and begin with a digest of the names. So ranks
-that logged different values detect that, while messages of different lengths would abort a process.
+All messages have the same length, and a digest of the name beside each value. So ranks that
+logged different values detect that, while messages of different lengths would abort a process.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda rows: rows.amax(0),
 }
 
-_LENGTH = 256  # numbers in a message
-MOST_COMMON = _LENGTH // 2
-"""How many values ``reduce_common`` takes."""
+PER_MESSAGE = 128
+"""How many values a message holds."""
 
 
 @dataclass(frozen=True)
@@ -58,32 +57,28 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
     Raises:
         DivergenceError: ranks have different values; on every rank.
     """
-    numbers = [torch.tensor(_digest(values)), *(value.tensor for value in values)]
-    own = torch.zeros(max(_LENGTH, len(numbers)), dtype=torch.float64, device=device)
-    own[: len(numbers)] = torch.stack([number.to(own) for number in numbers])
-    received = _all_gather(own[:_LENGTH])
-    if bool((received[:, 0] != received[0, 0]).any()):
-        raise _mismatch(values)
-    if len(own) > _LENGTH:
-        received = torch.cat([received, _all_gather(own[_LENGTH:])], dim=1)
-    return _results(values, received[:, 1:], idle_ranks)
+    results: list[Tensor] = []
+    for start in range(0, len(values) + 1, PER_MESSAGE):  # the last message has room left, where more values would be
+        sent = values[start : start + PER_MESSAGE]
+        digests, rows = _exchange(sent, device)
+        if bool((digests != digests[0]).any()):
+            raise _mismatch(values)
+        results += _results(sent, rows, idle_ranks)
+    return results
 
 
 def reduce_common(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
     """Reduce the first values, as many as every rank has, and return their results.
 
     Args:
-        values: 1 to ``MOST_COMMON``, in the same order on every rank; some ranks may have more than others.
+        values: 1 to ``PER_MESSAGE``, in the same order on every rank; some ranks may have more than others.
         device: see :func:`reduce_batch`.
         idle_ranks: see :func:`reduce_batch`.
 
     Raises:
         DivergenceError: ranks have different values in one place; on every rank.
     """
-    own = torch.zeros(2, MOST_COMMON, dtype=torch.float64, device=device)
-    own[0, : len(values)] = own.new_tensor([1 + _digest([value]) for value in values])  # 0: no value
-    own[1, : len(values)] = torch.stack([value.tensor.to(own) for value in values])
-    digests, rows = _all_gather(own.flatten()).view(-1, 2, MOST_COMMON).unbind(1)
+    digests, rows = _exchange(values, device)
     common = int((digests != 0).all(0).sum())
     if not common or bool((digests[:, :common] != digests[0, :common]).any()):
         raise _mismatch(values[: max(1, common)])
@@ -104,17 +99,22 @@ def _dtype_of(value: Value) -> torch.dtype:
     return torch.get_default_dtype() if is_float else value.tensor.dtype
 
 
-def _digest(values: Sequence[Value]) -> int:
-    """Return a digest that differs if values must not be reduced together."""
-    return zlib.crc32("\n".join(f"{value} {value.tensor.dtype}" for value in values).encode())
-
-
-def _all_gather(message: Tensor) -> Tensor:
-    """Return the messages of all ranks, by rank."""
+def _exchange(values: Sequence[Value], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return digests and numbers of all ranks, with a row for each rank; a digest is 0 where it has no value."""
+    own = torch.zeros(2, PER_MESSAGE, dtype=torch.float64, device=device)
+    if values:
+        own[0, : len(values)] = own.new_tensor([_digest(value) for value in values])
+        own[1, : len(values)] = torch.stack([value.tensor.to(own) for value in values])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-    received = message.new_empty(dist.get_world_size() * len(message))
-    gather(received, message)
-    return received.view(-1, len(message))
+    received = own.new_empty(dist.get_world_size() * own.numel())
+    gather(received, own.flatten())
+    digests, rows = received.view(-1, 2, PER_MESSAGE).unbind(1)
+    return digests, rows
+
+
+def _digest(value: Value) -> int:
+    """Return a positive number that differs if values must not be reduced together."""
+    return 1 + zlib.crc32(f"{value} {value.tensor.dtype}".encode())
 
 
 def _mismatch(values: Sequence[Value]) -> DivergenceError:
