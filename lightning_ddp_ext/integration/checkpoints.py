@@ -28,6 +28,7 @@ from lightning_ddp_ext.supervision.failure import echoes_another_rank, explain
 
 from .checkpoint_io import RankZeroCheckpointIO
 from .lightning_tree import TrainerStatus, lightning_version, pl, rank_zero_info, rank_zero_warn
+from .named_calls import ranks_of
 
 
 class Checkpoints:
@@ -84,7 +85,7 @@ class Checkpoints:
 
         When the Trainer is interrupted, rank 0 works alone and the other ranks get ``None``.
         """
-        if self.is_interrupted or self._world_size == 1:
+        if self.is_interrupted or self._ranks.world_size == 1:
             return work() if self._strategy.is_global_zero else None
 
         def settle() -> None:
@@ -106,7 +107,7 @@ class Checkpoints:
         """Run a block that every rank must run: name a rank that does not call it, or that fails."""
         context = current()
         try:
-            if context is not None and self._world_size > 1:
+            if context is not None and self._ranks.world_size > 1:
                 context.barriers.enter(what, call_site(), name=what.partition(" ")[0])
             yield
         except (DDPExtError, OSError):
@@ -151,15 +152,7 @@ class Checkpoints:
 
     @property
     def _ranks(self) -> Ranks:
-        if self._world_size == 1:
-            return Ranks(device=self._strategy.root_device)
-        return Ranks(torch.distributed.get_rank(), self._world_size, self._strategy.root_device)
-
-    @property
-    def _world_size(self) -> int:
-        """The strategy's ranks; a strategy of one rank may run in a process that is one of several ranks elsewhere."""
-        world_size: int = getattr(self._strategy, "world_size", 1)
-        return world_size if torch.distributed.is_initialized() else 1
+        return ranks_of(self._strategy)
 
     @property
     def _trainer(self) -> Any:

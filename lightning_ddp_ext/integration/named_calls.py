@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from lightning_ddp_ext.ranks import Ranks
 from lightning_ddp_ext.rendezvous.process_context import current
 from lightning_ddp_ext.supervision.call_site import call_site
@@ -30,8 +32,12 @@ def report_step() -> None:
 
 
 def ranks_of(strategy: Any) -> Ranks:
-    """Return the ranks of a strategy, as this rank sees them."""
-    return Ranks(strategy.global_rank, strategy.world_size, strategy.root_device)
+    """Return the ranks of a strategy, as this rank sees them.
+
+    A strategy of one rank may run in a process that is one of several ranks elsewhere.
+    """
+    world_size = getattr(strategy, "world_size", 1) if dist.is_initialized() else 1
+    return Ranks(dist.get_rank() if world_size > 1 else 0, world_size, strategy.root_device)
 
 
 def refuse(strategy: Any, error: Exception) -> NoReturn:
