@@ -36,9 +36,3 @@ def check_choice(field: str, value: object, *allowed: object) -> None:
     if not any(type(value) is type(each) and value == each for each in allowed):
         choices = " or ".join(map(repr, allowed))
         raise ConfigurationError(f"{field} must be {choices} (got {value!r}); leave it out for {allowed[0]!r}")
-
-
-def check_positive(field: str, value: int) -> None:
-    """Raise if a number is below 1."""
-    if value < 1:
-        raise ConfigurationError(f"{field} must be at least 1 (got {value})")

@@ -14,6 +14,7 @@ from lightning_ddp_ext.checkpoint.location import PathLike
 from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.shortest import Mode as UnevenMode
 from lightning_ddp_ext.durations import to_timedelta
+from lightning_ddp_ext.errors import ConfigurationError
 from lightning_ddp_ext.rendezvous.init_method import InitMethod
 from lightning_ddp_ext.rendezvous.nccl_options import NCCLOptions
 from lightning_ddp_ext.supervision.call_site import called_by_lightning
@@ -32,7 +33,7 @@ from .layer_sync import RanksLayerSync
 from .lightning_tree import ClusterEnvironment, pl, refuse_other_tree
 from .metrics import BatchedMetrics
 from .named_calls import report_call
-from .options import check_choice, check_positive, refuse_unknown
+from .options import check_choice, refuse_unknown
 from .replaced_methods import ReplacedMethods
 from .rescue import Rescue
 from .resume import ResumeData
@@ -140,7 +141,8 @@ class DDPExtStrategy(RankDevicesStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         check_choice("start_method", start_method, *get_args(StartMethod))
-        check_positive("devices_per_rank", devices_per_rank)
+        if devices_per_rank < 1:
+            raise ConfigurationError(f"devices_per_rank must be at least 1 (got {devices_per_rank})")
         refuse_unknown(DDPExtStrategy.__init__, ddp_kwargs)
         super().__init__(
             accelerator=accelerator,
