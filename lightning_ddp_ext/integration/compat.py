@@ -104,24 +104,19 @@ def end_epoch_after(trainer: Any, batches: int) -> None:
         trainer.val_check_batch = math.inf  # validate after the last batch, regardless of its number
 
 
-class TimedValidation:
-    """Have all ranks validate after the same batch with ``Trainer(val_check_interval=timedelta(...))``.
+def schedule_timed_validation(trainer: Any, last: float) -> None:
+    """Have all ranks validate after the next batch, or none of them, with ``val_check_interval=timedelta(...)``.
 
     In Lightning each rank reads its own clock, so one validates while another trains. Here rank 0's clock decides.
+    Collective, if such an interval is set.
+
+    Args:
+        trainer: the Trainer.
+        last: the ``time.monotonic()`` of the last validation, or of the start of training.
     """
-
-    def __init__(self) -> None:
-        self._last = math.inf  # time of the last validation, or of the start of training
-
-    def before_batch(self, trainer: Any) -> None:
-        """Decide whether a validation follows the next batch. Collective, if such an interval is set."""
-        interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
-        last = getattr(trainer, "_last_val_time", None)  # not before training begins
-        if interval is None or last is None or trainer.world_size == 1:
-            return
-        if math.isfinite(last):  # set by Lightning since the last batch
-            self._last = last
-        is_due = torch.tensor(int(time.monotonic() - self._last >= interval), device=trainer.strategy.root_device)
+    interval = getattr(trainer, "_val_check_time_interval", None)  # not in Lightning 2.5
+    if interval is not None and trainer.world_size > 1:
+        is_due = torch.tensor(int(time.monotonic() - last >= interval), device=trainer.strategy.root_device)
         dist.broadcast(is_due, src=0)
         trainer._last_val_time = -math.inf if is_due else math.inf  # compared with the clock after the batch
 

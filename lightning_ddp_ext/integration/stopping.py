@@ -62,7 +62,6 @@ class StopController:
         self.resumed_from: str | None = None
         self._signals = StopSignals(self._request_stop, lambda: current_run() is None and sys.exc_info()[1] is None)
         self._has_trained = False
-        self._of_steps = 1
         self._weights: list[int] | None = None
 
     # A strategy is pickled for spawned ranks, without the state of this process.
@@ -155,14 +154,12 @@ class StopController:
             rank_zero_info("the ranks finish this validation before they stop: a callback has swapped the weights")
         return is_own
 
-    def on_start(self) -> None:
-        """Count the steps of the evaluation that begins."""
-        self._of_steps = _steps_of(self._trainer) if self._trainer is not None else 1
-
     def at_step(self) -> None:
         """Stop before a step of an evaluation, if the ranks agreed on it."""
-        decide = partial(GracefulStop.at_step, of_steps=self._of_steps, may_stop=self._has_own_weights)
-        self._stop_if_agreed(decide, "validation")
+        if self._stopping is not None:
+            of_steps = _steps_of(self._trainer)
+            decide = partial(GracefulStop.at_step, of_steps=of_steps, may_stop=self._has_own_weights)
+            self._stop_if_agreed(decide, "validation")
 
     def at_end_of_evaluation(self) -> None:
         """Stop after an evaluation outside of training, if the ranks agreed on it."""
@@ -230,14 +227,14 @@ def _may_swap(trainer: Any) -> bool:
 
 
 def _checksums(module: torch.nn.Module) -> list[int]:
-    """Return the version counters of all parameters and buffers."""
+    """Return the checksums of all parameters and buffers."""
     return [int(checksum(tensor)) for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _steps_of(trainer: Any) -> int:
-    """Return the number of steps of the evaluation that begins, or 1 if unknown."""
+    """Return the number of steps of the evaluation that runs, or 1 if unknown."""
     loop = active_loop_of(trainer)
-    if trainer.training or loop is None or mode_of(combined_loader_of(loop)) != "sequential":
+    if mode_of(combined_loader_of(loop)) != "sequential":
         return 1
     steps = sum(loop.max_batches)
     return 1 if steps == math.inf else int(steps)

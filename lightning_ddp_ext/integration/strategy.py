@@ -252,23 +252,22 @@ class DDPExtStrategy(RankDevicesStrategy):
         self.metrics.start()
         self.stops.attach(trainer, self._replaced)
 
-    def _start(self) -> None:
-        self.data.uneven.report_phase()
-        self.stops.on_start()
-
     @override
     def on_train_start(self) -> None:
-        self._start()
-        self.data.training.resume.on_train_start()
+        self.data.uneven.report_phase()
+        self.data.training.on_train_start()
         self.averaging.on_train_start()
 
     @override
     def on_validation_start(self) -> None:
-        self._start()
+        self._start_evaluation()
         self.data.training.record_random_state("validation")
         self.rescue.note(Kind.VALIDATION)
 
-    on_test_start = on_predict_start = _start
+    def _start_evaluation(self) -> None:
+        self.data.uneven.report_phase()
+
+    on_test_start = on_predict_start = _start_evaluation
 
     @override
     def on_train_end(self) -> None:
@@ -283,7 +282,7 @@ class DDPExtStrategy(RankDevicesStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self.data.training.resume.on_validation_end()
+        self.data.training.on_validation_end()
         self.rescue.on_validation_end()
         self._end_evaluation()
 

@@ -7,7 +7,9 @@ start at that position later, when their first batch is requested.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from lightning_ddp_ext.checkpoint.rank_notes import Kind
 from lightning_ddp_ext.data.loader import DistributedLoader
 from lightning_ddp_ext.data.random_state import record_random_state
 
-from .compat import TimedValidation, combined_iterator_of, combined_loader_of, fetcher_of, iterators_of
+from .compat import combined_iterator_of, combined_loader_of, fetcher_of, iterators_of, schedule_timed_validation
 from .loop_state import Restart, Stopped, epoch_of, find_restart
 from .resume import KEY, VERSION, Resume, ResumeData, positions_of, shared_state, training_generators
 
@@ -39,7 +41,7 @@ class TrainingData:
         self.resume = Resume(self._strategy)
         self._random: dict[Recorded, list[Any]] = {}  # when the last epoch, step and validation started
         self._epoch_started: Any = None  # the combined iterator of the newest epoch
-        self._timed_validation = TimedValidation()
+        self._validated_at = math.inf
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Prepare to resume a checkpoint, and change its loop state for that."""
@@ -64,6 +66,16 @@ class TrainingData:
     def record_random_state(self, moment: Recorded) -> None:
         """Record the random state at the start of an epoch, an optimiser step or a validation within training."""
         self._random[moment] = record_random_state(training_generators(self._strategy))
+
+    def on_train_start(self) -> None:
+        """Start training where the checkpoint left it."""
+        self._validated_at = time.monotonic()
+        self.resume.on_train_start()
+
+    def on_validation_end(self) -> None:
+        """Record the time of a validation, and have the epoch end as usual if a resumed one was due."""
+        self._validated_at = time.monotonic()
+        self.resume.on_validation_end()
 
     def on_train_end(self) -> None:
         """Record whether the data of the newest epoch ended, before Lightning resets its loops."""
@@ -120,7 +132,7 @@ class TrainingData:
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         while True:
             self._strategy.stops.before_batch()
-            self._timed_validation.before_batch(trainer)
+            schedule_timed_validation(trainer, self._validated_at)
             if progress.processed % accumulated == 0:
                 self._strategy.rescue.note(Kind.WINDOW)
                 if accumulated > 1:

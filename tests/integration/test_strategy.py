@@ -125,4 +125,4 @@ def test_a_private_name_that_lightning_removed_is_named() -> None:
     assert not hasattr(owner, "forget")
     with pytest.raises(ImportError, match=needs.format("_active_loop")):
         compat.active_loop_of(owner)
-    compat.TimedValidation().before_batch(owner)
+    compat.schedule_timed_validation(owner, 0.0)
