@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, Literal, TypeVar
@@ -48,24 +49,30 @@ def end_together(
         >>> dist.destroy_process_group()
     """
     needed = any if mode == "join" else all
-    ahead = _Drawn(items, group)
-    after = _Drawn(items if ahead.item else iter(()), group)
-    has_item = ahead.by_rank()
+    ahead = deque[_Drawn[T]]()
+
+    def draw() -> None:
+        is_over = bool(ahead) and not ahead[-1].item
+        ahead.append(_Drawn(iter(()) if is_over else items, group))
+
+    for _ in range(AHEAD):
+        draw()
+    has_item = ahead[0].by_rank()
     current: list[T] = []
     if needed(has_item) and not all(has_item):  # an iterator was empty
-        current = [ahead.item[0] if ahead.item else None]  # type: ignore[list-item]
+        current = [ahead[0].item[0] if ahead[0].item else None]  # type: ignore[list-item]
         dist.broadcast_object_list(current, src=has_item.index(True), group=group)
     while needed(has_item):
-        current = ahead.item or current
+        current = ahead.popleft().item or current
         idle_ranks = [rank for rank, has in enumerate(has_item) if not has]
-        ahead, has_item = after, after.by_rank()
+        has_item = ahead[0].by_rank()
         if needed(has_item):
-            after = _Drawn(items if ahead.item else iter(()), group)
+            draw()
         else:
             on_last()
         on_item(idle_ranks)
         # An item that is repeated is copied, because a step may change its batch.
-        yield copy.deepcopy(current[0]) if mode == "join" and not ahead.item else current[0]
+        yield copy.deepcopy(current[0]) if mode == "join" and not ahead[0].item else current[0]
 
 
 class _Drawn(Generic[T]):
