@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nbclient
-import nbformat
 import pytest
 import yaml
 
@@ -195,6 +193,7 @@ def test_a_configuration_file_sets_every_option_and_is_printed_as_it_was_read(tm
 @pytest.mark.nightly
 def test_a_notebook_trains_in_its_cells(tmp_path: Path) -> None:
     """In a real kernel: the second cell that trains has other ranks, and continues from the first one's checkpoint."""
+    nbclient, nbformat = (pytest.importorskip(name) for name in ("nbclient", "nbformat"))  # slow to import
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
