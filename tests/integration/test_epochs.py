@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from lightning_ddp_ext import SamplerEpochSeeding
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
-from tests.integration.continuing import KEPT, Net, Saver
+from tests.integration.continuing import KEPT, Net, Numbers, Saver, Turning
 
 Epochs = dict[int, set[int]]  # what has been read in each
 
@@ -157,6 +158,20 @@ def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_pa
         assert len(found) == len(LOADERS) + 2
 
 
+def validate_shared(kind: Kind, directory: Path) -> Epochs:
+    """Return the validated samples of a run that enters an epoch with a sampler that its validation also has."""
+    sampler = Turning(8, int(os.environ["RANK"]), 2)
+    make, saver = partial(loader, Numbers(8), sampler=sampler), Saver(directory, ["train_batch_end-1"])
+    train(kind, directory, Reader(make, make), saver, max_epochs=1)
+    return train(
+        kind, directory, Reader(make, make), max_epochs=1, ckpt_path=saver.saved["train_batch_end-1"]
+    ).validated
+
+
+def test_a_sampler_that_continues_an_epoch_validates_all_of_its_samples(tmp_path: Path) -> None:
+    assert on_ranks("ours", validate_shared, tmp_path) == [{0: {0, 2, 4, 6}}, {0: {1, 3, 5, 7}}]
+
+
 class Chance(Samples):
     """Random numbers from all three generators."""
 
@@ -167,18 +182,22 @@ class Chance(Samples):
 
 def draw(kind: Kind, directory: Path) -> list[Epochs]:
     found = []
-    for seed in (5, 5, 6):
+    for seeding in (*(SamplerEpochSeeding(seed=seed) for seed in (5, 5, 6)), L.Callback()):
         torch.manual_seed(len(found))  # another beginning each time
         net = Reader(partial(loader, Chance(), **({**KEPT, "num_workers": 2} if kind == "ours" else {})))
-        found.append(train(kind, directory, net, SamplerEpochSeeding(seed=seed), max_epochs=2).read)
+        found.append(train(kind, directory, net, seeding, max_epochs=2).read)
     return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_path: Path) -> None:
-    """A run repeats another of the same seed; no two epochs, ranks, workers or seeds have a number in common."""
+    """A run repeats another of the same seed; no two epochs, ranks, workers or seeds have a number in common.
+
+    The seed is that of the callback's run, and not of the next one in the same process.
+    """
     by_rank = on_ranks(kind, draw, tmp_path)
-    assert all(first == again for first, again, _ in by_rank)
-    drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
+    assert all(first == again for first, again, *_ in by_rank)
+    assert not any(set().union(*other.values()) & set().union(*without.values()) for *_, other, without in by_rank)
+    drawn = [epoch for first, _, other, _ in by_rank for run in (first, other) for epoch in run.values()]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2

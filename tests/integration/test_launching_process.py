@@ -99,7 +99,7 @@ def test_a_script_and_its_trainers() -> None:
     started = [(report["rank"], report["seed"]) for report in reports(done, "start")]
     assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
     collects = [report["collects"] for report in reports(done, "start")]
-    assert collects == [[True, True], [True, False]], "a started rank's exit waits for no collection of what is imported"
+    assert collects == [[True, True], [True, False]], "a started rank leaves its imports out"
     # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
     assert [trained[what][0]["changed"] for what in ("first", "second")] == [["LOCAL_RANK", "OMP_NUM_THREADS"], []]
     variables = [report["RANK"] for report in reports(done, "in first")]
