@@ -18,6 +18,7 @@ import functools
 import importlib
 import json
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -142,6 +143,7 @@ def be_torchrun(node: int, nodes: int, argument: str) -> None:
 
 def be_its_rank(argument: str) -> None:
     """Run the training script, and exit as a script does: torch only collects the exception of a forked process."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's handler raises
     try:
         be_the_script(0, 2, argument)
     except Exception as error:
