@@ -18,7 +18,6 @@ import functools
 import importlib
 import json
 import re
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.harness.environment import loopback
 from tests.harness.network import Network
@@ -134,23 +132,6 @@ def be_the_launcher(node: int, nodes: int, module: str, words: Sequence[str]) ->
     importlib.import_module(module).main([word.replace("{node}", str(node)) for word in words])
 
 
-def be_torchrun(node: int, nodes: int, argument: str) -> None:
-    """Run torchrun's agent in this process; it forks its ranks, which have imported everything."""
-    where: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": "42"}
-    config = LaunchConfig(1, 1, 2, **where, max_restarts=1, monitor_interval=0.1, start_method="fork")
-    elastic_launch(config, be_its_rank)(argument)
-
-
-def be_its_rank(argument: str) -> None:
-    """Run the training script, and exit as a script does: torch only collects the exception of a forked process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's handler raises
-    try:
-        be_the_script(0, 2, argument)
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
-
-
 def test_by_hand_with_three_variables(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE and LOCAL_RANK make a rank of any process."""
     runs = Runs(tmp_path, "none", *METHODS)
@@ -205,7 +186,8 @@ def test_start_methods(start_method: str, methods: tuple[str, ...], calls: list[
 def test_torchrun(tmp_path: Path) -> None:
     """Ranks connect by the init method, again after rank 0 was killed, which the other rank reports first."""
     runs = Runs(tmp_path, "env", "tcp", "file")
-    output = output_of_all(launch_ranks(be_torchrun, 1, runs.argument(deaths=[(0, 0, 1)])))
+    words = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", SCRIPT, runs.argument(deaths=[(0, 0, 1)]))
+    output = run_launcher("torch.distributed.run", *words)
     runs.expect_trained(output, returns=8, launches=[2, 2, 1])
     assert ranks_that_name(0, output) == [1], output
 
