@@ -24,6 +24,8 @@ _ADAPTERS = {
     "pytorch_lightning": "lightning_ddp_ext.pytorch_lightning",
 }
 
+_FROZEN_BY_PYTHON = 1000  # at most: Python 3.12 starts with some 400 objects that the program has not frozen
+
 
 def adapter(name: str) -> Any:
     """Return the module of ``integration`` with this name, for the tree of the package's own names."""
@@ -47,7 +49,7 @@ def _choose() -> str:
 
 def _import_quickly(tree: str) -> None:
     """Import a tree and torch without garbage collection, which takes a fifth of the time and frees nothing."""
-    if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count():
+    if tree in sys.modules or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
         return
     gc.disable()
     try:

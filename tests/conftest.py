@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing.util
 import os
 import shutil
@@ -32,6 +33,7 @@ hypothesis.settings.load_profile("busy machine")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark all processes to come, and send their coverage to one place, whatever directory they work in."""
+    gc.disable()  # until all tests are imported
     os.environ[MARK] = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; scripts would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,7 +70,9 @@ def _starts_processes(module: str) -> bool:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of rank processes before a test needs it."""
+    """Start the server of rank processes before a test needs it; leave what was imported out of collections."""
+    gc.freeze()
+    gc.enable()
     if not session.config.option.collectonly and any(item.get_closest_marker("ranks") for item in session.items):
         start_server()
 

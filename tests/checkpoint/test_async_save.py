@@ -78,6 +78,16 @@ def test_saves_and_removals_keep_their_order(calls: list[tuple[bool, bool]]) -> 
     assert it.events == expected
 
 
+def test_a_checkpoint_that_outlived_a_failed_save_is_not_removed_once_it_is_saved_again() -> None:
+    with Disk(failing=("next",)) as it:
+        it.save("next")
+        it.remove("last")
+        it.save("last")
+        with pytest.raises(OSError, match="no room"):
+            it.saver.wait()
+    assert it.events == ["failed next", "wrote last"]
+
+
 def test_training_continues_with_one_snapshot_at_a_time() -> None:
     """A save returns before the write finishes; the next one waits for that, and then takes its copy."""
     x = numbers(5)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 NEED_EVERYTHING = "DDPX_TESTS_NEED_EVERYTHING"
+_reservations: list[socket.socket] = []
 
 # Variables for ranks: a value for all ranks, a function of the rank, or None for a variable that must be unset.
 Environment = Mapping[str, "str | Callable[[int], str | None] | None"]
@@ -55,11 +56,16 @@ def loopback() -> list[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port below those that the kernel chooses from."""
+    """Return a free TCP port below those that the kernel chooses from, and that no other test of this machine chooses.
+
+    While this process runs, a Unix socket of an abstract name reserves it; other programs may still take it.
+    """
     chosen_by_kernel = Path("/proc/sys/net/ipv4/ip_local_port_range")
     lowest = int(chosen_by_kernel.read_text().split()[0]) if chosen_by_kernel.exists() else 32768
     while True:
         port = random.SystemRandom().randrange(max(1024, lowest - 20000), lowest)
         with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
             listener.bind((host, port))
+            _reservations.append(socket.socket(socket.AF_UNIX))
+            _reservations[-1].bind(f"\0port {port} of tests")
             return port

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from tests.harness.processes import MARK, marked, name_of, wait_until_exited
+from tests.harness.processes import MARK, children, marked, name_of, wait_until_exited
 
 # Set by pytest for each test, and by libraries once when they are imported or first used.
 _HARMLESS_VARIABLES = {
@@ -86,9 +86,8 @@ def _files(directory: Path) -> set[Path]:
 
 def _processes() -> set[psutil.Process]:
     """Return children and processes with the mark of this test run, except the two servers of multiprocessing."""
-    this = psutil.Process()
     mark = os.environ.get(MARK)
-    found = {*this.children(recursive=True), *(marked(mark) if mark else ())}
+    found = {*children(), *(marked(mark) if mark else ())}
     servers = {
         os.getpid(),
         multiprocessing.forkserver._forkserver._forkserver_pid,  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from tests.harness.rank_process import run_rank
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOAD = ["torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "hypothesis", "tests.harness.ranks"]
+_PRELOAD = ["tests.harness.preload"]
 _PACKAGE = "lightning_ddp_ext"  # not where coverage is measured, which begins when a rank does
 
 

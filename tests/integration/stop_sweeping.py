@@ -129,7 +129,7 @@ class Case:
 class Stopped(LongValidated):
     """A model with the parts that callbacks need: a backbone, and one scheduler."""
 
-    samples = 30
+    samples = 10
     backbone = property(lambda self: self.layers[0])
 
     def happens(self, what: str, *results: float) -> None:

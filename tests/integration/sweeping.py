@@ -289,7 +289,7 @@ def training_of(case: Case, rank: int, ranks: int, place: Path) -> Training:
         "callbacks": [Looks()] if case.looks == "yes" else [],
         "validation": KEPT if case.workers == "kept" else {},
         "kind": KINDS[case.step][case.optimizing == "manual"],
-        **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 1.0, "val_check_interval": 2}),
+        **({} if "last" in (case.stop, case.again) else {"limit_val_batches": 2, "val_check_interval": 2}),
     }
     # DDP rebuilds its buckets after the first step otherwise, and three ranks then add up in another order.
     strategy = {"find_unused_parameters": True} if ranks == 3 else {}

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from lightning_ddp_ext import SamplerEpochSeeding
+from lightning_ddp_ext import SamplerEpochSeeding, ScalableDistributedSampler
+from lightning_ddp_ext.data.seeding import seed_generators
 from tests.harness.training import KINDS, Kind, make_strategy, make_trainer, on_ranks
-from tests.integration.continuing import KEPT, Net, Saver
+from tests.integration.continuing import KEPT, Net, Numbers, Saver
 
 Epochs = dict[int, set[int]]  # what has been read in each
 
@@ -157,6 +158,21 @@ def test_the_epoch_reaches_whatever_the_batches_are_made_from(kind: Kind, tmp_pa
         assert len(found) == len(LOADERS) + 2
 
 
+def validate_shared(kind: Kind, directory: Path) -> Epochs:
+    """Return the validated samples of a run that enters an epoch with a sampler that its validation also has."""
+    sampler = ScalableDistributedSampler(Numbers(8))
+    make, saver = partial(loader, Numbers(8), sampler=sampler), Saver(directory, ["train_batch_end-1"])
+    train(kind, directory, Reader(make, make), saver, max_epochs=1)
+    return train(
+        kind, directory, Reader(make, make), max_epochs=1, ckpt_path=saver.saved["train_batch_end-1"]
+    ).validated
+
+
+def test_a_sampler_that_continues_an_epoch_validates_all_of_its_samples(tmp_path: Path) -> None:
+    first, second = on_ranks("ours", validate_shared, tmp_path)
+    assert (first[0] | second[0], len(first[0]), len(second[0])) == (set(range(8)), 4, 4)
+
+
 class Chance(Samples):
     """Random numbers from all three generators."""
 
@@ -182,3 +198,24 @@ def test_random_streams_belong_to_seed_epoch_rank_and_worker(kind: Kind, tmp_pat
     drawn = [epoch for first, _, other in by_rank for run in (first, other) for epoch in run.values()]
     assert [len(numbers) for numbers in drawn] == [4 * 3] * 2 * 2 * 2
     assert len(set().union(*drawn)) == 4 * 3 * 2 * 2 * 2
+
+
+def draw_without_callback(kind: Kind, directory: Path) -> bool:
+    """Whether workers draw from a seed in a run before which its callback was removed from the Trainer."""
+    seeding, net = SamplerEpochSeeding(seed=5), Reader(partial(loader, Chance(), num_workers=1))
+    trainer = make_trainer(make_strategy(kind, directory), callbacks=[seeding], max_epochs=1)
+    trainer.fit(net)
+    trainer.callbacks.remove(seeding)  # type: ignore[attr-defined]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net)
+    drawn = []
+    for epoch in range(2):
+        seed_generators(5, epoch=epoch, rank=trainer.global_rank, worker=0)
+        drawn.append(random.getrandbits(50) in net.read[epoch])
+    assert drawn[0]
+    return drawn[1]
+
+
+def test_a_seed_is_forgotten_with_its_callback(tmp_path: Path) -> None:
+    """A run without the callback draws what follows from torch's seed, also where an earlier one had it."""
+    assert on_ranks("ours", draw_without_callback, tmp_path) == [False, False]

@@ -23,6 +23,7 @@ from tests.harness.training import Net, make_trainer
 from tests.integration.definitions import changed_in_process, of_process
 
 SCRIPT = """
+    import gc
     import json
     import os
     import sys
@@ -62,7 +63,8 @@ SCRIPT = """
 
 
     if __name__ == "__main__":
-        tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"))
+        collects = gc.isenabled(), gc.get_freeze_count() == 0
+        tell("start", rank=os.environ.get("LOCAL_RANK", 0), seed=os.environ.get("PL_GLOBAL_SEED"), collects=collects)
         train("first", "ddp_ext")
         train_with_callbacks("second", "ddp_ext")
         train("stock", "ddp")
@@ -96,6 +98,8 @@ def test_a_script_and_its_trainers() -> None:
     assert done.output.count(f"process group: gloo, 2 ranks, {url}\n") == 1
     started = [(report["rank"], report["seed"]) for report in reports(done, "start")]
     assert started == [(0, None), ("1", "5")], "once, with the seed from the first line on"
+    collects = [report["collects"] for report in reports(done, "start")]
+    assert collects == [[True, True], [True, False]], "a started rank leaves its imports out"
     # As with stock, whose launcher leaves MASTER_ADDR, MASTER_PORT and NODE_RANK behind as well.
     assert [trained[what][0]["changed"] for what in ("first", "second")] == [["LOCAL_RANK", "OMP_NUM_THREADS"], []]
     variables = [report["RANK"] for report in reports(done, "in first")]

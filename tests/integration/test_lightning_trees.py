@@ -12,6 +12,7 @@ from tests.harness.scripts import run_script
 
 OTHER_TREE = """
     import json
+    import os
     import sys
 
     import pytorch_lightning as pl
@@ -19,6 +20,8 @@ OTHER_TREE = """
     import lightning_ddp_ext
 
     if __name__ == "__main__":
+        rank = str(int(os.fork() == 0))
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "DDPX_INIT_METHOD": f"file://{sys.argv[2]}"}
         pl.seed_everything(1)
         options = dict(
             strategy="ddp_ext", devices=2, accelerator="cpu", logger=False,
@@ -49,6 +52,8 @@ OTHER_TREE = """
         report["steps with lightning"] = trainer.global_step
         sys.stdout.write(json.dumps(report) + "\\n")
         sys.stdout.flush()
+        if rank == "0":
+            sys.exit(os.wait()[1])
 """
 
 
@@ -57,7 +62,7 @@ def test_the_other_tree_trains(tmp_path: Path) -> None:
 
     Where the script imports it later, its Trainer trains on the same ranks.
     """
-    done = run_script(OTHER_TREE, str(tmp_path / "it.ckpt"))
+    done = run_script(OTHER_TREE, str(tmp_path / "it.ckpt"), str(tmp_path / "store"))
     assert done.exit_code == 0, done.output
     told = [json.loads(line) for line in done.output.splitlines() if line[:1] == "{"]
     reports = sorted(told, key=lambda report: report["rank"])

@@ -71,6 +71,7 @@ CHANGES: dict[int, dict[str, tuple[Loaders, Loaders]]] = {
     },
     1: {"a loader with a state": (stateful(), stateful())},
 }
+BEGUN = ("more samples", "a shorter stream", "workers of a loader with a state", "two loaders for one", *CHANGES[1])
 
 
 def training(directory: Path, devices: int, loaders: Loaders, name: str = "run", side: Kind = "ours") -> Training:
@@ -90,13 +91,15 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, str]:
 
 
 def refuse_and_begin(rank: int, world_size: int, directory: Path, paths: dict[str, str]) -> dict[str, str]:
-    """Return the errors; runs that resume from the start of the checkpoint's epoch read all of it."""
+    """Return the errors; runs that resume from the start of the checkpoint's epoch, some of them, read all of it."""
     found = {}
     for name, (_, after) in CHANGES[world_size].items():
         run = training(directory, world_size, after, name)
         with pytest.raises(ResumeError) as refused:
             run.run(ckpt_path=paths[name])
         found[name] = str(refused.value)
+        if name not in BEGUN:
+            continue
         expected = [step for step in run.run().steps if step[0] >= 1]
         run.strategy = {"resume_data": "epoch"}
         resumed, saved = run.run(ckpt_path=paths[name]), torch.load(paths[name], weights_only=False)

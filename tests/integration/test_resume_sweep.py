@@ -16,7 +16,7 @@ import pytest
 
 from tests.harness.sweeps import chosen_cases, expect_nothing_wrong, greedy_cover, new_seed, play_cases
 from tests.integration.continuing import Step
-from tests.integration.sweeping import FACTORS, INJECTED, SIGNALS, WITH_RANKS, Case, Half, Played, play_half
+from tests.integration.sweeping import ENDING, FACTORS, INJECTED, SIGNALS, WITH_RANKS, Case, Half, Played, play_half
 
 # Levels that the daily cover leaves to the nightly sweep: they take long, or do nearly what others do.
 NIGHTLY = {"dict", "max_size_cycle", "first", "3", "fresh"}
@@ -57,7 +57,7 @@ def pairwise_cover(seed: int = 0) -> list[Case]:
     with_workers = [case for case in cases if len(case.kinds) * case.sizes[0] < 3 and case.again == "no"]
     pool = [case for case in cases if case.workers == "none" or (case in with_workers and case.step == "batch")]
     tried = {case: pairs_of(case) for case in pool}
-    return greedy_cover(tried, lambda case: case.sizes[0] + 2)
+    return greedy_cover(tried, lambda case: (case.epochs + (case.stop in ENDING) + 4) * (sum(case.sizes) + 2))
 
 
 def played(halves: Sequence[Half], number: int, directory: Path) -> dict[Case, list[Played]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +27,28 @@ def shuffled(samples: int = 16, **options: Any) -> Loaders:
     return lambda rank, size: DataLoader(Numbers(samples), **{"batch_size": 2, "shuffle": True, **options})
 
 
-Check = Callable[[int, int, Path, str], dict[str, str]]
-
-
-def resumes(loaders: Loaders, *chosen: Points, strategy: Any = None, **options: Any) -> Check:
-    """Check what is resumed from (of a whole run, of that one, and so on), with options of the training."""
-
-    def check(rank: int, world_size: int, directory: Path, name: str) -> dict[str, str]:
-        training = Training(lambda: loaders(rank, world_size), directory, world_size, options, strategy or {}, name)
-        return generations(training, *chosen)
-
-    return check
-
-
-CASES: dict[str, Check] = {
-    "limit of samples": resumes(
+# What is read, the points that are resumed from (of a whole run, of the run resumed there, and so on), and options.
+CASES: dict[str, tuple[Loaders, list[Points], dict[str, Any]]] = {
+    "limit of samples": (
         shuffled(10, batch_size=None),
-        *(["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]),
-        limit_train_batches=4,
+        [["train_batch_end-3"], ["train_epoch_end-4"], ["train_batch_end-6"]],
+        {"limit_train_batches": 4},
     ),
-    "last batch dropped": resumes(shuffled(18, drop_last=True), ["train_batch_end-3"], ["train_batch_end-6"]),
-    "plan": resumes(
+    "last batch dropped": (shuffled(18, drop_last=True), [["train_batch_end-3"], ["train_batch_end-6"]], {}),
+    "plan": (
         shuffled(),
-        *(["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]),
-        kind=Plans,
-        accumulate_grad_batches=2,
+        [["train_batch_end-1", "train_batch_end-4"], ["train_batch_end-7"]],
+        {"kind": Plans, "accumulate_grad_batches": 2},
     ),
 }
 
 
 def run_cases(rank: int, world_size: int, directory: Path) -> dict[str, dict[str, str]]:
-    return {name: check(rank, world_size, directory, name) for name, check in CASES.items()}
+    found = {}
+    for name, (loaders, points, options) in CASES.items():
+        training = Training(lambda make=loaders: make(rank, 2), directory, 2, options, name=name)  # type: ignore[misc]
+        found[name] = generations(training, *points)
+    return found
 
 
 @pytest.mark.lowest

@@ -27,7 +27,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.harness import scripts
 from tests.harness.environment import loopback
 from tests.harness.network import Network
 from tests.harness.outcomes import output_of_all
@@ -246,10 +245,3 @@ def test_a_script_on_each_node(nodes: Network, shared_dir: Path) -> None:
     env: Environment = {"NODE_RANK": str, "GLOO_SOCKET_IFNAME": None}
     output = run_script(runs.argument(), env, namespaces=list(nodes))
     runs.expect_trained(output)
-
-
-def test_a_started_rank_collects_no_imports() -> None:
-    """Its exit does not wait for a garbage collection of imported objects; other processes collect them."""
-    source = "import gc\n\nimport lightning_ddp_ext\n\nprint(gc.isenabled(), gc.get_freeze_count() > 0)"
-    printed = [scripts.run_script(source, env={"LOCAL_RANK": rank}).output.strip() for rank in ("0", None)]
-    assert printed == ["True True", "True False"]
