@@ -65,7 +65,6 @@ def test_digits(strategy: str, tmp_path: Path) -> None:
     assert "resumed from" in output
 
 
-@pytest.mark.nightly
 def test_make_demo(tmp_path: Path) -> None:
     """The first command of the README works without any variable; it starts its second rank itself."""
     done = run_script(EXAMPLES / "digits.py", cwd=tmp_path)
