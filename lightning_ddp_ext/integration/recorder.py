@@ -1,0 +1,114 @@
+"""Record, in each step of a rank, what a surviving rank needs to save that step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
+from lightning_ddp_ext.data.random_state import RandomStateBytes
+
+from .resume import positions_of, training_generators
+
+
+class Recorder:
+    """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`.
+
+    Attributes:
+        notes: those of each rank on this host, by rank.
+        first: the rank of this host that records buffers.
+        buffers: the buffers to record.
+        error: why states are not recorded any longer.
+        has_new_iterator: whether an iterator over training data was made, whose start is not noted yet.
+        weights: the weights' versions after the last optimiser step; ``None`` before the first one.
+        evaluations: evaluations of the closure in this batch.
+        stepped: optimiser steps before this batch, as Lightning's loggers count them.
+    """
+
+    def __init__(self) -> None:
+        self._own: RankNotes | None = None
+        self.notes: dict[int, RankNotes] = {}
+        self.error: str | None = None
+        self.has_new_iterator = False
+        self.weights: Any = None
+        self.evaluations = self.stepped = 0
+
+    def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
+        """Start to record a run; ``peers`` have the cause of another rank's failure."""
+        self._strategy, self._peers, self.notes = strategy, peers, notes
+        self._own, self.first = notes[strategy.global_rank], min(notes)
+        self._random, self._generators = RandomStateBytes(), list[Any]()
+        self.buffers = NotedBuffers(strategy.lightning_module)
+        self._loop = strategy.current_trainer.fit_loop.epoch_loop
+        self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
+
+    def note(self, moment: Kind) -> None:
+        """Note this rank's random states, buffers that may have changed, and the starts of new iterators."""
+        if self._own is None:
+            return
+        if moment == Kind.EPOCH:
+            self._generators = training_generators(self._strategy)
+        batches = self._loop.batch_progress.total.ready
+        try:
+            self._own.write(moment, batches, *self._random.read(self._generators))
+            even_if_same = moment in (Kind.BATCH, Kind.WINDOW)
+            if self._strategy.global_rank == self.first and (content := self.buffers.read(even_if_same=even_if_same)):
+                self._own.write(Kind.BUFFERS, batches, content)
+            if moment == Kind.BATCH and self.has_new_iterator:
+                self.has_new_iterator = False
+                positions = positions_of(self._strategy.current_trainer)
+                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
+        except OSError as error:  # training continues
+            self._own, self.error = None, f"the states of ranks are not recorded any longer ({error})"
+
+    def on_train_batch_start(self) -> None:
+        """Start a batch."""
+        if self._own is not None:
+            self.evaluations, self.stepped = 0, self._loop._batches_that_stepped
+
+    def on_step(self) -> None:
+        """Count a forward pass; raise if a rank failed, before the next collective does.
+
+        Raises:
+            RankFailedError: one of its kinds.
+        """
+        self.evaluations += 1
+        self._raise_cause()
+
+    def _raise_cause(self) -> None:
+        if self._own is not None and self._peers.cause is not None:
+            raise self._peers.cause.to_error()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note the state for the next step in a pass that averages gradients.
+
+        On a GPU that happens once they are averaged. Otherwise the optimiser step would be queued behind an all-reduce,
+        and use partial sums after its abort.
+
+        Raises:
+            RankFailedError: a rank has failed; on a GPU.
+        """
+        is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
+        is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
+        if is_noted and not is_on_gpu:
+            self.note(Kind.BATCH)
+        yield
+        if is_on_gpu:
+            torch.cuda.current_stream(self._strategy.root_device).synchronize()
+            self._raise_cause()
+            self.note(Kind.BATCH)
+
+    def after_optimizer_step(self) -> None:
+        """Record the weights' versions after an optimiser step."""
+        if self._own is not None:
+            self.weights = self.weights_now()
+
+    def weights_now(self) -> tuple[int, int]:
+        """Return a cheap value that changes when a callback swaps the weights."""
+        return self._parameter._version, self._parameter.data_ptr()
