@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,21 +15,17 @@ _MOST = 1 << 20  # bytes of all noted buffers: to note big ones, such as masks a
 
 
 class NotedBuffers:
-    """The buffers that checkpoints of a module hold; big ones, and missing ones, are not noted and must not change.
-
-    Args:
-        module: the module with the buffers.
-    """
+    """The buffers that checkpoints of a module hold; big ones, and missing ones, are not noted and must not change."""
 
     def __init__(self, module: nn.Module) -> None:
         saved = [
-            (owner._buffers, name)
+            (getattr(buffer, "nbytes", math.inf), owner._buffers, name)
             for owner in module.modules()
-            for name in owner._buffers
+            for name, buffer in owner._buffers.items()
             if name not in owner._non_persistent_buffers_set
         ]
-        saved.sort(key=_size)
-        noted = sum(size <= _MOST for size in accumulate(map(_size, saved)))
+        saved.sort(key=itemgetter(0))
+        noted = sum(total <= _MOST for total in accumulate(size for size, *_ in saved))
         self._noted, self._others = saved[:noted], saved[noted:]
         self._others_at_first = _versions(self._others)
         self._versions: list[Any] = []  # of the noted ones when they were last read
@@ -36,8 +33,7 @@ class NotedBuffers:
     def read(self, *, even_if_same: bool) -> bytes:
         """Return the noted buffers as bytes; empty if none changed since the last call.
 
-        Args:
-            even_if_same: whether they may have changed undetected, as running statistics do in a forward pass.
+        Running statistics change undetected in a forward pass: after one, read them ``even_if_same``.
         """
         versions = _versions(self._noted)
         if versions == self._versions and not even_if_same:
@@ -58,15 +54,10 @@ class NotedBuffers:
         return _versions(self._others) == self._others_at_first
 
 
-def _size(buffer: tuple[dict[str, Tensor | None], str]) -> float:
-    owner, name = buffer
-    return math.inf if (tensor := owner[name]) is None else tensor.nbytes
+def _tensors(saved: list[Any]) -> list[Tensor]:
+    return [owner[name] for _, owner, name in saved if owner[name] is not None]
 
 
-def _tensors(owners: list[Any]) -> list[Tensor]:
-    return [owner[name] for owner, name in owners if owner[name] is not None]
-
-
-def _versions(owners: list[Any]) -> list[Any]:
-    buffers = [owner[name] for owner, name in owners]
+def _versions(saved: list[Any]) -> list[Any]:
+    buffers = [owner[name] for _, owner, name in saved]
     return [0 if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in buffers]

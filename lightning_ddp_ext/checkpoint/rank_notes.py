@@ -41,10 +41,9 @@ class Kind(IntEnum):
 
 
 class RankNotes:
-    """The notes of one rank, in a file that it writes and others read.
+    """The notes of one rank, in an open file that it writes and others read; each with a number of batches.
 
-    Args:
-        descriptor: the open file; it is closed by :meth:`close`.
+    That is the number of batches that the rank had started, in all epochs, or the epoch for notes on loaders.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -53,12 +52,7 @@ class RankNotes:
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note over the oldest of its kind; a note that a kill interrupted does not count.
-
-        Args:
-            kind: the kind of content.
-            batches: the number of batches that the rank has started, in all epochs.
-            parts: the content, in pieces of bytes.
+        """Write a note, in pieces of bytes, over the oldest of its kind; one that a kill interrupted does not count.
 
         Raises:
             OSError: no space is left for it.
@@ -92,9 +86,7 @@ class RankNotes:
 def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankNotes]:
     """Make this rank's notes and open those of the other ranks on its host; return them by rank. Collective.
 
-    Args:
-        gather: returns the values of all ranks, by rank.
-        rank: this rank.
+    ``gather`` returns the values of all ranks, by rank.
 
     Raises:
         OSError: a rank cannot create its file; on all ranks.

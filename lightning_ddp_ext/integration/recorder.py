@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,27 +17,17 @@ from lightning_ddp_ext.data.random_state import RandomStateBytes
 from .resume import positions_of, training_generators
 
 
+@dataclass(eq=False)
 class Recorder:
-    """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`.
+    """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`."""
 
-    Attributes:
-        notes: those of each rank on this host, by rank.
-        first: the rank of this host that records buffers.
-        buffers: the buffers to record.
-        error: why states are not recorded any longer.
-        has_new_iterator: whether an iterator over training data was made, whose start is not noted yet.
-        weights: the weights' versions after the last optimiser step; ``None`` before the first one.
-        evaluations: evaluations of the closure in this batch.
-        stepped: optimiser steps before this batch, as Lightning's loggers count them.
-    """
-
-    def __init__(self) -> None:
-        self._own: RankNotes | None = None
-        self.notes: dict[int, RankNotes] = {}
-        self.error: str | None = None
-        self.has_new_iterator = False
-        self.weights: Any = None
-        self.evaluations = self.stepped = 0
+    notes: dict[int, RankNotes] = field(default_factory=dict)  # of each rank on this host
+    error: str | None = None  # why states are not recorded any longer
+    has_new_iterator: bool = False  # over training data, whose start is not noted yet
+    weights: Any = None  # their versions after the last optimiser step; `None` before the first one
+    evaluations: int = 0  # of the closure in this batch
+    stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
+    _own: RankNotes | None = None
 
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
         """Start to record a run; ``peers`` have the cause of another rank's failure."""
@@ -72,11 +63,7 @@ class Recorder:
             self.evaluations, self.stepped = 0, self._loop._batches_that_stepped
 
     def on_step(self) -> None:
-        """Count a forward pass; raise if a rank failed, before the next collective does.
-
-        Raises:
-            RankFailedError: one of its kinds.
-        """
+        """Count a forward pass; raise a ``RankFailedError`` if a rank failed, before the next collective does."""
         self.evaluations += 1
         self._raise_cause()
 
@@ -88,11 +75,8 @@ class Recorder:
     def backward(self) -> Iterator[None]:
         """Note the state for the next step in a pass that averages gradients.
 
-        On a GPU that happens once they are averaged. Otherwise the optimiser step would be queued behind an all-reduce,
-        and use partial sums after its abort.
-
-        Raises:
-            RankFailedError: a rank has failed; on a GPU.
+        On a GPU it does so once they are averaged, or raises a ``RankFailedError``. Otherwise the optimiser step would
+        be queued behind an all-reduce, and use partial sums after its abort.
         """
         is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"

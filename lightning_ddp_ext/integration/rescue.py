@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +44,8 @@ class Rescue:
     """Saves the last optimiser step of a strategy after another rank died or failed.
 
     Args:
-        strategy: the strategy.
+        strategy: the strategy, which calls the attribute ``recorder`` in training hooks.
         name: name of the file beside the other checkpoints, or a path; ``None`` to save nothing.
-
-    Attributes:
-        recorder: records this rank's states; the strategy calls it in each training hook.
     """
 
     def __init__(self, strategy: Any, name: PathLike | None) -> None:
@@ -71,9 +67,7 @@ class Rescue:
         # Loggers name their directories on rank 0.
         self._path, self._run = ranks.from_rank_zero((str(place_of(self.name, trainer)), secrets.token_hex(8)))
         written, resumed = modified(self._path), trainer.ckpt_path and modified(trainer.ckpt_path)
-        self._is_superseded = bool(
-            written and resumed and written <= resumed
-        )  # training resumed from it, or a newer one
+        self._is_superseded = bool(written and resumed and written <= resumed)  # resumed from it, or from a newer one
         self._refusal = self._why_never()
         if self._refusal is None:
             try:
@@ -110,11 +104,7 @@ class Rescue:
         self._trainer, self.recorder = None, Recorder()
 
     def save(self, exception: BaseException) -> None:
-        """Save the last finished step, unless another survivor did, and print a line.
-
-        Args:
-            exception: the exception with which this rank exits because of another one.
-        """
+        """Save the last finished step, unless another survivor did, after an exception that another rank caused."""
         cause = None if self._trainer is None else self._peers.cause
         if cause is None or cause.kind not in _SURVIVED or cause.rank == self._strategy.global_rank:
             return
@@ -186,11 +176,8 @@ class Rescue:
         if epoch["started"] > epoch["processed"]:
             total["completed"] += done - counts["completed"]
             counts["completed"] = done
-            validates = validates_next(self._trainer)
-            if (
-                validates
-                and self.recorder.notes[self._strategy.global_rank].find(total["ready"], Kind.VALIDATED) is None
-            ):
+            validates, own_notes = validates_next(self._trainer), self.recorder.notes[self._strategy.global_rank]
+            if validates and own_notes.find(total["ready"], Kind.VALIDATED) is None:
                 return "validation"
             if validates and is_last:
                 return None  # Lightning would skip the validation, and count the step after it
@@ -203,7 +190,7 @@ class Rescue:
         recorder = self.recorder
         if not recorder.buffers.restore(recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""):
             raise Refused(
-                "a buffer changed that is too big to be recorded in every step, or that was None at the start"
+                "a buffer changed that is too big to be recorded in every step, was None at the start, or had no space"
             )
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
@@ -228,14 +215,12 @@ class Rescue:
                 states[rank] = {**shared, "random": record_random_state()}
         return states, lost
 
-    def _state_of(self, rank: int, restart: Restart, batches: int, loaders: Sequence[Any]) -> dict[str, Any] | None:
+    def _state_of(self, rank: int, restart: Restart, batches: int, loaders: list[Any]) -> dict[str, Any] | None:
         """Return the state of a rank at a restart, from its notes; ``None`` if no note has it."""
         if rank not in self.recorder.notes:
             return None
-        notes, latest = (
-            self.recorder.notes[rank],
-            Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED),
-        )
+        notes = self.recorder.notes[rank]
+        latest = Kind.EPOCH if restart.has_started else _LATEST.get(restart.at, Kind.VALIDATED)
         random = notes.find(batches, *range(latest + 1))
         starts = notes.find(restart.epoch, Kind.LOADERS) if loaders else pickle.dumps([])
         if random is None or starts is None:

@@ -140,6 +140,26 @@ def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., W
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
 
 
+def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
+    """Rank 0, which records the buffers, has space in the first step only."""
+    left, allocate = iter(range(9)), os.posix_fallocate
+
+    def allocate_first(*args: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(*args)
+
+    with patch.object(os, "posix_fallocate", allocate if rank else allocate_first):
+        return train(rank, world_size, plan, directory)
+
+
+def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
+    """The rank that recorded them trained on without space for newer ones."""
+    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path)
+    assert "no checkpoint of the last step: a buffer changed" in survivor.output, survivor.story()
+    assert not (tmp_path / NAME).exists()
+
+
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_the_process_that_starts_ranks_lets_a_survivor_save(
     start_method: str, unbroken: Callable[..., Weights], tmp_path: Path
