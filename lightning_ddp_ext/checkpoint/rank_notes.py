@@ -6,6 +6,7 @@ no other run finds a file, and the kernel frees it when the last of these ranks 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -61,9 +62,9 @@ class RankNotes:
         begin = (kind * _SLOTS + self._written[kind] % _SLOTS) * _SLOT
         self._written[kind] += 1
         length = sum(map(len, parts))
-        os.posix_fallocate(self._descriptor, begin, _HEADER.size + length + _TRAILER.size)  # or it may be cut short
         pieces = (_HEADER.pack(self._number, batches, length), *parts, _TRAILER.pack(self._number))
-        os.pwritev(self._descriptor, pieces, begin)
+        if os.pwritev(self._descriptor, pieces, begin) < _HEADER.size + length + _TRAILER.size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
         """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that number."""
@@ -72,7 +73,7 @@ class RankNotes:
         return max(found)[1] if found else None
 
     def _read(self, slot: int) -> tuple[int, int, bytes]:
-        """Return a note with its number and batches; the number is 0 if there is no whole note."""
+        """Return a note with its number and batches; the number is 0 for a missing or torn note."""
         header = os.pread(self._descriptor, _HEADER.size, slot * _SLOT).ljust(_HEADER.size, b"\0")
         number, batches, length = _HEADER.unpack(header)
         rest = os.pread(self._descriptor, length + _TRAILER.size, slot * _SLOT + _HEADER.size)
@@ -117,9 +118,6 @@ def _open(path: str) -> int:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return -1
-
-
-# Choice of the rank that saves.
 
 
 def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:

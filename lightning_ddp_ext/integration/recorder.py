@@ -47,8 +47,8 @@ class Recorder:
         batches = self._loop.batch_progress.total.ready
         try:
             self._own.write(moment, batches, *self._random.read(self._generators))
-            even_if_same = moment in (Kind.BATCH, Kind.WINDOW)
-            if self._strategy.global_rank == self.first and (content := self.buffers.read(even_if_same=even_if_same)):
+            is_first = self._strategy.global_rank == self.first
+            if is_first and (content := self.buffers.read(even_if_same=moment == Kind.BATCH)):
                 self._own.write(Kind.BUFFERS, batches, content)
             if moment == Kind.BATCH and self.has_new_iterator:
                 self.has_new_iterator = False
