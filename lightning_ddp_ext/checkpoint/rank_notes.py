@@ -124,14 +124,8 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
     """Save, unless another survivor has saved the same or a later state; return whether this rank did.
 
     A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
-    save does not block the others.
-
-    Args:
-        path: path of the checkpoint; the lock file is beside it.
-        run: the name of this start of the run.
-        batches: the number of batches that this rank has finished.
-        save: called while the lock is held.
-        seconds: the time to wait for the lock.
+    save does not block the others. The lock file, beside the checkpoint at ``path``, names the start of the ``run`` and
+    the ``batches`` that the saving rank has finished. ``seconds`` limit the time to wait for it.
     """
     with open(lock_of(path), "a+") as file:
         _lock(file, time.monotonic() + seconds)

@@ -12,7 +12,7 @@ import torch
 
 from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
-from lightning_ddp_ext.data.random_state import RandomStateBytes
+from lightning_ddp_ext.data.random_state import random_state_bytes
 
 from .resume import positions_of, training_generators
 
@@ -33,7 +33,7 @@ class Recorder:
         """Start to record a run; ``peers`` have the cause of another rank's failure."""
         self._strategy, self._peers, self.notes = strategy, peers, notes
         self._own, self.first = notes[strategy.global_rank], min(notes)
-        self._random, self._generators = RandomStateBytes(), list[Any]()
+        self._generators: list[Any] = []
         self.buffers = NotedBuffers(strategy.lightning_module)
         self._loop = strategy.current_trainer.fit_loop.epoch_loop
         self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
@@ -46,7 +46,7 @@ class Recorder:
             self._generators = training_generators(self._strategy)
         batches = self._loop.batch_progress.total.ready
         try:
-            self._own.write(moment, batches, *self._random.read(self._generators))
+            self._own.write(moment, batches, *random_state_bytes(self._generators))
             is_first = self._strategy.global_rank == self.first
             if is_first and (content := self.buffers.read(even_if_same=moment == Kind.BATCH)):
                 self._own.write(Kind.BUFFERS, batches, content)

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_ddp_ext.at_exit import delaying_forced_end, print_in_time
 from lightning_ddp_ext.checkpoint.location import PathLike, locate
 from lightning_ddp_ext.checkpoint.rank_notes import Kind, lock_of, open_notes, save_if_furthest
-from lightning_ddp_ext.data.random_state import random_state_in, record_random_state
+from lightning_ddp_ext.data.random_state import random_state_bytes, random_state_in, record_random_state
 from lightning_ddp_ext.data.seeding import mix, seeded
 from lightning_ddp_ext.rank_lists import ranks_in_words
 from lightning_ddp_ext.ranks import reason_of
@@ -204,6 +204,8 @@ class Rescue:
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
             raise Refused("each rank's training loader keeps a state that only this rank has")
+        if random_state_in(b"".join(random_state_bytes()))[1:] != record_random_state()[1:]:
+            raise Refused("the random states of NumPy and Python are not Mersenne Twisters of a known layout")
         shared = shared_state({"loaders": [position.state_dict(restart.done) for position in positions]})
         ranks = range(self._strategy.world_size)
         states = [self._state_of(rank, restart, batches, shared["loaders"]) for rank in ranks]

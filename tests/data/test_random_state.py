@@ -1,4 +1,4 @@
-"""Random states as bytes, which are read anew where something was drawn."""
+"""Random states as bytes, which are those that the libraries return."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightning_ddp_ext.data.random_state import (
-    RandomStateBytes,
     preserve_random_state,
+    random_state_bytes,
     random_state_in,
     record_random_state,
 )
@@ -28,11 +28,10 @@ def test_a_drawn_number_changes_the_bytes(draw: Callable[..., object]) -> None:
     """Also the second of two normal numbers that were made together."""
     generator = torch.Generator()
     with preserve_random_state():
-        states = RandomStateBytes()
         for seed in (0, 0, 1):
             np.random.seed(seed)
             random.seed(seed)
             for _ in range(3):
                 draw(1) if draw is torch.rand else draw()
-                read = random_state_in(b"".join(states.read([generator])))
+                read = random_state_in(b"".join(random_state_bytes([generator])))
                 assert str(read) == str(record_random_state([generator]))
