@@ -69,12 +69,12 @@ class Switch(L.Callback):
         self.is_on, self.began, self.kept = True, 0.0, None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
-        now, rescue = time.perf_counter(), trainer.strategy.rescue  # type: ignore[attr-defined]
+        now, recorder = time.perf_counter(), trainer.strategy.rescue.recorder  # type: ignore[attr-defined]
         if index % EVERY > 1:
             self.seconds[self.is_on].append(now - self.began)
         elif index % EVERY == 0:
-            self.kept, rescue._own = rescue._own, self.kept
-            self.is_on = rescue._own is not None
+            self.kept, recorder._own = recorder._own, self.kept
+            self.is_on = recorder._own is not None
         self.began = now
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,53 +15,36 @@ _MOST = 1 << 20  # bytes of all noted buffers: to note big ones, such as masks a
 
 
 class NotedBuffers:
-    """The buffers that checkpoints of a module hold; big ones, and missing ones, are not noted and must not change.
-
-    Args:
-        module: the module with the buffers.
-
-    Attributes:
-        are_any: whether there are buffers to note.
-    """
+    """The buffers that checkpoints of a module hold; big ones, and missing ones, are not noted and must not change."""
 
     def __init__(self, module: nn.Module) -> None:
-        saved: list[Any] = [
-            (owner._buffers, name)
+        saved = [
+            (getattr(buffer, "nbytes", math.inf), owner._buffers, name)
             for owner in module.modules()
-            for name in owner._buffers
+            for name, buffer in owner._buffers.items()
             if name not in owner._non_persistent_buffers_set
         ]
-        saved.sort(key=lambda each: math.inf if each[0][each[1]] is None else each[0][each[1]].nbytes)
-        sums = accumulate(math.inf if owner[name] is None else owner[name].nbytes for owner, name in saved)
-        noted = sum(size <= _MOST for size in sums)
-        self._small, self._others = saved[:noted], saved[noted:]
-        self.are_any = bool(self._small)
+        saved.sort(key=itemgetter(0))
+        noted = sum(total <= _MOST for total in accumulate(size for size, *_ in saved))
+        self._noted, self._others = saved[:noted], saved[noted:]
         self._others_at_first = _versions(self._others)
-        self._versions: list[Any] = []  # of the small ones when they were last read
-        self._pointers: list[int] = []
-        self._views: list[Tensor] = []
+        self._versions: list[Any] = []  # of the noted ones when they were last read
 
     def read(self, *, even_if_same: bool) -> bytes:
-        """Return the small buffers as bytes; empty if none changed since the last call.
+        """Return the noted buffers as bytes; empty if none changed since the last call.
 
-        Args:
-            even_if_same: whether they may have changed undetected, as running statistics do in a forward pass.
+        Running statistics change undetected in a forward pass: after one, read them ``even_if_same``.
         """
-        buffers = _tensors(self._small)
-        versions = _versions(self._small)
+        versions = _versions(self._noted)
         if versions == self._versions and not even_if_same:
             return b""
         self._versions = versions
-        pointers = [each.data_ptr() for each in buffers]
-        if pointers != self._pointers:  # the first call, or other tensors
-            self._views = [each.detach().reshape(-1).view(torch.uint8) for each in buffers]
-            has_copies = any(not each.is_contiguous() for each in buffers)
-            self._pointers = [] if has_copies else pointers
-        return torch.cat(self._views).cpu().numpy().tobytes() if buffers else b""
+        views = [each.reshape(-1).view(torch.uint8) for each in _tensors(self._noted)]
+        return torch.cat(views).detach().cpu().numpy().tobytes() if views else b""
 
     def restore(self, content: bytes) -> bool:
         """Restore the noted buffers; return whether these are all that changed."""
-        buffers = _tensors(self._small)
+        buffers = _tensors(self._noted)
         sizes = [each.nbytes for each in buffers]
         if sum(sizes) != len(content):
             return False
@@ -70,10 +54,10 @@ class NotedBuffers:
         return _versions(self._others) == self._others_at_first
 
 
-def _tensors(owners: list[Any]) -> list[Tensor]:
-    return [owner[name] for owner, name in owners if owner[name] is not None]
+def _tensors(saved: list[Any]) -> list[Tensor]:
+    return [owner[name] for _, owner, name in saved if owner[name] is not None]
 
 
-def _versions(owners: list[Any]) -> list[Any]:
-    buffers = [owner[name] for owner, name in owners]
+def _versions(saved: list[Any]) -> list[Any]:
+    buffers = [owner[name] for _, owner, name in saved]
     return [0 if each is None or each.is_inference() else (each.data_ptr(), each._version) for each in buffers]

@@ -1,21 +1,20 @@
 """Keep notes of each rank in a file of its host for surviving ranks, and choose the survivor that saves.
 
-The file is mapped, and the page cache keeps the data of a killed process. The ranks of a host open each other's files
-and remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
+The page cache keeps what a killed process wrote. The ranks of a host open each other's files and remove the names. So
+no other run finds a file, and the kernel frees it when the last of these ranks exits.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
-import mmap
 import os
 import secrets
 import struct
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TextIO
 
@@ -33,118 +32,79 @@ class Kind(IntEnum):
     The oldest note of a kind is overwritten.
     """
 
-    BACKWARD = 0  # of that batch: usually nothing is drawn after it
-    VALIDATION = 1  # before its iterators are made
-    VALIDATED = 2  # after that, and after each of its steps
+    BATCH = 0  # in its backward pass, after which usually nothing is drawn; before a validation
+    VALIDATING = 1  # after a step of a validation
+    VALIDATED = 2
     EPOCH = 3  # before iterators over training data are made
     WINDOW = 4  # before the first batch of an optimiser step is fetched
     BUFFERS = 5
     LOADERS = 6  # the random states from which iterators over training data have drawn
 
 
-@dataclass(frozen=True)
-class Note:
-    """A note that was read.
-
-    Attributes:
-        number: the ordinal among all notes of the rank.
-        kind: the kind of content.
-        batches: the number of batches that the rank had started, in all epochs.
-        content: the noted data.
-    """
-
-    number: int
-    kind: Kind
-    batches: int
-    content: bytes
-
-
 class RankNotes:
-    """The notes of one rank, in a file that it writes and others read.
+    """The notes of one rank, in an open file that it writes and others read; each with a number of batches.
 
-    Args:
-        descriptor: the open file; it is closed by :meth:`close`.
+    That is the number of batches that the rank had started, in all epochs, or the epoch for notes on loaders.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._memory = [memoryview(b"")] * (_SLOTS * len(Kind))  # of each slot
         self._number = 0
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note over the oldest of its kind; a note that a kill interrupted does not count.
-
-        Args:
-            kind: the kind of content.
-            batches: the number of batches that the rank has started, in all epochs.
-            parts: the content, in pieces of bytes.
+        """Write a note, in pieces of bytes, over the oldest of its kind; one that a kill interrupted does not count.
 
         Raises:
             OSError: no space is left for it.
         """
         self._number += 1
-        slot = kind * _SLOTS + self._written[kind] % _SLOTS
+        begin = (kind * _SLOTS + self._written[kind] % _SLOTS) * _SLOT
         self._written[kind] += 1
-        end = _HEADER.size + sum(map(len, parts))
-        memory = self._memory[slot]
-        if len(memory) < end + _TRAILER.size:
-            memory = self._memory[slot] = self._map(slot, end + _TRAILER.size)
-        _HEADER.pack_into(memory, 0, self._number, batches, end - _HEADER.size)
-        begin = _HEADER.size
-        for part in parts:
-            memory[begin : (begin := begin + len(part))] = part
-        _TRAILER.pack_into(memory, end, self._number)
+        length = sum(map(len, parts))
+        pieces = (_HEADER.pack(self._number, batches, length), *parts, _TRAILER.pack(self._number))
+        if os.pwritev(self._descriptor, pieces, begin) < _HEADER.size + length + _TRAILER.size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _map(self, slot: int, size: int) -> memoryview:
-        """Map a slot, after allocating it: a write to a page without space would kill the process."""
-        os.posix_fallocate(self._descriptor, slot * _SLOT, size)
-        return memoryview(mmap.mmap(self._descriptor, size, offset=slot * _SLOT))
+    def find(self, batches: int, *kinds: int) -> bytes | None:
+        """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that number."""
+        notes = [self._read(kind * _SLOTS + slot) for kind in kinds for slot in range(_SLOTS)]
+        found = [(number, content) for number, noted, content in notes if number and noted == batches]
+        return max(found)[1] if found else None
 
-    def read(self, *kinds: Kind) -> list[Note]:
-        """Return the whole notes of some kinds, the newest first."""
-        found = [note for kind in kinds for slot in range(_SLOTS) if (note := self._read_slot(kind, slot)) is not None]
-        return sorted(found, key=lambda note: note.number, reverse=True)
-
-    def _read_slot(self, kind: Kind, slot: int) -> Note | None:
-        begin = (kind * _SLOTS + slot) * _SLOT
-        header = os.pread(self._descriptor, _HEADER.size, begin)
-        if len(header) < _HEADER.size:
-            return None
+    def _read(self, slot: int) -> tuple[int, int, bytes]:
+        """Return a note with its number and batches; the number is 0 for a missing or torn note."""
+        header = os.pread(self._descriptor, _HEADER.size, slot * _SLOT).ljust(_HEADER.size, b"\0")
         number, batches, length = _HEADER.unpack(header)
-        rest = os.pread(self._descriptor, length + _TRAILER.size, begin + _HEADER.size)
-        is_whole = number > 0 and rest[length:] == _TRAILER.pack(number)
-        return Note(number, kind, batches, rest[:length]) if is_whole else None
+        rest = os.pread(self._descriptor, length + _TRAILER.size, slot * _SLOT + _HEADER.size)
+        return (number if rest[length:] == _TRAILER.pack(number) else 0), batches, rest[:length]
 
     def close(self) -> None:
         """Close the file, which is freed after its last reader."""
-        self._memory.clear()
         os.close(self._descriptor)
 
 
 def open_notes(gather: Callable[[Any], list[Any]], rank: int) -> dict[int, RankNotes]:
     """Make this rank's notes and open those of the other ranks on its host; return them by rank. Collective.
 
-    Args:
-        gather: returns the values of all ranks, by rank.
-        rank: this rank.
+    ``gather`` returns the values of all ranks, by rank.
 
     Raises:
         OSError: a rank cannot create its file; on all ranks.
     """
-    path, error, own = "", "", -1
+    path, error, notes = "", "", {}
     try:
         directory = _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
         path = os.path.join(directory, f"lightning_ddp_ext-notes-{secrets.token_hex(16)}")
-        own = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        notes[rank] = RankNotes(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as reason:
         error = f"rank {rank}: {reason}"
     paths, errors = zip(*gather((path, error)), strict=True)
-    found = {other: own if other == rank else _open(path) for other, path in enumerate(paths)}
+    others = {other: _open(each) for other, each in enumerate(paths) if other != rank}
+    notes |= {other: RankNotes(descriptor) for other, descriptor in others.items() if descriptor >= 0}
     gather(None)  # all ranks have opened their files
-    if own >= 0:
+    if not error:
         os.unlink(path)
-    notes = {other: RankNotes(descriptor) for other, descriptor in found.items() if descriptor >= 0}
     if any(errors):
         for each in notes.values():
             each.close()
@@ -160,21 +120,12 @@ def _open(path: str) -> int:
         return -1
 
 
-# Choice of the rank that saves.
-
-
 def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], object], seconds: float) -> bool:
     """Save, unless another survivor has saved the same or a later state; return whether this rank did.
 
     A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
-    save does not block the others.
-
-    Args:
-        path: path of the checkpoint; the lock file is beside it.
-        run: the name of this start of the run.
-        batches: the number of batches that this rank has finished.
-        save: called while the lock is held.
-        seconds: the time to wait for the lock.
+    save does not block the others. The lock file, beside the checkpoint at ``path``, names the start of the ``run`` and
+    the ``batches`` that the saving rank has finished. ``seconds`` limit the time to wait for it.
     """
     with open(lock_of(path), "a+") as file:
         _lock(file, time.monotonic() + seconds)

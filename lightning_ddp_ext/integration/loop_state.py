@@ -50,6 +50,10 @@ class Restart:
         """Whether training continues in the middle of the epoch."""
         return self.at in ("batch_end", "validation") and not self.is_last
 
+    def dropped_of(self, processed: int) -> int:
+        """Return how many of the epoch's processed batches are trained on again."""
+        return processed - self.done if self.at == "batch_end" or self.has_started else 0
+
 
 def find_restart(
     fit_loop: Mapping[str, Any], *, accumulated: int, stopped: Stopped | None = None, has_ended: bool = False
@@ -99,7 +103,7 @@ def change_to(fit_loop: Mapping[str, Any], restart: Restart, *, stopped: Stopped
     if restart.at == "validation":
         _count(changed["epoch_loop.val_loop.batch_progress"], begun=1)  # Lightning then runs it from the beginning
         return changed
-    dropped = processed - restart.done if restart.at == "batch_end" or restart.has_started else 0
+    dropped = restart.dropped_of(processed)
     is_after_batch = dropped > 0 or is_between_epochs or ready > processed or stopped == "batch"
     if restart.at == "batch_end" and is_after_batch:  # it is counted by now, and `_TrainingEpochLoop.reset` adds one
         changed["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1

@@ -262,7 +262,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     def on_validation_start(self) -> None:
         self._start_evaluation()
         self.data.training.record_random_state("validation")
-        self.rescue.note(Kind.VALIDATION)
+        self.rescue.recorder.note(Kind.BATCH)
 
     def _start_evaluation(self) -> None:
         self.data.uneven.report_phase()
@@ -283,7 +283,7 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_validation_end(self) -> None:
         self.data.training.on_validation_end()
-        self.rescue.on_validation_end()
+        self.rescue.recorder.note(Kind.VALIDATED)
         self._end_evaluation()
 
     on_test_end = on_predict_end = _end_evaluation
@@ -324,35 +324,35 @@ class DDPExtStrategy(RankDevicesStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.averaging.on_train_batch_start()
-        self.rescue.on_train_batch_start()
+        self.rescue.recorder.on_train_batch_start()
         self.data.on_train_batch_start(batch)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.on_training_step()
-        self.rescue.on_step()
+        self.rescue.recorder.on_step()
         with self.data.uneven.step(), self.metrics.step(is_training=True):
             return self.averaging.training_step(super().training_step, *args, **kwargs)
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.rescue.before_backward()
-        with self.data.uneven.idle_layers():
-            loss = super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
-        self.rescue.after_backward()
-        return loss
+        with self.rescue.recorder.backward(), self.data.uneven.idle_layers():
+            return super().backward(self.data.uneven.scale_loss(closure_loss), optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        self.rescue.after_optimizer_step()
+        self.rescue.recorder.after_optimizer_step()
         return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.stops.at_step()
-        with self.rescue.validation_step(), self.data.evaluation.step(), self.metrics.step(is_training=False):
-            return super().validation_step(*args, **kwargs)
+        self.rescue.recorder.on_step()
+        with self.data.evaluation.step(), self.metrics.step(is_training=False):
+            result = super().validation_step(*args, **kwargs)
+        self.rescue.recorder.note(Kind.VALIDATING)
+        return result
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -115,13 +115,13 @@ class TrainingData:
         for position, state in zip_longest(positions_of(self._strategy.current_trainer), resume.states):
             position.start_epoch(epoch, done=resume.done, state=state)
         self.record_random_state("epoch")
-        self._strategy.rescue.note(Kind.EPOCH)
+        self._strategy.rescue.recorder.note(Kind.EPOCH)
 
     def _start_at_position(self, loader: DistributedLoader) -> Iterator[Any]:
         if self.resume.is_over:
             return iter(())
         batches = self._strategy.data.uneven.end_together(loader.position.start_iterator(), loader.position)
-        self._strategy.rescue.on_iterator_start()
+        self._strategy.rescue.recorder.has_new_iterator = True
         is_first = loader.position is positions_of(self._strategy.current_trainer)[0]
         return self._announce(batches) if is_first else batches
 
@@ -134,7 +134,7 @@ class TrainingData:
             self._strategy.stops.before_batch()
             schedule_timed_validation(trainer, self._validated_at)
             if progress.processed % accumulated == 0:
-                self._strategy.rescue.note(Kind.WINDOW)
+                self._strategy.rescue.recorder.note(Kind.WINDOW)
                 if accumulated > 1:
                     self.record_random_state("step")
             try:

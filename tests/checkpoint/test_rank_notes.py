@@ -28,13 +28,20 @@ def test_the_newest_notes_are_read_without_one_that_was_cut_short(cut: int, note
     for batches in range(8):
         notes.write(Kind.BUFFERS, batches, b"old", b"er")
         notes.write(Kind.WINDOW, batches, b"other")
-    memory = notes._memory[4 * Kind.BUFFERS]
-    older = bytes(memory)
+    file, begin = notes._descriptor, 4 * Kind.BUFFERS * rank_notes._SLOT
+    older = os.pread(file, 37, begin)
     notes.write(Kind.BUFFERS, 9, b"new", b"er")
-    memory[cut:] = older[cut:]
-    newest = [(9, b"newer")] if cut == 999 else []
-    read = [(note.batches, note.content) for note in notes.read(Kind.BUFFERS)]
-    assert read == [*newest, (7, b"older"), (6, b"older"), (5, b"older")]
+    os.pwrite(file, older[cut:], begin + cut)
+    newest = b"newer" if cut == 999 else None
+    assert [notes.find(batches, Kind.BUFFERS) for batches in (9, 7, 5, 4)] == [newest, b"older", b"older", None]
+
+
+def test_the_newest_note_after_the_same_batches_is_found(notes: RankNotes) -> None:
+    for kind, content in ((Kind.BATCH, b"a"), (Kind.EPOCH, b"b"), (Kind.BATCH, b"c"), (Kind.WINDOW, b"d")):
+        notes.write(kind, 3, content)
+    notes.write(Kind.BATCH, 4, b"e")
+    assert notes.find(3, *range(Kind.EPOCH + 1)) == b"c"
+    assert notes.find(3, *Kind) == b"d"
 
 
 def test_a_full_disk_is_an_error(notes: RankNotes, disk: Path) -> None:

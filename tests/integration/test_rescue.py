@@ -130,7 +130,7 @@ def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
 
 
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+    with patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return train(rank, world_size, plan, directory)
 
 
@@ -138,6 +138,26 @@ def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., W
     """Full shared memory does not end training."""
     ended = run_ranks(train_without_space, 2, Plan(), tmp_path)
     torch.testing.assert_close(ended, unbroken(2), rtol=0, atol=0)
+
+
+def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
+    """Rank 0, which records the buffers, has space in the first step only."""
+    left, write = iter(range(9)), os.pwritev
+
+    def write_first(*args: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args)
+
+    with patch.object(os, "pwritev", write if rank else write_first):
+        return train(rank, world_size, plan, directory)
+
+
+def test_buffers_of_an_earlier_step_are_not_saved(tmp_path: Path) -> None:
+    """The rank that recorded them trained on without space for newer ones."""
+    _, survivor = launch_ranks(train_until_space_ends, 2, Plan(Kill("on_after_backward", 8, [0])), tmp_path)
+    assert "no checkpoint of the last step: a buffer changed" in survivor.output, survivor.story()
+    assert not (tmp_path / NAME).exists()
 
 
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])

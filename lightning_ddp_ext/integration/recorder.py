@@ -1,0 +1,98 @@
+"""Record, in each step of a rank, what a surviving rank needs to save that step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_ddp_ext.checkpoint.noted_buffers import NotedBuffers
+from lightning_ddp_ext.checkpoint.rank_notes import Kind, RankNotes
+from lightning_ddp_ext.data.random_state import random_state_bytes
+
+from .resume import positions_of, training_generators
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Records random states on each rank, and buffers on one rank of each host; nothing before :meth:`start`."""
+
+    notes: dict[int, RankNotes] = field(default_factory=dict)  # of each rank on this host
+    error: str | None = None  # why states are no longer recorded
+    has_new_iterator: bool = False  # over training data, whose start is not noted yet
+    weights: Any = None  # their versions after the last optimiser step; `None` before the first one
+    evaluations: int = 0  # of the closure in this batch
+    stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
+    _own: RankNotes | None = None
+
+    def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
+        """Start to record a run; ``peers`` have the cause of another rank's failure."""
+        self._strategy, self._peers, self.notes = strategy, peers, notes
+        self._own, self.first = notes[strategy.global_rank], min(notes)
+        self._generators: list[Any] = []
+        self.buffers = NotedBuffers(strategy.lightning_module)
+        self._loop = strategy.current_trainer.fit_loop.epoch_loop
+        self._parameter = next(each for each in strategy.model.parameters() if each.requires_grad)
+
+    def note(self, moment: Kind) -> None:
+        """Note this rank's random states, buffers that may have changed, and the starts of new iterators."""
+        if self._own is None:
+            return
+        if moment == Kind.EPOCH:
+            self._generators = training_generators(self._strategy)
+        batches = self._loop.batch_progress.total.ready
+        try:
+            self._own.write(moment, batches, *random_state_bytes(self._generators))
+            is_first = self._strategy.global_rank == self.first
+            if is_first and (content := self.buffers.read(even_if_same=moment == Kind.BATCH)):
+                self._own.write(Kind.BUFFERS, batches, content)
+            if moment == Kind.BATCH and self.has_new_iterator:
+                self.has_new_iterator = False
+                positions = positions_of(self._strategy.current_trainer)
+                self._own.write(Kind.LOADERS, positions[0].epoch, pickle.dumps([each.starts() for each in positions]))
+        except OSError as error:  # training continues
+            self._own, self.error = None, f"the ranks' states are no longer recorded ({error})"
+
+    def on_train_batch_start(self) -> None:
+        """Start a batch."""
+        if self._own is not None:
+            self.evaluations, self.stepped = 0, self._loop._batches_that_stepped
+
+    def on_step(self) -> None:
+        """Count a forward pass; raise a ``RankFailedError`` if a rank failed, before the next collective does."""
+        self.evaluations += 1
+        self._raise_cause()
+
+    def _raise_cause(self) -> None:
+        if self._own is not None and self._peers.cause is not None:
+            raise self._peers.cause.to_error()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Note the state for the next step in a pass that averages gradients.
+
+        On a GPU it does so once they are averaged, or raises a ``RankFailedError``. Otherwise the optimiser step would
+        be queued behind an all-reduce, and use partial sums after its abort.
+        """
+        is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
+        is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"
+        if is_noted and not is_on_gpu:
+            self.note(Kind.BATCH)
+        yield
+        if is_on_gpu:
+            torch.cuda.current_stream(self._strategy.root_device).synchronize()
+            self._raise_cause()
+            self.note(Kind.BATCH)
+
+    def after_optimizer_step(self) -> None:
+        """Record the weights' versions after an optimiser step."""
+        if self._own is not None:
+            self.weights = self.weights_now()
+
+    def weights_now(self) -> tuple[int, int]:
+        """Return a cheap value that changes when a callback swaps the weights."""
+        return self._parameter._version, self._parameter.data_ptr()
