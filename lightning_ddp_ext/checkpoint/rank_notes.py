@@ -1,14 +1,14 @@
 """Keep notes of each rank in a file of its host for surviving ranks, and choose the survivor that saves.
 
-The page cache keeps what a killed process wrote. The ranks of a host open each other's files and remove the names. So
-no other run finds a file, and the kernel frees it when the last of these ranks exits.
+The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a host open each other's files
+and remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
+import mmap
 import os
 import secrets
 import struct
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TextIO
 
 _SLOTS = 4  # of each kind; ranks are at most one optimiser step apart
@@ -49,6 +50,7 @@ class RankNotes:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._mapped: list[Any] = [b""] * (_SLOTS * len(Kind))  # by slot
         self._number = 0
         self._written = [0] * len(Kind)
 
@@ -59,12 +61,16 @@ class RankNotes:
             OSError: no space is left for it.
         """
         self._number += 1
-        begin = (kind * _SLOTS + self._written[kind] % _SLOTS) * _SLOT
+        slot = kind * _SLOTS + self._written[kind] % _SLOTS
         self._written[kind] += 1
-        length = sum(map(len, parts))
-        pieces = (_HEADER.pack(self._number, batches, length), *parts, _TRAILER.pack(self._number))
-        if os.pwritev(self._descriptor, pieces, begin) < _HEADER.size + length + _TRAILER.size:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        content = b"".join((_HEADER.pack(self._number, batches, sum(map(len, parts))), *parts))
+        end = len(content)
+        if len(self._mapped[slot]) < end + _TRAILER.size:
+            size, begin = end + _TRAILER.size, slot * _SLOT
+            os.posix_fallocate(self._descriptor, begin, size)  # a write to a page without space would kill the process
+            self._mapped[slot] = mmap.mmap(self._descriptor, size, offset=begin)
+        self._mapped[slot][:end] = content
+        self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
         """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that number."""
@@ -141,8 +147,7 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
 
 def lock_of(path: str) -> str:
     """Return the lock file of a checkpoint."""
-    directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}.lock")
+    return str(Path(path).with_name(f".{Path(path).name}.lock"))
 
 
 def _lock(file: TextIO, deadline: float) -> None:

@@ -189,9 +189,7 @@ class Rescue:
         """Return the Trainer's checkpoint with other loops, and with the buffers as noted."""
         recorder = self.recorder
         if not recorder.buffers.restore(recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""):
-            raise Refused(
-                "a buffer changed that is too big to be recorded in every step, was None at the start, or had no space"
-            )
+            raise Refused("a buffer changed that was not recorded (too big, None at the start, or no space for it)")
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
         for callback in self._trainer.checkpoint_callbacks:

@@ -130,7 +130,7 @@ def test_a_run_that_resumes_from_an_older_file_keeps_it(tmp_path: Path) -> None:
 
 
 def train_without_space(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    with patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
+    with patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return train(rank, world_size, plan, directory)
 
 
@@ -141,15 +141,15 @@ def test_a_rank_without_space_for_its_states_trains_on(unbroken: Callable[..., W
 
 
 def train_until_space_ends(rank: int, world_size: int, plan: Plan, directory: Path) -> Any:
-    """Rank 0, which records the buffers, has space in the first step only."""
-    left, write = iter(range(9)), os.pwritev
+    """Rank 0, which records the buffers, has space for the first steps only."""
+    left, allocate = iter(range(9)), os.posix_fallocate
 
-    def write_first(*args: Any) -> int:
+    def allocate_first(*args: int) -> None:
         if next(left, None) is None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*args)
+        allocate(*args)
 
-    with patch.object(os, "pwritev", write if rank else write_first):
+    with patch.object(os, "posix_fallocate", allocate if rank else allocate_first):
         return train(rank, world_size, plan, directory)
 
 
