@@ -7,6 +7,9 @@ import functools
 import os
 import random
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,8 +192,12 @@ ORPHANED = """
 @pytest.mark.nightly
 def test_a_rank_whose_launcher_was_killed_names_the_cause(tmp_path: Path) -> None:
     """It saves, and exits even if a hook is stuck."""
-    script = run_script(ORPHANED, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
-    assert "RankDiedError: rank 0 " in script.output, script.output
+    (tmp_path / "train.py").write_text(textwrap.dedent(ORPHANED))
+    # Its output ends when rank 1 exits, after the script.
+    command, environment = [sys.executable, "train.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    script = subprocess.run(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    assert "RankDiedError: rank 0 " in script.stdout, script.stdout
     assert saved(tmp_path) >= 5
 
 
