@@ -6,8 +6,7 @@ import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-
-import psutil
+from typing import Any
 
 _OPEN_FILES = "/proc/self/fd"
 
@@ -88,7 +87,7 @@ def own_addresses() -> list[str]:
     found = [
         entry.address
         for family in families
-        for entries in psutil.net_if_addrs().values()
+        for entries in _interfaces().values()
         for entry in entries
         if entry.family == family and "%" not in entry.address  # a scope such as %eth0 means nothing elsewhere
     ]
@@ -97,10 +96,16 @@ def own_addresses() -> list[str]:
 
 def interface_of(address: str) -> str | None:
     """Return the name of this host's interface that has the numeric ``address``; ``None`` if none does."""
-    for name, entries in psutil.net_if_addrs().items():
+    for name, entries in _interfaces().items():
         if any(entry.address == address for entry in entries):
             return str(name)
     return None
+
+
+def _interfaces() -> dict[str, Any]:
+    import psutil  # takes 6 ms, and a process without other ranks does not need it
+
+    return dict(psutil.net_if_addrs())
 
 
 def network_identity() -> str:

@@ -8,8 +8,6 @@ import threading
 import time
 from contextlib import suppress
 
-import psutil
-
 from lightning_ddp_ext.at_exit import exit_now, wait_for_delays
 from lightning_ddp_ext.rendezvous.process_context import current
 
@@ -59,6 +57,8 @@ def watch_parent() -> None:
 
 def _is_python(pid: int) -> bool:
     """Whether a process may be a launcher, as process 1 of a container often is, which also adopts orphans."""
+    import psutil
+
     try:
         return any("python" in word for word in psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -66,6 +66,8 @@ def _is_python(pid: int) -> bool:
 
 
 def _end_after(pid: int) -> None:
+    import psutil  # takes 6 ms, and only started ranks need it
+
     with suppress(psutil.NoSuchProcess):
         launcher = psutil.Process(pid)
         while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:

@@ -7,6 +7,7 @@ rank may just be returning from the collective that timed out on others, so a se
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -15,8 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal
-
-import psutil
 
 from lightning_ddp_ext.rank_lists import listed
 from lightning_ddp_ext.rendezvous.peer_event import PeerEvent, event_of
@@ -173,14 +172,13 @@ class Survey:
             return
         self._peers.report(event)
         for silence in findings.silences:
-            process = stopped_process(silence.who, seen_from=self._mine)
-            if kind == "hang" and process is not None:
-                with suppress(psutil.Error):
-                    process.send_signal(signal.SIGCONT)  # it receives the event, and exits as the others do
+            if kind == "hang" and is_stopped(silence.who, seen_from=self._mine):
+                with suppress(OSError):
+                    os.kill(silence.who.pid, signal.SIGCONT)  # it receives the event, and exits as the others do
 
     def _silence(self, rank: int) -> Silence:
-        is_stopped = stopped_process(self._peers.table[rank], seen_from=self._mine) is not None
-        return Silence(self._peers.table[rank], self._seconds, is_stopped)
+        who = self._peers.table[rank]
+        return Silence(who, self._seconds, is_stopped(who, seen_from=self._mine))
 
     @property
     def _waited(self) -> str:
@@ -209,11 +207,13 @@ def _missing(kind: Kind, wait: str, findings: Findings) -> PeerEvent | None:
     return event_of("absent", elsewhere[0].who, f"{wait}, and {places}; {_REMEDY}")
 
 
-def stopped_process(info: RankInfo, *, seen_from: RankInfo) -> psutil.Process | None:
-    """Return the process of a rank, if it is on the same host and was stopped (SIGSTOP)."""
+def is_stopped(info: RankInfo, *, seen_from: RankInfo) -> bool:
+    """Whether the process of a rank is on the same host and was stopped (SIGSTOP)."""
+    import psutil  # takes 6 ms, and few ranks need it
+
     if (info.host, info.network) != (seen_from.host, seen_from.network):
-        return None
-    with suppress(psutil.Error):
-        process = psutil.Process(info.pid)
-        return process if process.status() == psutil.STATUS_STOPPED else None
-    return None
+        return False
+    try:
+        return bool(psutil.Process(info.pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
