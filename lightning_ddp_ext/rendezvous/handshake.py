@@ -141,7 +141,7 @@ class Handshake:
             return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
-            remedy = "that this address is that of its host"
+            remedy = "that its host has this address"
         else:
             where = self._hello.init_method
             remedy = "that it uses the same file"
