@@ -32,7 +32,7 @@ from .resume import KEY, positions_of, shared_state
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
-# The latest moment that may precede a restart after the same batches; for other restarts, the end of a validation.
+# The latest moment that may precede a restart after the same batches; for other restarts, a finished validation.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
