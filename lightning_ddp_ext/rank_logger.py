@@ -19,8 +19,8 @@ Ranks = Literal["all"] | int | Iterable[int]
 def rank_logger(name: str, ranks: Ranks = "all") -> RankLogger:
     """Return a logger whose lines appear on these ranks only.
 
-    Each line looks up the rank: in the default process group, or else in the launcher's variables. A
-    process without such variables is rank 0. While the rank is unknown, as on a second node, only ``"all"`` logs.
+    The rank is looked up for each line: in the default process group, or else in the launcher's variables. A process
+    without such variables is rank 0. While the rank is unknown, as on a second node, only ``"all"`` logs.
 
     Args:
         name: the name of the ``logging.Logger`` that gets the lines, with its levels, handlers and filters.

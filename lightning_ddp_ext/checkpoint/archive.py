@@ -183,7 +183,7 @@ def _records(file: BinaryIO, name: str, size: int) -> tuple[ZipInfo, ...]:
             if record.compress_type != zipfile.ZIP_STORED or record.external_attr & _DIRECTORY:
                 raise ValueError(f"record {record.filename} has no proper header")
         if records and (records[0].header_offset < 0 or records[-1].header_offset + records[-1].file_size > size):
-            raise ValueError("records lie beyond its ends")
+            raise ValueError("some records lie outside of the file")
     except _DAMAGE as error:
         raise DamagedCheckpointError(
             f"checkpoint {name} is damaged: its directory, at the end, cannot be read ({error}); it has {size} bytes "

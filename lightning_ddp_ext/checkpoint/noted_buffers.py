@@ -33,7 +33,7 @@ class NotedBuffers:
     def read(self, *, even_if_same: bool) -> bytes:
         """Return the noted buffers as bytes; empty if none changed since the last call.
 
-        Running statistics change undetected in a forward pass: after one, read them ``even_if_same``.
+        A forward pass may change running statistics undetected, so use ``even_if_same`` after one.
         """
         versions = _versions(self._noted)
         if versions == self._versions and not even_if_same:
@@ -43,7 +43,7 @@ class NotedBuffers:
         return torch.cat(views).detach().cpu().numpy().tobytes() if views else b""
 
     def restore(self, content: bytes) -> bool:
-        """Restore the noted buffers; return whether these are all that changed."""
+        """Restore the noted buffers; return whether no other buffer changed."""
         buffers = _tensors(self._noted)
         sizes = [each.nbytes for each in buffers]
         if sum(sizes) != len(content):

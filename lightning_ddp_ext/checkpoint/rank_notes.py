@@ -1,7 +1,7 @@
-"""Keep notes of each rank in a file of its host for surviving ranks, and choose the survivor that saves.
+"""Keep the notes of each rank in a file on its host for survivors, and choose the survivor that saves.
 
-The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a host open each other's files
-and remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
+The file is mapped, and the page cache keeps what a killed process wrote. The ranks of a host open each other's files,
+then remove the names. So no other run finds a file, and the kernel frees it when the last of these ranks exits.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MEMORY = "/dev/shm"  # on a disk each page that has been written back costs a p
 
 
 class Kind(IntEnum):
-    """The content of a note: random states at a moment, in the order of moments after one batch, or other data.
+    """The kinds of notes: random states at moments after a batch, in the order of these moments, then other data.
 
-    The oldest note of a kind is overwritten.
+    A new note overwrites the oldest one of its kind.
     """
 
-    BATCH = 0  # in its backward pass, after which usually nothing is drawn; before a validation
+    BATCH = 0  # in its backward pass, after which random numbers are rarely drawn, and before a validation
     VALIDATING = 1  # after a step of a validation
     VALIDATED = 2
     EPOCH = 3  # before iterators over training data are made
@@ -43,9 +43,9 @@ class Kind(IntEnum):
 
 
 class RankNotes:
-    """The notes of one rank, in an open file that it writes and others read; each with a number of batches.
+    """The notes of one rank, in an open file that it writes and others read.
 
-    That is the number of batches that the rank had started, in all epochs, or the epoch for notes on loaders.
+    Each note carries the count of batches that the rank had started in all epochs; one on loaders carries the epoch.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -55,7 +55,7 @@ class RankNotes:
         self._written = [0] * len(Kind)
 
     def write(self, kind: Kind, batches: int, *parts: Any) -> None:
-        """Write a note, in pieces of bytes, over the oldest of its kind; one that a kill interrupted does not count.
+        """Write a note made of ``parts`` over the oldest of its kind; one that a kill interrupts is ignored.
 
         Raises:
             OSError: no space is left for it.
@@ -73,7 +73,7 @@ class RankNotes:
         self._mapped[slot][end : end + _TRAILER.size] = _TRAILER.pack(self._number)
 
     def find(self, batches: int, *kinds: int) -> bytes | None:
-        """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that number."""
+        """Return the newest whole note of some kinds after a number of batches; ``None`` if none has that count."""
         notes = [self._read(kind * _SLOTS + slot) for kind in kinds for slot in range(_SLOTS)]
         found = [(number, content) for number, noted, content in notes if number and noted == batches]
         return max(found)[1] if found else None
@@ -130,8 +130,8 @@ def save_if_furthest(path: str, run: str, batches: int, save: Callable[[], objec
     """Save, unless another survivor has saved the same or a later state; return whether this rank did.
 
     A lock decides which one is first. The kernel releases it when its holder exits, so a rank that is killed during its
-    save does not block the others. The lock file, beside the checkpoint at ``path``, names the start of the ``run`` and
-    the ``batches`` that the saving rank has finished. ``seconds`` limit the time to wait for it.
+    save does not block the others. The lock file, beside the checkpoint at ``path``, records the token of this ``run``
+    and the number of ``batches`` that the saving rank has finished. ``seconds`` limits the wait for the lock.
     """
     with open(lock_of(path), "a+") as file:
         _lock(file, time.monotonic() + seconds)
@@ -156,5 +156,5 @@ def _lock(file: TextIO, deadline: float) -> None:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise TimeoutError("another rank has been saving it until save_deadline") from None
+                raise TimeoutError("another rank did not finish its save within save_deadline") from None
         time.sleep(_POLL)

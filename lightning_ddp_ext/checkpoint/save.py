@@ -43,7 +43,7 @@ def write(checkpoint: Any, path: PathLike) -> None:
         path: a path or URL; missing directories are created.
 
     Raises:
-        CheckpointSaveError: it is not written, or not durable; says what is at the path.
+        CheckpointSaveError: it is not written, or not durable; the message describes the file at the path.
     """
     location = locate(path)
     is_there = _NOT_KNOWN if location.local is None else _UNTOUCHED

@@ -1,4 +1,4 @@
-"""Join the predictions of batches, with a row for each sample, in the order of the samples."""
+"""Join the predictions of batches into one row for each sample, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def join_batches(batches: list[PredictedBatch]) -> Any:
 def _join(parts: list[Any], sizes: list[int], rows: list[int], name: str) -> Any:
     """Return the rows of all parts, in this order.
 
-    A part is the output of one batch's step, or an item of that; it has a row for each sample of its batch.
+    A part is the output of one step, or an item of that output; it has a row for each sample of its batch.
     """
 
     def join_items(key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Show an object to others by a proxy: of its class and with its attributes, but iterated over in another way."""
+"""Show an object through a proxy that has its class and attributes, but another iterator."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Proxy:
-    """Base of the proxies that :func:`show` returns; each class of objects has a subclass."""
+    """Base of the proxies that :func:`show` returns, which has a subclass for each class of shown objects."""
 
     __slots__ = ("_ddpx_iterable", "_ddpx_own")
     _ddpx_iterable: Any
     _ddpx_own: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make another object like the one that is shown: Lightning makes some by ``type(loader)(...)``."""
+        """Create an object of the shown class: Lightning calls ``type(loader)(...)``."""
         return cls.__bases__[-1](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
@@ -36,10 +36,10 @@ class Proxy:
 
 
 def show(own: Any, iterable: Any) -> Any:
-    """Return a proxy of ``own`` that is iterated over as ``iterable`` is, and has its length.
+    """Return a proxy of ``own`` whose iterator and length are those of ``iterable``.
 
     The proxy is of the class of ``own`` and shares its ``__dict__``, so that both see the same attributes.
-    If a class does not allow such a proxy, as ``list`` does not, the proxy only has its name.
+    If the class does not allow such a proxy, as with ``list``, the proxy only has the name of the class.
 
     >>> class Loader:
     ...     batch_size = 2

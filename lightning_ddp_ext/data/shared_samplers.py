@@ -25,13 +25,14 @@ class DistributedBatchSamplerWrapper(GlobalOrderSampler):
     ``position`` counts batches of all ranks.
 
     Args:
-        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and wrapped objects.
+        batch_sampler: anything that yields batches and has a length; ``set_epoch`` is called on it and on the samplers
+            that it wraps.
         num_replicas, rank, seed: as for ``ScalableDistributedSampler``.
         uneven: ``"pad"`` reads the epoch's first batches again, ``"drop"`` leaves the last ones out, ``"exact"`` gives
             some ranks one more batch.
 
     Raises:
-        ConfigurationError: the batch sampler has no length; when iterated: it yields fewer batches than that.
+        ConfigurationError: the batch sampler has no length, or, during iteration, yields fewer batches than its length.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(6)), batch_size=2, drop_last=False)

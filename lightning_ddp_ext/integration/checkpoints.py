@@ -78,7 +78,7 @@ class Checkpoints:
         except Exception as error:
             if not self.is_interrupted:
                 raise
-            rank_zero_warn(f"also failed: {error}")  # the user sees another error
+            rank_zero_warn(f"a background save also failed: {error}")  # the user sees another error
 
     def on_rank_zero(self, work: Callable[[], Any], what: str) -> Any:
         """Run ``work`` on rank 0, and give every rank its result or its error. Collective.

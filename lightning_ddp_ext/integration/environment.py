@@ -107,6 +107,6 @@ def _refuse_other_rank(environment: ClusterEnvironment | None, arguments: Mappin
     found = (environment.global_rank(), environment.world_size())
     if found != given:
         raise ConfigurationError(
-            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, by which this "
-            f"process is rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
+            f"rank={given[0]} and world_size={given[1]} contradict {source_of(environment)}, which made this "
+            f"process rank {found[0]} of {found[1]}; leave the arguments out, or start the processes by hand"
         )

@@ -52,7 +52,7 @@ _HARMLESS = (TunerExitException, StoppedException)
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script once more for each further rank of this node, or does nothing if they were started otherwise.
+    """Runs the script once more for each further rank of this node, or does nothing if another launcher started them.
 
     A process starts ranks once: later Trainers in the script use the same ones. Of the ranks' variables only
     ``LOCAL_RANK`` stays in this process's environment, as Lightning leaves it: it tells a stock strategy later in the
@@ -73,7 +73,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start(trainer)
         set_num_threads_if_needed(num_processes=self.num_processes)
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._strategy.is_global_zero)
-        # The Trainer's call, which is the handler, runs hooks and teardown after this one.
+        # The handler is the Trainer's call, which runs hooks and teardown after this one.
         safety: dict[str, Any] = {"handler": sys._getframe(1), "rescue": self._strategy.rescue.save}
         return supervised(function, *args, harmless=_HARMLESS, **safety, **kwargs)
 
@@ -87,7 +87,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         deadline = self._strategy.stops.deadline.total_seconds()
         scripts = ChildScripts(list(self.procs), variables, save_within=deadline, **limit)
         record_started(scripts)
-        atexit.register(scripts.wait)  # before files are removed, as that was registered earlier
+        atexit.register(scripts.wait)  # exit handlers run in reverse: before files are removed
 
 
 class ProcessesLauncher(MultiProcessingLauncher):
@@ -140,7 +140,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         leave()
 
     def _run_ranks(self, results: _Results, trainer: Any, *work: Any) -> None:
-        """Run a function in one process a rank, until all have exited."""
+        """Run a function in one process for each rank, and wait until all exit."""
         if self._start_method == "spawn":
             check_missing_main_guard()
         else:
@@ -168,7 +168,7 @@ class ProcessesLauncher(MultiProcessingLauncher):
         watch_launcher(launcher_pid)
         function, args, kwargs = work
         if self._start_method == "forkserver":
-            # Pickled tensors are in shared memory, so that the ranks would train on the same parameters. Lightning
+            # Pickled tensors are in shared memory, so the ranks would train on the same parameters. Lightning
             # only copies them for spawn.
             args, kwargs = disable_module_memory_sharing((args, kwargs))
         args = with_last_checkpoint(args, trainer, is_rank_zero=self._environment.node_rank() == local_rank == 0)
@@ -186,8 +186,8 @@ class ProcessesLauncher(MultiProcessingLauncher):
 class _Results:
     """A file with the results of rank 0, in place of the queue of Lightning's launcher.
 
-    Lightning reads that queue after all processes exited. It is a pipe of 64 KiB: with some 300 logged metrics rank 0
-    would wait for a reader without end.
+    Lightning reads that queue after all processes exited. It is a pipe of 64 KiB: with about 300 logged metrics, rank 0
+    would wait forever for a reader.
     """
 
     path: str

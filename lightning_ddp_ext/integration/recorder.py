@@ -23,14 +23,14 @@ class Recorder:
 
     notes: dict[int, RankNotes] = field(default_factory=dict)  # of each rank on this host
     error: str | None = None  # why states are no longer recorded
-    has_new_iterator: bool = False  # over training data, whose start is not noted yet
+    has_new_iterator: bool = False  # over training data; its start is not noted yet
     weights: Any = None  # their versions after the last optimiser step; `None` before the first one
     evaluations: int = 0  # of the closure in this batch
     stepped: int = 0  # optimiser steps before this batch, as Lightning's loggers count them
     _own: RankNotes | None = None
 
     def start(self, strategy: Any, notes: dict[int, RankNotes], peers: Any) -> None:
-        """Start to record a run; ``peers`` have the cause of another rank's failure."""
+        """Start to record a run; ``peers`` has the cause if another rank fails."""
         self._strategy, self._peers, self.notes = strategy, peers, notes
         self._own, self.first = notes[strategy.global_rank], min(notes)
         self._generators: list[Any] = []
@@ -73,10 +73,10 @@ class Recorder:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Note the state for the next step in a pass that averages gradients.
+        """Note this rank's state during a backward pass that averages gradients.
 
-        On a GPU it does so once they are averaged, or raises a ``RankFailedError``. Otherwise the optimiser step would
-        be queued behind an all-reduce, and use partial sums after its abort.
+        On a GPU, it first waits until they are averaged, and raises a ``RankFailedError`` if a rank failed. Without the
+        wait, the optimiser step would be queued behind an all-reduce, and use partial sums after its abort.
         """
         is_noted = self._own is not None and getattr(self._strategy.model, "require_backward_grad_sync", True)
         is_on_gpu = is_noted and self._strategy.root_device.type != "cpu"

@@ -32,7 +32,7 @@ from .resume import KEY, positions_of, shared_state
 
 # Events of a rank that leave the others in a state from which training can continue.
 _SURVIVED = ("died", "failed", "hung")
-# The last moment after a number of batches that is not after a restart; elsewhere a validation is over.
+# The latest moment that may precede a restart after the same batches; for other restarts, a finished validation.
 _LATEST = {"batch_end": Kind.WINDOW, "validation": Kind.BATCH}
 
 
@@ -57,7 +57,7 @@ class Rescue:
         return Rescue, (self._strategy, self.name)  # for spawned ranks, without the state of this process
 
     def start(self) -> None:
-        """Start to record states, if the Trainer fits on several ranks. Collective: every rank must call it."""
+        """Start to record states, if the Trainer runs ``fit`` on several ranks. Collective: every rank must call it."""
         self._close()
         strategy, trainer, context = self._strategy, self._strategy.current_trainer, current()
         is_fit = trainer.state.fn == "fit" and not trainer.fast_dev_run
@@ -73,7 +73,7 @@ class Rescue:
             try:
                 self.recorder.start(strategy, open_notes(ranks.gather, ranks.rank), context.peers)
             except OSError as error:
-                self._refusal = f"the ranks cannot note their states ({error})"
+                self._refusal = f"the ranks cannot record their states ({error})"
 
     def _why_never(self) -> str | None:
         strategy = self._strategy
@@ -160,9 +160,9 @@ class Rescue:
             if is_in_optimizer_step(trainer) and recorder.evaluations > 1:
                 return "the optimiser calls its closure several times a step"
             if is_in_optimizer_step(trainer) and not is_in_closure(exception):
-                return "the next one had started to change the weights"
+                return "the next step had started to change the weights"
         elif recorder.weights != recorder.weights_now():
-            return "the weights are not those that the optimiser left, as after a swap by weight averaging"
+            return "the weights changed after the last optimiser step, as in a swap by weight averaging"
         return None
 
     def _correct(self, loops: dict[str, Any]) -> Stopped | None:
@@ -189,7 +189,7 @@ class Rescue:
         """Return the Trainer's checkpoint with other loops, and with the buffers as noted."""
         recorder = self.recorder
         if not recorder.buffers.restore(recorder.notes[recorder.first].find(batches, Kind.BUFFERS) or b""):
-            raise Refused("a buffer changed that was not recorded (too big, None at the start, or no space for it)")
+            raise Refused("a buffer changed that was not recorded (too large, None at the start, or no memory left)")
         checkpoint = dump_checkpoint(self._trainer)
         checkpoint["loops"]["fit_loop"] = loops
         for callback in self._trainer.checkpoint_callbacks:
@@ -201,15 +201,15 @@ class Rescue:
         """Return the state of each rank, and the ranks without notes, whose random states follow from the seed."""
         positions = positions_of(self._trainer) if restart.is_within else []
         if any(position.kind == "state" for position in positions):
-            raise Refused("each rank's training loader keeps a state that only this rank has")
+            raise Refused("the training loaders have states that only their own ranks can save")
         if random_state_in(b"".join(random_state_bytes()))[1:] != record_random_state()[1:]:
-            raise Refused("the random states of NumPy and Python are not Mersenne Twisters of a known layout")
+            raise Refused("the generators of NumPy or Python are not Mersenne Twisters with the expected memory layout")
         shared = shared_state({"loaders": [position.state_dict(restart.done) for position in positions]})
         ranks = range(self._strategy.world_size)
         states = [self._state_of(rank, restart, batches, shared["loaders"]) for rank in ranks]
         lost = [rank for rank in ranks if states[rank] is None]
         if lost and any(position.is_by_rank for position in positions):
-            raise Refused(f"the order in which rank {lost[0]} reads its samples is not known on this host")
+            raise Refused(f"the order in which rank {lost[0]} reads its samples is not recorded on this host")
         for rank in lost:
             with seeded(mix(self._strategy.data.training._seed or 0, rank, restart.epoch, batches)):
                 states[rank] = {**shared, "random": record_random_state()}
@@ -235,14 +235,14 @@ class Rescue:
 
 
 def forget_missing_files(state: dict[str, Any], mode: str) -> None:
-    """Remove unfinished files from a ``ModelCheckpoint``'s state, which rank 0 was writing when it died."""
+    """Drop from a ``ModelCheckpoint``'s state the files that rank 0 was writing when it died."""
 
     def is_missing(path: str) -> bool:
         return Path(path).parent.is_dir() and not Path(path).exists()
 
     best = {path: score for path, score in state.get("best_k_models", {}).items() if not is_missing(path)}
     if len(best) < len(state.get("best_k_models", {})):
-        state["best_k_models"] = best  # the callback finds the worst one when it has as many as it keeps
+        state["best_k_models"] = best  # the callback finds the worst file once it has `save_top_k` of them
         state["best_model_path"] = (min if mode == "min" else max)(best, key=best.__getitem__, default="")
         state["best_model_score"] = best.get(state["best_model_path"])
     for name in ("best_model_path", "last_model_path"):

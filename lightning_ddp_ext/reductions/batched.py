@@ -1,7 +1,7 @@
 """Reduce many scalars over the ranks in one all-gather; each rank computes the results itself.
 
-All messages have the same length, and a digest of the name beside each value. So ranks that
-logged different values detect that, while messages of different lengths would abort a process.
+Every message has the same length, and a digest of the name beside each value, so ranks detect that they logged
+different values. Messages of different lengths would abort a process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 PER_MESSAGE = 128
-"""How many values a message holds."""
+"""Values in a message."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Value:
 
 
 def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: Collection[int] = ()) -> list[Tensor]:
-    """Reduce values over all ranks, to results that are the same on every rank to the last bit.
+    """Reduce values over all ranks; the results are the same on every rank to the last bit.
 
     Collective: every rank must call it, including ranks without any value.
 
@@ -58,7 +58,7 @@ def reduce_batch(values: Sequence[Value], *, device: torch.device, idle_ranks: C
         DivergenceError: ranks have different values; on every rank.
     """
     results: list[Tensor] = []
-    for start in range(0, len(values) + 1, PER_MESSAGE):  # the last message has room left, where more values would be
+    for start in range(0, len(values) + 1, PER_MESSAGE):  # the last one has free places, for detecting more values
         sent = values[start : start + PER_MESSAGE]
         digests, rows = _exchange(sent, device)
         if bool((digests != digests[0]).any()):
@@ -100,7 +100,7 @@ def _dtype_of(value: Value) -> torch.dtype:
 
 
 def _exchange(values: Sequence[Value], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return digests and numbers of all ranks, with a row for each rank; a digest is 0 where it has no value."""
+    """Return digests and numbers of all ranks, with a row for each rank; a digest is 0 where a rank has no value."""
     own = torch.zeros(2, PER_MESSAGE, dtype=torch.float64, device=device)
     if values:
         own[0, : len(values)] = own.new_tensor([_digest(value) for value in values])

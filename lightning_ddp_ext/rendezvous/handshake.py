@@ -26,13 +26,13 @@ from lightning_ddp_ext.rendezvous.wire import MALFORMED, Message
 
 @dataclass(frozen=True)
 class Connections:
-    """The results of the handshake, open as long as the process is a rank.
+    """The results of the handshake, which stay open until the process leaves the other ranks.
 
     Attributes:
         channel: to rank 0, or on rank 0 to all others.
         table: all ranks in their order.
-        store: rank 0's.
-        store_sockets: those of the store.
+        store: the store of rank 0.
+        store_sockets: the sockets of the connection to the store.
         route: the address of this host that ranks of other hosts can reach; empty without other hosts.
         withdraw: on rank 0, removes the published address.
     """
@@ -141,10 +141,10 @@ class Handshake:
             return obstacle
         if isinstance(self._endpoint, TcpEndpoint):
             where = f"{self._endpoint.where.host}:{self._endpoint.where.port}"
-            remedy = "that this address is its host's"
+            remedy = "that its host has this address"
         else:
             where = self._hello.init_method
-            remedy = "that it sees the same file"
+            remedy = "that it uses the same file"
         if isinstance(found, OSError):
             found = "timed out" if isinstance(found, TimeoutError) else str(found.strerror or found)
         if self._published is not None and self._published.pid:
@@ -200,7 +200,7 @@ class Handshake:
         if "refused" in self._answers:
             raise error_in(self._answers["refused"])
         if 0 in self._channel.ended and "welcome" in self._answers:
-            reason = self._channel.ended[0] or "it left"
+            reason = self._channel.ended[0] or "it closed the connection"
             raise event_of("died", self._table()[0], reason).to_error()
         if 0 in self._channel.ended:
             raise self._lost("closed the connection")
@@ -211,7 +211,7 @@ class Handshake:
         )
 
     def _wait_for(self, answer: str, seconds: float) -> bool:
-        """Whether this answer, a refusal, or the end of the connection arrives within ``seconds``."""
+        """Whether this answer or a refusal arrives, or the connection closes, within ``seconds``."""
         ends, deadline = {answer, "refused", "stranger"}, Deadline(seconds)
         while ends.isdisjoint(self._answers) and 0 not in self._channel.ended:
             if deadline.expired:
@@ -224,14 +224,14 @@ class Handshake:
 
 
 def gave_up(info: RankInfo, error: BaseException) -> RendezvousError:
-    """Return the error for ranks that wait for a rank that raises ``error``."""
+    """Return the error for ranks that wait for this rank, which raises ``error``."""
     if isinstance(error, RendezvousError):
         return error
     return RendezvousError(f"{info} gave up before all ranks had connected: {reason_of(error)}")
 
 
 def refusal_of(error: RendezvousError) -> Message:
-    """Return the message that ends the start for a rank."""
+    """Return the message that reports the failed start to a rank."""
     return {"refused": [type(error).__name__, str(error), *getattr(error, "missing", ())]}
 
 

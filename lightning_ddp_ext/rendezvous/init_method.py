@@ -1,4 +1,4 @@
-"""Parse init methods, the ways in which the ranks find each other: URLs and values.
+"""Parse init methods, which define how the ranks find each other, from URLs to values.
 
 ======================================  ===============================================================================
 URL                                     value
@@ -6,10 +6,10 @@ URL                                     value
 ``env://``                              ``Env()``: the address that the launcher put into the environment
 ``tcp://10.0.0.1:29500``                ``Tcp("10.0.0.1", 29500)``: rank 0 listens there
 ``tcp://[::1]:29500``                   ``Tcp("::1", 29500)``
-``file:///shared/run42``                ``File("/shared/run42")``: a file that rank 0 makes
+``file:///shared/run42``                ``File("/shared/run42")``: a file that rank 0 creates
 ======================================  ===============================================================================
 
-Paths stay as they are written: no percent decoding, as in torch.
+Paths are not percent-decoded, as in torch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ InitMethod: TypeAlias = Env | Tcp | File
 
 
 def choose(argument: str | InitMethod | None, environ: Mapping[str, str]) -> InitMethod | None:
-    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` without both.
+    """Return the init method of the argument or of ``DDPX_INIT_METHOD``; ``None`` if neither is set.
 
     Raises:
         ConfigurationError: one of them is malformed, or they differ.
@@ -133,7 +133,7 @@ def parse(value: str | InitMethod | None, *, field: str = "init_method") -> Init
         _check_path(rest, subject)
         return File(rest)
     if rest:
-        raise ConfigurationError(f"{subject} must end after env:// (got {rest!r} behind it); write env://")
+        raise ConfigurationError(f"{subject} takes nothing after env:// (got {rest!r}); write env://")
     return Env()
 
 
@@ -142,7 +142,7 @@ def check_file(method: File, *, num_nodes: int) -> None:
 
     Raises:
         ConfigurationError: the directory is missing, cannot be written, or is local to each of several nodes; or
-            the path is not a plain file that this user can write.
+            the path is not a regular file that this user can write.
     """
     path, directory = method.path, os.path.dirname(method.path)
     if num_nodes > 1:
@@ -150,14 +150,14 @@ def check_file(method: File, *, num_nodes: int) -> None:
     if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigurationError(
             f"init_method '{method}' needs an existing directory that this user can write (got {directory!r});"
-            f" make it (mkdir -p {directory}), allow it (chmod u+wx {directory}), or write another path"
+            f" create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or write another path"
         )
     is_there = os.path.exists(path)  # checked first: rank 0 may publish its address there meanwhile
     is_usable = os.path.isfile(path) and os.access(path, os.R_OK | os.W_OK)
     if is_there and not is_usable:
         raise ConfigurationError(
-            f"init_method '{method}' needs a new file, or a plain one that this user can read and write (got {path!r});"
-            " remove it, or write another path"
+            f"init_method '{method}' needs a new file, or a regular one that this user can read and write "
+            f"(got {path!r}); remove it, or write another path"
         )
 
 

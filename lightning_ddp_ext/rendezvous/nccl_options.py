@@ -1,4 +1,4 @@
-"""Settings of NCCL as typed fields, and the environment variables in which NCCL and gloo read them."""
+"""Define the settings of NCCL as typed fields, and translate them into environment variables of NCCL and gloo."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 @dataclass(frozen=True, kw_only=True)
 class NCCLOptions:
-    """Settings of NCCL. A field sets the variable of its name, such as ``NCCL_P2P_LEVEL`` for ``p2p_level``.
+    """Settings of NCCL. Each field sets the variable of the same name: ``p2p_level`` sets ``NCCL_P2P_LEVEL``.
 
-    ``None`` leaves the choice to NCCL. The variables are in the environment of each rank while its process group is
-    open. With another backend they have no effect.
+    ``None`` leaves the choice to NCCL. The variables are set in the environment of each rank while its process group is
+    open. Other backends ignore them.
 
     Raises:
-        ConfigurationError: a value has the wrong type, or NCCL does not accept it.
+        ConfigurationError: a value has the wrong type, or is not one of the choices that its field lists.
 
     Example::
 
@@ -30,7 +30,7 @@ class NCCLOptions:
     debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
     """The log level of NCCL."""
     p2p_disable: bool | None = None
-    """Whether GPUs of a host exchange data through its memory, and not directly."""
+    """Whether GPUs of one host exchange data through host memory rather than directly."""
     p2p_level: Level | None = None
     """The largest distance at which GPUs access each other's memory: ``"NVL"`` is NVLink, ``"SYS"`` any."""
     ib_disable: bool | None = None
@@ -42,13 +42,13 @@ class NCCLOptions:
     socket_nthreads: int | None = None
     """CPU threads for each TCP connection, 1 to 16."""
     nsocks_perthread: int | None = None
-    """Sockets for each of these threads; ``socket_nthreads`` times this is at most 64."""
+    """Sockets for each of these threads; the product with ``socket_nthreads`` is at most 64."""
     buffsize: int | None = None
     """Bytes of each buffer between two GPUs; NCCL's default is 4 MiB."""
     min_nchannels: int | None = None
-    """The fewest channels, each a block of the GPU, that a collective uses."""
+    """The minimum number of channels that a collective uses; each occupies one block of the GPU."""
     max_nchannels: int | None = None
-    """The most channels that a collective uses."""
+    """The maximum number of channels that a collective uses."""
     algo: str | None = None
     """Algorithms that NCCL may choose from, ``"Ring,Tree"``."""
     proto: str | None = None

@@ -22,7 +22,7 @@ class Timeouts:
         answer: how long a live process may take to reply, since its threads may wait for the GIL.
         after_refusal: how long rank 0 keeps listening, to tell late ranks why the start failed.
         first_cause: how long a rank waits for the cause that explains a broken connection.
-        grace: by kind of event, how long the main thread has to raise before its process is killed.
+        grace: by kind of event, how long the main thread has to raise before its process is forced to exit.
     """
 
     heartbeat: float = 30.0
@@ -39,9 +39,9 @@ class Request:
     """Settings of a Trainer for the rendezvous.
 
     Attributes:
-        world: which rank this process is.
+        world: this process's place among all ranks.
         init_method: how the ranks find rank 0, as a URL for messages.
-        endpoint: where rank 0 listens, or publishes where it does.
+        endpoint: where rank 0 listens, or where it publishes that address.
         backend: of the process group, such as ``gloo``.
         device: the device of this rank.
         timeout: of a collective; ``None`` for the backend's default.

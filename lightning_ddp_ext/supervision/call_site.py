@@ -38,7 +38,7 @@ def call_site_of(frame: FrameType | None) -> str:
 
 
 def is_main_thread_in(call: FrameType) -> bool:
-    """Whether a call on the main thread has not returned yet; for other threads."""
+    """Whether a call on the main thread has not returned yet; run this on another thread."""
     frame = main_frame()
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -46,5 +46,5 @@ def is_main_thread_in(call: FrameType) -> bool:
 
 
 def main_frame() -> FrameType | None:
-    """Return the innermost frame of the main thread; for other threads."""
+    """Return the innermost frame of the main thread; run this on another thread."""
     return sys._current_frames().get(threading.main_thread().ident or 0)

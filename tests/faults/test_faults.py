@@ -1,7 +1,7 @@
 """After a fault at any time all processes of a run end within the promised bound, and nothing is lost.
 
-``make soak`` tries as many seeds as one likes. How long each took is in ``faults.csv`` in the directory of the tests
-(``--basetemp``), beside the bound.
+``make soak`` tries any number of seeds. ``faults.csv`` in the directory of the tests (``--basetemp``) lists how long
+each took, beside the bound.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Run:
                 signal.pidfd_send_signal(self.descriptors[self.pid_of(strike.whom)], SIGNALS[strike.what])
 
     def wait(self, pids: set[int], deadline: float) -> set[int]:
-        """Wait for the end of processes; those that run at the deadline."""
+        """Wait until processes exit; return those that still run at the deadline."""
         left = {self.descriptors[pid]: pid for pid in pids}
         while left and (rest := deadline - time.monotonic()) > 0:
             for descriptor in connection.wait(list(left), rest):
@@ -152,7 +152,7 @@ class Run:
         return set(left.values())
 
     def dump_stacks(self, pids: set[int]) -> None:
-        """Have processes write their stacks and end."""
+        """Have processes write their stacks and exit."""
         for pid in pids:
             for number in (signal.SIGABRT, signal.SIGCONT):
                 signal.pidfd_send_signal(self.descriptors[pid], number)
@@ -166,7 +166,7 @@ class Run:
 
 
 def start(case: Case, directory: Path, hosts: Network | None) -> RankProcesses:
-    """Start the run; also scripts and torchrun on a process that has imported all that they need."""
+    """Start the run; scripts and torchrun start in a process that has imported torch and Lightning."""
     options: dict[str, Any] = {"env": {"PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"}, "time_limit": 400.0}
     if case.started in BY_HAND:
         far = case.strikes[0].whom
@@ -204,7 +204,7 @@ def strike_and_wait(case: Case, directory: Path, hosts: Network | None) -> tuple
         return seconds, left, run.output + "".join(outcome.output for outcome in outcomes), outcomes
 
 
-# Faults of the outcome.
+# The checks of the outcome.
 
 
 def wrong_endings(case: Case, outcomes: list[Outcome], output: str) -> Iterator[str]:
@@ -234,7 +234,7 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
     saved = [int(step) for step in re.findall(r"^step (\d+) is saved$", output, re.MULTILINE)]
     certain = saved[:-2] if case.during == "background saves" else saved
     steps = {path: step_of(path) for path in directory.glob("*.ckpt")}
-    yield from (f"{path.name} is damaged" for path, step in steps.items() if step is None)
+    yield from (f"{path.name} is damaged, or mixes steps" for path, step in steps.items() if step is None)
     if max((step for step in steps.values() if step is not None), default=0) < max(certain, default=0):
         yield f"step {certain[-1]} had been saved, and is lost"
     if {strike.what for strike in case.strikes} == {"term"} and not (directory / "last-preempted.ckpt").exists():
@@ -242,7 +242,7 @@ def wrong_files(case: Case, directory: Path, output: str) -> Iterator[str]:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint, together with its weights; None for a damaged one."""
+    """Return the step of a checkpoint; None if it is damaged, or if its weights are of another step."""
     try:
         if zipfile.ZipFile(path).testzip() is not None:
             return None
@@ -275,11 +275,11 @@ def parameter(seed: int) -> Any:
 def test_a_fault_is_survived(
     case: Case, tmp_path: Path, request: pytest.FixtureRequest, record: Callable[[Case, float], None]
 ) -> None:
-    """All processes end in time and name the culprit; the same command then reads each sample once an epoch."""
+    """All processes exit in time and name the culprit; the same command then reads each sample once an epoch."""
     hosts = request.getfixturevalue("two_hosts") if case.started == BY_HAND[1] else None
     seconds, left, output, outcomes = strike_and_wait(case, tmp_path, hosts)
     record(case, seconds)
-    late = [f"process {pid} runs {case.bound} s after the strike" for pid in left]
+    late = [f"process {pid} still runs {case.bound} s after the strike" for pid in left]
     wrong = [*late, *([] if left else wrong_endings(case, outcomes, output)), *wrong_files(case, tmp_path, output)]
     assert not wrong, "\n".join([f"make soak SEED={case.seed} COUNT=1", *wrong, output])
 

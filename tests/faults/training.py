@@ -1,7 +1,7 @@
-"""Train in the run that suffers the faults; as a script, ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
+"""Train under faults; as a script: ``training.py DIRECTORY WORLD_SIZE START_METHOD DURING``.
 
-Its weights count: how many steps have been made, and how often each sample has been seen. Each rank writes to
-``output`` in the directory of the run which process it is once it trains, and rank 0 which steps it has saved.
+The weights count the steps, and how often each sample was read. In the directory of the run, each rank writes its
+process id to ``output`` once it trains, and rank 0 the steps that it saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAIL = signal.SIGUSR2  # has the training step raise
 
 
 class Counting(L.LightningModule):
-    """A model that counts, with 2 MB of gradients, validations and perhaps a loader's worker."""
+    """A model that counts, with 2 MB of gradients, validations and, on request, a loader worker."""
 
     def __init__(self, world_size: int, has_worker: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def print_line(text: str) -> None:
 
 
 def train(directory: Path, devices: int, during: str, max_epochs: int = -1, **options: Any) -> Counting:
-    """Train from the newest checkpoint on, and save each third step; return the model."""
+    """Train from the newest checkpoint on, and save every third step; return the model."""
     L.seed_everything(8 if any(directory.glob("*.ckpt")) else 7, verbose=False)
     io = TellingIO(background=during == "background saves")
     rescue = "last-rescued.ckpt" if during == "rescue" else None
@@ -109,7 +109,7 @@ def train_by_hand(rank: int, world_size: int, directory: Path, url: str, during:
 
 
 def run_again(rank: int, world_size: int, directory: Path, during: str, max_epochs: int) -> tuple[Tensor, Tensor]:
-    """Run the same command again until an epoch ends; return how often each sample was read, and the steps."""
+    """Run the same command again until ``max_epochs``; return how often each sample was read, and the steps."""
     options = {"init_method": f"file://{directory}/again", "rank": rank, "world_size": world_size}
     model = train(directory, world_size, during, max_epochs, **options)
     return model.seen.detach(), model.steps.detach()[::500].clone()

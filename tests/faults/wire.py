@@ -19,7 +19,7 @@ from multiprocessing import connection
 from tests.harness.network import Network
 
 _EVERY_PROTOCOL, _PACKET_VNET_HDR, _SOL_PACKET = 0x0003, 15, 263  # of linux/if_ether.h and linux/if_packet.h
-_LARGEST = 1 << 17  # segments are put together to frames of 64 KiB
+_LARGEST = 1 << 17  # segments are joined into frames of 64 KiB
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""What tests share: rank processes, scripts, hosts, leaks, and one small training."""
+"""Provide what tests share: rank processes, scripts, hosts, leak checks, and one small training."""

@@ -56,7 +56,7 @@ def loopback() -> list[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free TCP port below those that the kernel chooses from, and that no other test of this machine chooses.
+    """Return a free TCP port below the range of the kernel, which no other test of this machine chooses.
 
     While this process runs, a Unix socket of an abstract name reserves it; other programs may still take it.
     """

@@ -1,4 +1,4 @@
-"""Find what a test leaves behind in the process of pytest and around it."""
+"""Find what a test leaves behind in the pytest process and around it."""
 
 from __future__ import annotations
 

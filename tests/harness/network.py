@@ -1,8 +1,8 @@
 """Make hosts from Linux namespaces, for tests that need several machines.
 
 Each host has its own network, host name and ``/etc/hosts``; processes, files and the clock are shared. The
-hosts hang on a switch in another namespace, so that a cut cable looks as it does between machines: links stay up,
-packets vanish without a reset.
+hosts are connected to a switch in another namespace, so a cut cable looks as it does between machines: links stay
+up, packets vanish without a reset.
 
 ::
 
@@ -35,7 +35,7 @@ _HOLD = 'echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts &
 class Host:
     """One host: its name, its addresses (``address6`` empty without IPv6), and its ``/etc/hosts``.
 
-    Its namespaces are those of process ``pid``, and go with it.
+    Its namespaces are those of process ``pid``, and disappear with it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts on one switch, see ``network``; a sequence of them."""
+    """The hosts on one switch, as a sequence; see ``network``."""
 
     hosts: tuple[Host, ...]
     switch: Host
@@ -78,7 +78,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[Network]:
-    """Make hosts of these names, and take them down again."""
+    """Make hosts with these names, and remove them after the block."""
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-")))
         numbered = enumerate(("switch", *names))

@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that escaped from a rank's function, also a ``SystemExit`` whose status is not 0.
+    """An exception that escaped from a rank's function, including a ``SystemExit`` whose status is not 0.
 
-    ``at`` is a ``time.monotonic()``, one clock for all processes.
+    ``at`` is a ``time.monotonic()``, which is one clock for all processes.
     """
 
     type_name: str

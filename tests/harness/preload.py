@@ -1,6 +1,6 @@
-"""What the server of rank processes imports, and looks up, once for all of them; before it, nothing of Lightning's.
+"""Import and look up, once in the server of rank processes, all that they need; import this before any of Lightning.
 
-Without garbage collection, which would take a tenth of the time and find nothing.
+Garbage collection is off meanwhile: it would take a tenth of the time and find nothing.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def children() -> list[psutil.Process]:
-    """Return this process's own children, a tenth of the time that psutil takes to look at all processes."""
+    """Return this process's own children, in a tenth of the time that psutil takes to look at all processes."""
     found = []
     for path in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
@@ -37,7 +37,7 @@ def children() -> list[psutil.Process]:
 def wait_until_exited(
     find: Callable[[], Collection[psutil.Process]], seconds: float, *, kill: bool = False
 ) -> Collection[psutil.Process]:
-    """Wait until ``find`` finds nothing, or kill what it finds, and return what it finds after ``seconds``."""
+    """Wait up to ``seconds`` until ``find`` returns nothing, or kill what it finds; return what is left."""
     deadline = time.monotonic() + seconds
     while (left := find()) and (rest := deadline - time.monotonic()) > 0:
         for process in left if kill else ():

@@ -1,6 +1,6 @@
 """Run one rank process, from its fork to its end.
 
-A rank lives as a script does: its function is the script's body, an exception that escapes goes to ``sys.excepthook``,
+A rank runs like a script: its function is the script's body, an exception that escapes goes to ``sys.excepthook``,
 non-daemon threads are waited for, ``atexit`` handlers run once, and the exit status is the interpreter's. A process of
 ``multiprocessing`` does none of that (https://github.com/python/cpython/issues/83856).
 """
@@ -54,7 +54,7 @@ def run_rank(
     """Run the target of a rank's process.
 
     ``call`` is a pickled ``(function, args, kwargs)``: unpickling it imports the test's module, which must not happen
-    before the environment is there and coverage is measured.
+    before the environment is set and coverage is measured.
     """
     global _test
     _test = test

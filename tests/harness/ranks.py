@@ -11,7 +11,7 @@
 ``RankProcesses`` is for faults: wait until a rank is "in step 3", kill it, see what the others do.
 
 Each calls ``function(rank, world_size, *args, **kwargs)`` on every rank; function, arguments and results travel by
-pickle. Ranks that have not ended at the time limit fail the test with their Python stacks.
+pickle. Ranks that still run at the time limit fail the test with their Python stacks.
 
 Ranks get a copy of the test's environment, changed by ``env``. But they are forked from a server that has imported
 torch, Lightning and this package: what these read from the environment on import is tested with ``scripts``.
@@ -54,8 +54,8 @@ _SECONDS_TO_END = 60.0  # for a rank that was told to write its stacks, or was k
 def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Any]:
     """Run ``function`` on ``world_size`` ranks and return its results by rank.
 
-    When a rank fails, the others are ended, and the test fails with what the first one has said, which is also the
-    error's cause. The options are those of ``RankProcesses``.
+    When a rank fails, the others are killed. The test then fails with the story of the first one that failed, whose
+    exception is the error's cause. The options are those of ``RankProcesses``.
     """
     with RankProcesses(function, world_size, *args, **options) as ranks:
         first = ranks.wait_for_failure()
@@ -69,7 +69,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **o
 def launch_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, **options: Any) -> list[Outcome]:
     """Run ``function`` on ``world_size`` ranks and return, by rank, how each of them ended by itself.
 
-    Fails at the time limit: a rank that stays fails every test. The options are those of ``RankProcesses``.
+    Fail at the time limit: a rank that does not exit fails every test. The options are those of ``RankProcesses``.
     """
     with RankProcesses(function, world_size, *args, **options) as ranks:
         return ranks.wait()
@@ -82,7 +82,7 @@ class RankProcesses:
         function: called as ``function(rank, world_size, *args, **kwargs)`` on each rank.
         world_size: number of ranks.
         time_limit: seconds within which all must exit.
-        env: changes to the environment, see ``Environment``; nothing such as ``RANK`` is set by itself.
+        env: changes to the environment, see ``Environment``; variables such as ``RANK`` are not set by default.
         namespaces: one place per rank (a host of ``network``), or None for the test's own.
     """
 
@@ -131,7 +131,7 @@ class RankProcesses:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids of the ranks, also of ended ones."""
+        """Process ids of the ranks, including those that exited."""
         return {number: rank.outcome.pid for number, rank in self._ranks.items()}
 
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> None:
@@ -148,7 +148,7 @@ class RankProcesses:
     def wait_for(self, point: str, rank: int) -> Any:
         """Wait until the rank announces ``point``, and return the value that came with it; an announcement counts once.
 
-        Fail if the rank exits first, or after a minute.
+        Fail if the rank exits first, or after two minutes.
         """
         values = self._ranks[rank].points[point]
         self._wait_until(lambda: bool(values), f"announce {point!r}", rank)

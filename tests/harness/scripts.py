@@ -59,7 +59,7 @@ def start_script(
     """Start a script, as the only process of ``RankProcesses``.
 
     Args:
-        path_or_source: the script's path, or its text (anything with a line break; indentation in common is taken off).
+        path_or_source: the script's path, or its text (anything with a line break; common indentation is removed).
         argv: arguments of the script.
         env: changes to the environment, as for rank 0.
         launcher: the words before the script; ``python`` and ``torchrun`` are those of this environment.
@@ -78,11 +78,11 @@ def start_script(
 def run_on_ranks(
     script: Path, *argv: str, cwd: Path, world_size: int = 0, returncode: int = 0, time_limit: float = 300.0
 ) -> str:
-    """Run a script on rank processes, which have imported torch and Lightning: a fifth of what ``run_script`` takes.
+    """Run a script on rank processes that have imported torch and Lightning, five times as fast as ``run_script``.
 
-    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``: by default on two ranks, on one
-    process if it forks its ranks. Returns what all of them have printed, rank by rank; fails unless each ends with
-    ``returncode``.
+    It runs as under a launcher that sets ``RANK``, ``WORLD_SIZE`` and ``LOCAL_RANK``: by default on two ranks, or in
+    one process if it forks its ranks itself. Return the output of all of them, rank by rank; fail unless each exits
+    with ``returncode``.
     """
     world_size = world_size or (1 if re.search(_FORKS, script.read_text()) else 2)
     env = by_hand_env(world_size, free_port()) if world_size > 1 else {}

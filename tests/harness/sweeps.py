@@ -37,8 +37,8 @@ def play_cases(
 ) -> dict[C, list[Any] | str]:
     """Run cases one after another by ``play(case, rank, ranks, place)``; cases of one world size share their ranks.
 
-    Returns what each rank returned, by case. A case that ends its processes has instead the story of their ends, and
-    does not end the cases after it.
+    Return the results of each rank, by case. If a case ends its processes, it gets the story of their ends instead, and
+    the cases after it still run.
     """
     found: dict[C, list[Any] | str] = {}
     for ranks in sorted({*map(ranks_of, cases)}):

@@ -24,7 +24,7 @@ from lightning_ddp_ext import DistributedBatchSamplerWrapper, ScalableDistribute
 from lightning_ddp_ext.errors import RankFailedError, ResumeError
 from tests.integration.continuing import KEPT, Net, Run, Step, Training, difference
 
-LONG, SHORT = 18, 12  # samples that the ranks share out; 1, 2 and 3 ranks divide them
+LONG, SHORT = 18, 12  # samples, which 1, 2 or 3 ranks split evenly
 OF_STREAM = {LONG: 12, SHORT: 8}  # samples of each rank
 WITH_RANKS = ("scalable", "distributed", "dealt")  # share out by themselves
 INJECTED = ("shuffled", "sequential", "own", "weighted", "replacement")  # are shared out by the strategy's sampler
@@ -45,7 +45,7 @@ def levels(*names: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """One level of each factor. Its ``str``, given in the variable ``SWEEP``, plays it again."""
+    """One level of each factor. Set the variable ``SWEEP`` to its ``str`` to play it again."""
 
     sampler: str = levels(*INJECTED, *WITH_RANKS, "batches", "stream", "sized", "stateful")
     stop: str = levels(*HOOKS)
@@ -100,12 +100,12 @@ class Case:
 
     @property
     def stays(self) -> bool:
-        """Whether the run continues on as many ranks."""
+        """Whether the run continues on the same number of ranks."""
         return len(self.ranks) == 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the loaders read, the longer one first."""
+        """The kinds of data of the loaders, the longer loader first."""
         second = self.sampler if self.beside == "same" else self.beside
         return (self.sampler,) if self.loaders == "one" else (self.sampler, second)
 
@@ -128,11 +128,11 @@ class Case:
         return 3 if self.optimizing == "third" else 1
 
     def can_share(self, kind: str) -> bool:
-        """Whether other ranks can share what is left of an epoch."""
+        """Whether another number of ranks can share the rest of an epoch."""
         return kind in ("scalable", "dealt") or (kind in INJECTED and self.injected == "yes")
 
     def batches(self, kind: str, samples: int, ranks: int) -> int:
-        """Return batches of an epoch on each rank."""
+        """Return the number of batches in an epoch on each rank."""
         if kind == "dealt":
             return -(-samples // 2 // ranks)
         if kind in ("stream", "sized"):
@@ -140,7 +140,7 @@ class Case:
         return -(-samples // (2 * ranks if self.injected == "yes" or kind in WITH_RANKS else 2))
 
     def length(self, ranks: int) -> int:
-        """Return steps of an epoch."""
+        """Return the number of steps in an epoch."""
         lengths = [self.batches(kind, size, ranks) for kind, size in zip(self.kinds, (LONG, SHORT), strict=False)]
         length = min(lengths) if self.loaders == "min_size" else max(lengths)
         return length if self.limit == "none" else min(length, 4)
@@ -178,7 +178,7 @@ class Backwards(BatchSampler):
 
 
 class Sized(torch_data.IterableDataset[Tensor]):
-    """Numbers that a rank's workers share out, in an order that each of them draws."""
+    """Numbers that the workers of a rank split; each worker draws an order for its part."""
 
     def __init__(self, numbers: range) -> None:
         self.numbers, self.epoch = numbers, 0
@@ -196,7 +196,7 @@ class Sized(torch_data.IterableDataset[Tensor]):
 
 
 class Stream(Sized):
-    """In another order each epoch."""
+    """The same numbers in another order in each epoch."""
 
     __len__ = None  # type: ignore[assignment]
 
@@ -220,7 +220,7 @@ def loaders_of(case: Case, rank: int, ranks: int) -> Any:
 
 
 def loader_of(case: Case, kind: str, samples: int, number: int, rank: int, ranks: int, generator: Any) -> Any:
-    """Return a loader of batches of two samples, numbered from 0 or 100, and by thousands on each rank's stream."""
+    """Return a loader with batches of two samples, numbered from 0 or 100; a stream adds 1000 times the rank."""
     options: dict[str, Any] = {"generator": generator}
     if case.workers != "none":
         options |= {"num_workers": 2 - number, "multiprocessing_context": "fork"}
@@ -308,7 +308,7 @@ class Looks(L.Callback):
 
 
 class After(L.Callback):
-    """Calls ``do(trainer)`` in a hook, once the run has done this batch of this epoch and before it does another."""
+    """Calls ``do(trainer)`` in a hook, after this batch of this epoch and before the next one."""
 
     def __init__(self, hook: str, batch: tuple[int, int], do: Callable[[L.Trainer], object]) -> None:
         self.batch, self.do, self.is_done = batch, do, False
@@ -322,7 +322,7 @@ class After(L.Callback):
 
 
 def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str | None = None) -> tuple[Run, str, int]:
-    """Train to a stop, or through one that only saves: the run, its checkpoint, and how many steps it had done then."""
+    """Train to a stop, or past one that only saves; return the run, its checkpoint, and its steps until then."""
     ranks, options = training.devices, dict[str, Any]()
     place, batch = training.directory / training.name / f"{stop}-{epoch}", (epoch, case.index(stop, ranks))
     path = str(place / ("last-preempted.ckpt" if stop in SIGNALS else "save.ckpt"))
@@ -338,14 +338,14 @@ def run_to(stop: str, epoch: int, case: Case, training: Training, ckpt_path: str
     return run, path, len(run.steps) if stop in ENDING else sum(step[:2] <= batch for step in run.steps)
 
 
-# Playing a case. A rank that finds something wrong plays on, as the other ones do.
+# Playing a case. A rank that finds something wrong continues, like the others.
 
 Half = tuple[Case, "str | None"]  # a case, and a checkpoint of other ranks from which these ranks resume
 
 
 @dataclass
 class Played:
-    """What a rank has seen of a case, or of one half on other ranks; steps that are done again are not ``before``."""
+    """A rank's results of a case, or of one half on other ranks; ``before`` leaves out steps that are repeated."""
 
     wrong: str = ""
     refused: str = ""
@@ -356,7 +356,7 @@ class Played:
 
 
 def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
-    """Train from a checkpoint to the end; with a second stop as two runs that are returned as one."""
+    """Train from a checkpoint to the end; join the two runs around a second stop into one."""
     if case.again == "no":
         return training.run(ckpt_path=path), ""
     second, path, done = run_to(case.again, int(case.epoch) + 1, case, training, path)
@@ -374,7 +374,7 @@ def resume(case: Case, training: Training, path: str) -> tuple[Run, str]:
 
 
 def last_epoch(run: Run) -> list[str]:
-    """Return the events of the last epoch, or of the part of it that a run begins with."""
+    """Return the events of the last epoch, or of the part of it that belongs to this run."""
     names = [name for name, *_ in run.events]
     ends = [-1, *(place for place, name in enumerate(names) if name == "epoch end")]
     return names[ends[-2:][0] + 1 :]

@@ -67,6 +67,6 @@ def test_lone_ranks_are_refused(env: Environment, options: Options, name: str, i
 def test_arguments_that_contradict_the_launcher() -> None:
     """Torchrun assigns the ranks; ``rank=`` beside it is a mistake, and the error names both."""
     assert run_ranks(refusals, 1, [{"rank": 1, "world_size": 2}], env=by_torchrun())[0] == [
-        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, by which this process is rank 0 of 2; leave "
+        "ConfigurationError: rank=1 and world_size=2 contradict torchrun, which made this process rank 0 of 2; leave "
         "the arguments out, or start the processes by hand"
     ]

@@ -68,7 +68,7 @@ def test_any_text_is_parsed_or_refused_in_our_own_words(text: str) -> None:
         ("tcp://host", "needs a port (got none); write tcp://host:29500"),
         ("tcp://host:70000", "needs a port in 1..65535 (got 70000); write tcp://host:29500"),
         ("tcp://host:1?rank=0", "needs a port in 1..65535 (got '1?rank=0'); write tcp://host:29500"),
-        ("env://host", "must end after env:// (got 'host' behind it); write env://"),
+        ("env://host", "takes nothing after env:// (got 'host'); write env://"),
         ("file://localhost/run", f"{PATH_FORM} (got 'localhost/run'); {PATH_REMEDY}"),
         ("file:///shared/", f"{PATH_FORM} (got '/shared/'); {PATH_REMEDY}"),
     ],
@@ -110,7 +110,8 @@ def test_a_missing_directory_is_refused(tmp_path: Path, path: str, missing: str)
     directory = f"{tmp_path}/{missing}"
     assert refusal(check_file, File(f"{tmp_path}/{path}"), num_nodes=1) == (
         f"init_method 'file://{tmp_path}/{path}' needs an existing directory that this user can write (got "
-        f"'{directory}'); make it (mkdir -p {directory}), allow it (chmod u+wx {directory}), or write another path"
+        f"'{directory}'); create it (mkdir -p {directory}), make it writable (chmod u+wx {directory}), or write "
+        "another path"
     )
 
 
@@ -123,7 +124,7 @@ def test_what_this_user_cannot_write_is_refused(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "directory").mkdir()
     for name in ("pipe", "file", "directory"):
         assert refusal(check_file, File(f"{tmp_path}/{name}"), num_nodes=1) == (
-            f"init_method 'file://{tmp_path}/{name}' needs a new file, or a plain one that this user can read and "
+            f"init_method 'file://{tmp_path}/{name}' needs a new file, or a regular one that this user can read and "
             f"write (got '{tmp_path}/{name}'); remove it, or write another path"
         )
     assert "directory that this user can write (got '/')" in refusal(check_file, File("/run42"), num_nodes=1)

@@ -170,9 +170,9 @@ def test_rank_0_never_starts(kind: str, tmp_path: Path) -> None:
     where = place(kind, tmp_path)
     (outcome,) = endings(where, [{"rank": 1, "world_size": 2}])
     looked = f"127.0.0.1:{where.port}" if isinstance(where, Tcp) else url(where)
-    found, remedy = "Connection refused", "that this address is its host's"
+    found, remedy = "Connection refused", "that its host has this address"
     if kind == "file":
-        found, remedy = "rank 0 has not published its address there", "that it sees the same file"
+        found, remedy = "rank 0 has not published its address there", "that it uses the same file"
     assert sentence(outcome, RendezvousError) == (
         f"{process(1, outcome.pid)} did not find rank 0 at {looked} within 4 s ({found}); check that rank 0 is "
         f"started, {remedy}, and that no firewall blocks the connection"
@@ -271,7 +271,7 @@ def test_a_server_that_is_not_ours(answer: Answer) -> None:
     )
     assert sentence(second, RendezvousError) == (
         f"{process(1, second.pid)} did not find rank 0 at 127.0.0.1:{where.port} within 4 s (it accepted the "
-        "connection, but did not reply); check that rank 0 is started, that this address is its host's, and that no "
+        "connection, but did not reply); check that rank 0 is started, that its host has this address, and that no "
         "firewall blocks the connection"
         if answer is silent
         else f"another program, not rank 0, listens at 127.0.0.1:{where.port}; choose a port that no "
